@@ -26,12 +26,12 @@ import xxhash
 
 from fullshard.checkpoint import BackgroundSaver, load, save
 from fullshard.models.decoder import DecoderModel
-from fullshard.parallel.apply import shard
 from fullshard.parallel.mesh import process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 

@@ -112,7 +112,6 @@ def with_all_axes(
         "model.kv_heads": kv_heads,
         "sharding.tensor_parallel": tensor,
         "sharding.context_parallel": context,
-        "sharding.context_method": draw.choice(["gather", "ulysses"]),
         "sharding.expert_parallel": expert,
         "train.global_batch": int(data["train.global_batch"]) // (tensor * context),
         "train.loss_chunk": draw.choice([0, 16]) * scale**2,
@@ -127,7 +126,7 @@ def with_all_axes(
             "model.shared_experts": draw.choice([0, 1]),
             "model.balance_loss": draw.choice([0, 0.01]),
         }
-    name += f" tensor {tensor} context {context} {own['sharding.context_method']} expert {expert}"
+    name += f" tensor {tensor} context {context} expert {expert}"
     name += f" of {own['model.experts']}, {own['model.shared_experts']} shared" if mixture else ""
     return f"{name} chunk {own['train.loss_chunk']}", [*overrides, *(f"{k}={v}" for k, v in own.items())]
 

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from spelled import SpelledBlock, SpelledModel
 from torch import Tensor, nn
 
-from fullshard.distributed.row_exchange import exchange_rows
 from fullshard.models.decoder import Attention, DecoderModel, Mixture, RotateByPosition
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
 from fullshard.models.experts import multiply_groups
+from fullshard.parallel.expert_parallel import exchange_rows
 from fullshard.spec.settings.model_section import DecoderConfig
 
 

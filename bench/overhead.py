@@ -31,13 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.data.build import build_data
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.models.decoder import DecoderModel
-from fullshard.parallel.apply import shard
 from fullshard.parallel.mesh import build_mesh, process_group
 from fullshard.parallel.precision import TORCH_DTYPE
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import move_batch_to_device
 

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import save
 from fullshard.models.huggingface import build_hf_model
-from fullshard.parallel.apply import shard
 from fullshard.parallel.mesh import process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export_hf import export_hf
 from fullshard.weights.pretrained import load_pretrained

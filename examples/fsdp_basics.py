@@ -33,7 +33,8 @@ def main() -> None:
         fs.shard(model, plan)
         optimizer = fs.build_optimizer(model, plan)
         if ranks.rank == 0:
-            print(fs.sharding_table(model))
+            for name, one in model.named_parameters():
+                print(name, tuple(one.shape), one.placements, tuple(one.to_local().shape))
 
         generator = torch.Generator().manual_seed(ranks.rank)  # every rank sees its own samples
         for step in range(60):

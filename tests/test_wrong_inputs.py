@@ -282,7 +282,7 @@ def test_a_model_without_blocks_is_refused_in_the_library(ranks: Callable[..., o
 def shard_one_layer() -> None:
     from torch import nn
 
-    from fullshard.parallel.apply import shard
+    from fullshard.training.shard import shard
 
     class Flat(nn.Module):
         def __init__(self) -> None:

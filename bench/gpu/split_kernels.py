@@ -83,7 +83,7 @@ def _time_gather(bench: KernelBench, ranks: int, *, length: int) -> None:
     ]
     ends = torch.tensor([[length]], device=bench.meter.device, dtype=torch.int32)
     bounds = bounds_of_documents(ends, sequence_length=length)
-    begins = SequencePart(ranks, 0, 2).begins(length)
+    begins = SequencePart(ranks, 0).begins(length)
 
     def forward() -> torch.Tensor:
         return attend_within_documents(QueryKeyValue(*needed), bounds, begins=begins)

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from fullshard.models.decoder import DecoderModel as DecoderModel
     from fullshard.models.huggingface import meta_model as meta_model
     from fullshard.models.loss import next_token_loss as next_token_loss
-    from fullshard.parallel.layout import sharding_table as sharding_table
     from fullshard.parallel.materialize import materialize as materialize
     from fullshard.parallel.materialize import parameters_on_meta as parameters_on_meta
     from fullshard.parallel.mesh import process_group as process_group
-    from fullshard.parallel.rank0_values import MissingWeightsWarning as MissingWeightsWarning
+    from fullshard.parallel.model_parameters import MissingWeightsWarning as MissingWeightsWarning
     from fullshard.planner.describe.describe import describe as describe
     from fullshard.planner.predict.memory import peak_bytes as peak_bytes
     from fullshard.planner.search.search import plan as plan
@@ -82,8 +81,7 @@ _HOMES = {
     "detect_hardware": "launch.detect",
     "shard": "training.shard",
     "describe": "planner.describe.describe",
-    "MissingWeightsWarning": "parallel.rank0_values",
-    "sharding_table": "parallel.layout",
+    "MissingWeightsWarning": "parallel.model_parameters",
     "materialize": "parallel.materialize",
     "parameters_on_meta": "parallel.materialize",
     "process_group": "parallel.mesh",

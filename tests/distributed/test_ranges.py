@@ -23,7 +23,7 @@ def test_own_seconds_leave_out_waiting_the_run_queue_and_collections():
     with run_own_clock(hands.clock()) as clock:
         clock.enter_phase("forward")
         hands.now += 10
-        with TimedRange("exchange_heads"), TimedRange("all_gather"):  # within it: counted once
+        with TimedRange("gather_sequence"), TimedRange("all_gather"):  # within it: counted once
             hands.now += 30
             hands.queued += 5
             assert clock.current_wait() == "wait for exchange of heads"

@@ -33,7 +33,7 @@ from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.resume import restore_train_state
-from fullshard.training.shard import close_offloaded_state, shard
+from fullshard.training.shard import close_offloaded_state, offload_settings, shard
 from fullshard.training.state import TrainState
 from tests.training.runs import WIDTH, Pairs, Regression, mean_square, meta, run_of, sharded
 
@@ -139,7 +139,9 @@ def _begun(course: Course) -> tuple[TrainState, Plan]:
     )
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     system = course.drive() if course.drive and dist.get_rank() == 1 else SYSTEM
-    model = shard(meta(Regression if course.tier == "none" else Wide), plan, system=system)
+    model = shard(
+        meta(Regression if course.tier == "none" else Wide), plan, offload=offload_settings(plan, system)
+    )
     return TrainState(model, build_optimizer(model, plan), data=Pairs()), plan
 
 

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.models.build import build_model
 from fullshard.models.loss import Loss, choose_loss
-from fullshard.parallel.apply import shard
 from fullshard.parallel.materialize import materialize
 from fullshard.planner.describe.describe import describe
 from fullshard.spec.run import Run
+from fullshard.training.shard import shard
 from tests.fakes.architectures import whole
 from tests.fakes.architectures_hf import CONFIGS, LENGTH, QUICK, batch_of, write_config
 from tests.fakes.plans import plan_of

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.models.constructor_tape import ConstructorTape
-from fullshard.models.meta_init import construct_with_meta_parameters
-from fullshard.parallel.apply import shard
+from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
 from fullshard.parallel.materialize import materialize
+from fullshard.training.shard import shard
 from tests.fakes.plans import plan_of
 from tests.training.runs import whole
 

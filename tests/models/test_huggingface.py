@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.models.checks import check_sequence_length, check_vocabulary
+from fullshard.models.build import check_sequence_length, check_vocabulary
 from fullshard.models.huggingface import build_hf_config, build_hf_model, is_causal_lm, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.spec.run import Run

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.token_arguments import position_and_document_arguments
+from fullshard.models.loss import position_and_document_arguments
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.settings.model_section import DecoderConfig
 from tests.fakes.architectures_hf import CAUSAL, LENGTH, VOCABULARY

@@ -148,12 +148,7 @@ GATHERED = {("parts of sequences", "gather of sequences"), ("parts of sequences"
 @pytest.mark.parametrize(
     ("model", "axis", "names"),
     [
-        ("decoder", {"context": 2, "extra": ["sharding.context_method=gather"]}, GATHERED),
-        (
-            "decoder",
-            {"context": 2, "extra": ["sharding.context_method=ulysses"]},
-            {("parts of sequences", "exchange of heads")},
-        ),
+        ("decoder", {"context": 2}, GATHERED),
         ("decoder", {"tensor": 2}, GATHERED | {("parts of sequences", "reduction over ranks")}),
         (
             "mixture_decoder",

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.parallel.activation_offload import offload_activations
-from fullshard.parallel.apply import shard
-from fullshard.parallel.host_copy import CpuHostCopier, FakeReportingCopier, HostCopier, choose_host_copier
+from fullshard.parallel.activation_offload import (
+    CpuHostCopier,
+    FakeReportingCopier,
+    HostCopier,
+    choose_host_copier,
+    offload_activations,
+)
 from fullshard.parallel.units import find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
+from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 from tests.fakes.plans import STRATEGIES, plan_of
 from tests.training.same_numbers import make_run, train_sharded

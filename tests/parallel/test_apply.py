@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.errors import PlanError, ShardError
-from fullshard.parallel.apply import shard
 from fullshard.parallel.blocks import called_modules_with_parameters
 from fullshard.parallel.materialize import materialize
+from fullshard.training.shard import shard
 from tests.fakes.architectures import ARCHITECTURES, Block, loss_of, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
 

@@ -10,10 +10,10 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from fullshard.parallel.apply import shard
 from fullshard.parallel.compile import EagerBlockWarning, compile_blocks, count_compilation
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.spec.settings.train_section import RecomputeSection
+from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
 

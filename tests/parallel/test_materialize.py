@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import ShardError
-from fullshard.models.constructor_tape import ConstructorTape
-from fullshard.models.meta_init import construct_with_meta_parameters
+from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
 from fullshard.observe.memory import measure_peak_memory, storage_bytes_of_tensors
-from fullshard.parallel.apply import shard
 from fullshard.parallel.materialize import materialize, parameters_on_meta
-from fullshard.parallel.rank0_values import MissingWeightsWarning
+from fullshard.parallel.model_parameters import MissingWeightsWarning
+from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block, Encoder, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
 from tests.fakes.sampling import sampled
@@ -314,10 +313,13 @@ def other_models(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("shape", r"blocks.1.up.weight: shape \(2, 8\), not \(24, 8\), on this rank"),
-        ("frozen", "rank 1 holds another model(.|\n)*register: frozen on this rank"),
+        ("shape", r"blocks.1.up.weight: shape \(2, 8\), trained on this rank, shape \(24, 8\)"),
+        (
+            "frozen",
+            r"rank 1 holds another model(.|\n)*register: shape [^\n]*frozen, torch.float32 on this rank",
+        ),
         ("missing", "register: nothing on this rank"),
-        ("extra", "extra: not on rank 0, but on this rank"),
+        ("extra", "extra: shape [^\n]* on this rank, nothing on rank 0"),
     ],
 )
 def test_ranks_with_other_models_are_refused_before_they_hang(

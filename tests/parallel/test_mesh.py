@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import LaunchError
-from fullshard.parallel.apply import shard
 from fullshard.parallel.mesh import agree_on_store_prefix, build_mesh, choose_device_type, process_group
+from fullshard.training.shard import shard
 from tests.fakes.architectures import Block
 from tests.fakes.plans import STRATEGIES, plan_of
 

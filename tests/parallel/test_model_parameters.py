@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import ShardError
-from fullshard.parallel.apply import shard
 from fullshard.parallel.model_parameters import check_parameters
 from fullshard.spec.plan import Plan
+from fullshard.training.shard import shard
 from tests.training.runs import run_of
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.collectives import DirectAllGather
-from fullshard.parallel.apply import shard
+from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block
 from tests.fakes.plans import plan_of
 

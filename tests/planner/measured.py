@@ -55,8 +55,7 @@ def described(plan: Plan, *, frozen: str = "") -> ModelSpec:
     units = run.sharding.units.model_dump_json()
     settings = (run.model, run.data, run.precision, run.recompute)
     degrees = (plan.tensor_parallel, plan.context_parallel, plan.expert_parallel)
-    parts = f"{degrees} {run.sharding.context_method}"
-    key = (plan.device, frozen, units, parts, *(section.model_dump_json() for section in settings))
+    key = (plan.device, frozen, units, degrees, *(section.model_dump_json() for section in settings))
     if key not in _DESCRIBED:  # a second each
         found = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
         _DESCRIBED[key] = evenly_routed(found)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.apply import shard
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.spec.plan import Plan
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.planner.dry_step import LiveBytes

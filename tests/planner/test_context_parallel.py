@@ -20,11 +20,15 @@ from tests.planner.search.test_search import prediction_of
 LAYERS, RANKS = 2, 4
 
 
-def context_plan(method: str, *overrides: str, context: int = RANKS, length: int = 64) -> Plan:
-    settings = [f"sharding.context_parallel={context}", f"sharding.context_method={method}"]
-    sizes = [f"data.sequence_length={length}", f"model.max_sequence={length}", "model.heads=8"]
+def context_plan(*overrides: str, context: int = RANKS, length: int = 64) -> Plan:
+    sizes = [
+        f"sharding.context_parallel={context}",
+        f"data.sequence_length={length}",
+        f"model.max_sequence={length}",
+        "model.heads=8",
+    ]
     sizes.append(f"model.layers={LAYERS}")
-    return plan_of(RANKS, *sizes, *settings, "train.global_batch=8", *overrides)
+    return plan_of(RANKS, *sizes, "train.global_batch=8", *overrides)
 
 
 def sent_bytes(plan: Plan) -> int:
@@ -51,22 +55,10 @@ def keys_bytes(plan: Plan, *, heads: int) -> int:
     return 4 * plan.microbatch * plan.run.data.sequence_length * heads * (config.d_model // config.heads)
 
 
-@pytest.mark.parametrize(
-    ("method", "kv_heads"),
-    [
-        ("gather", 2),
-        pytest.param("gather", 8, marks=pytest.mark.long),
-        pytest.param("ulysses", 2, marks=pytest.mark.long),
-        ("ulysses", 8),
-    ],
-)
-def test_ranks_send_what_the_plan_counts(method: str, kv_heads: int, ranks) -> None:
-    plan = context_plan(method, "sharding.strategy=no_shard", f"model.kv_heads={kv_heads}")
-    if method == "gather":  # keys and values, and their gradients back
-        tensors = 4 * keys_bytes(plan, heads=kv_heads)
-    else:  # both ways: queries and results, and keys and values with at least a head for each rank
-        both = keys_bytes(plan, heads=8) + keys_bytes(plan, heads=max(kv_heads, RANKS))
-        tensors = 4 * both // RANKS
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_ranks_send_what_the_plan_counts(kv_heads: int, ranks) -> None:
+    plan = context_plan("sharding.strategy=no_shard", f"model.kv_heads={kv_heads}")
+    tensors = 4 * keys_bytes(plan, heads=kv_heads)  # keys and values, and their gradients back
     expected = tensors * (RANKS - 1) // RANKS * LAYERS * plan.accumulation
     assert ranks(RANKS).run(sent_bytes, plan) == [expected] * RANKS
     rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
@@ -77,16 +69,9 @@ def test_ranks_send_what_the_plan_counts(method: str, kv_heads: int, ranks) -> N
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("method", "overrides"),
-    [
-        pytest.param("gather", ["recompute.mode=none"], marks=pytest.mark.long),
-        pytest.param("gather", ["recompute.mode=full"], marks=pytest.mark.long),
-        ("ulysses", ["recompute.mode=none"]),
-    ],
-)
-def test_a_rank_holds_what_the_plan_and_the_dry_step_say(method: str, overrides: list[str], ranks) -> None:
-    plan = context_plan(method, *overrides, length=512)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
+def test_a_rank_holds_what_the_plan_and_the_dry_step_say(recompute: str, ranks) -> None:
+    plan = context_plan(f"recompute.mode={recompute}", length=512)
     real = sum(ranks(RANKS).run(measured, plan)[0].values())
     assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.002)
     assert predicted(plan).total == pytest.approx(real, rel=0.01)
@@ -97,13 +82,12 @@ def test_a_rank_holds_what_the_plan_and_the_dry_step_say(method: str, overrides:
 def test_activations_are_divided_but_for_gathered_keys(kv_heads: int) -> None:
     """A quarter, to a few percent: attention within documents keeps other small tensors than torch's own."""
 
-    def saved(method: str, context: int = RANKS) -> int:
+    def saved(context: int = RANKS) -> int:
         settings = ["recompute.mode=none", f"model.kv_heads={kv_heads}"]
-        plan = context_plan(method, *settings, context=context, length=4096)
+        plan = context_plan(*settings, context=context, length=4096)
         assert predicted(plan).moment.endswith("end forward")
         return predicted(plan).activations
 
-    plan, whole = context_plan("gather", f"model.kv_heads={kv_heads}", length=4096), saved("gather", 1)
+    plan, whole = context_plan(f"model.kv_heads={kv_heads}", length=4096), saved(1)
     gathered = 2 * LAYERS * keys_bytes(plan, heads=kv_heads)
-    assert saved("gather") - gathered == pytest.approx((whole - gathered) / RANKS, rel=0.04)
-    assert saved("ulysses") == pytest.approx(whole / RANKS, rel=0.04)
+    assert saved() - gathered == pytest.approx((whole - gathered) / RANKS, rel=0.04)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from fullshard.data.build import build_data
 from fullshard.models.build import build_model
 from fullshard.models.loss import choose_loss
-from fullshard.parallel.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.architectures_hf import ENCODER_DECODERS, IMAGES, MASKED, write_config
 

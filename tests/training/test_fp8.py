@@ -23,7 +23,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.survival.fingerprint import count_issued_collectives
 from fullshard.system.dotted import import_quietly
-from fullshard.training.evaluate import validation_loss
+from fullshard.training.between_steps import validation_loss
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard

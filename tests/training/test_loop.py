@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.training.evaluate import validation_loss
+from fullshard.training.between_steps import validation_loss
 from fullshard.training.loop import Step, train
 from tests.fakes.device import FakeDevice
 from tests.fakes.sampling import sampled

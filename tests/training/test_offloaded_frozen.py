@@ -18,8 +18,7 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import OffloadError, ShardError
 from fullshard.observe.memory import storage_bytes_of_tensors
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.state import OffloadedState, find_offloaded_state, set_offload_attribute
-from fullshard.parallel import apply
+from fullshard.offload.state import find_offloaded_state
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
@@ -41,9 +40,8 @@ def shard_on(tier: str, model: nn.Module, plan: Plan, *, unset: bool = False) ->
     init = "none" if unset else None
     if tier != HOST:
         return shard(model, plan, init=init)
-    keeper = OffloadedState(replace(offload_settings(plan, SYSTEM), shards_on_drive=None))
-    set_offload_attribute(apply.shard(model, plan, init=init, keeper=keeper), keeper)
-    return model
+    settings = replace(offload_settings(plan, SYSTEM), shards_on_drive=None)
+    return shard(model, plan, init=init, offload=settings)
 
 
 class Adapted(nn.Module):
@@ -291,7 +289,8 @@ def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
 
     run = run_of(f"offload.tier={tier}", f"run.dir={directory}")
     plan = Plan.from_run(run, world_size=dist.get_world_size())
-    model = shard(meta(Base), plan, init="none", system=replace(SYSTEM, pwritev=pwritev))
+    settings = offload_settings(plan, replace(SYSTEM, pwritev=pwritev))
+    model = shard(meta(Base), plan, init="none", offload=settings)
     state, said = TrainState(model, build_optimizer(model, plan)), list[str]()
     for use in (lambda: computed(state), state.optimizer.step, state.tensors):
         with pytest.raises(OffloadError) as info:

@@ -16,7 +16,7 @@ from fullshard.errors import OffloadError, TrainError
 from fullshard.offload.drive import SYSTEM
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.shard import close_offloaded_state, shard
+from fullshard.training.shard import close_offloaded_state, offload_settings, shard
 from fullshard.training.state import TrainState
 from tests.ranks import RankFailed
 from tests.training.runs import Regression, local_bits, mean_square, meta, run_of, same_bits, sharded
@@ -183,7 +183,7 @@ def opened_after_a_failure(directory: str) -> None:
         return os.open(path, flags, mode)
 
     with pytest.raises(OffloadError, match="parameters.data"):
-        shard(meta(Regression), plan, system=replace(SYSTEM, open=full))
+        shard(meta(Regression), plan, offload=offload_settings(plan, replace(SYSTEM, open=full)))
     close_offloaded_state(shard(meta(Regression), plan), plan=plan, finished=True)
 
 

@@ -14,8 +14,8 @@ from fullshard.errors import TrainError
 from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.survival.spikes import WINDOW, RecentSteps
-from fullshard.training.continued_run import continue_run
 from fullshard.training.loop import train
+from fullshard.training.resume import continue_run
 from tests.fakes.data import Rows
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.training.evaluate import validation_loss
+from fullshard.training.between_steps import validation_loss
 from fullshard.training.loop import train
 from tests.training.runs import mean_square, pairs, run_of, sharded
 

@@ -13,18 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import TrainError
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.gradients import (
+    local_gradient_norms,
+    local_share_of_squared_norm,
+    tensors_counted_here,
+)
 from fullshard.training.loop import Step, train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
-from fullshard.training.step import run_step
+from fullshard.training.step import count_computed_tokens, run_step
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
@@ -419,3 +424,73 @@ def test_no_objects_pile_up_from_step_to_step(more: tuple[str, ...], ranks: Any)
     for (objects, tensors), (objects_later, tensors_later) in ranks(2).run(live_objects, more):
         assert tensors_later == tensors
         assert objects_later - objects < 20
+
+
+# Gradients #
+SIZES = (7, 3, 1, 8, 2, 5, 4, 6)
+
+
+def counted_and_norms() -> tuple[int, float, float]:
+    """Returns the number of elements that this rank counts, the sum of all shares, and what it should be."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    placements = ((Replicate(), Replicate()), (Replicate(), Shard(0)), (Shard(0), Replicate()))
+    wholes = [torch.randn(4, size) for size in SIZES for _ in placements] + [torch.randn(())]
+    gradients = [
+        distribute_tensor(whole, mesh, placements[number % len(placements)])
+        for number, whole in enumerate(wholes[:-1])
+    ]
+    counted = tensors_counted_here([*gradients, wholes[-1]])
+    share = torch.as_tensor(local_share_of_squared_norm(local_gradient_norms(counted)), dtype=torch.float64)
+    dist.all_reduce(share)
+    expected = sum(whole.double().square().sum().item() for whole in wholes)
+    return sum(tensor.numel() for tensor in counted), share.item(), expected
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_part_of_a_gradient_is_counted_by_one_of_the_ranks_that_have_it(world_size, ranks):
+    found = ranks(world_size).run(counted_and_norms)
+    for _, norm, expected in found:
+        assert norm == pytest.approx(expected, rel=1e-6)
+    counts = [count for count, *_ in found]
+    assert max(counts) - min(counts) <= 2 * 3 * 4 * max(SIZES)  # a largest tensor more or less, of each kind
+
+
+# Tokens #
+ROWS, LENGTH = 4, 16
+IDS = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+IMAGES, CLASSES = torch.zeros(ROWS, 3, 8, 8), torch.zeros(ROWS, dtype=torch.int64)
+
+
+def count(batch: Any, *, length: int = LENGTH) -> int:
+    settings = [f"data.sequence_length={length}", f"train.microbatch={ROWS}", f"train.global_batch={ROWS}"]
+    return count_computed_tokens(batch, Plan.from_run(Run.load(overrides=settings), world_size=1))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"labels": torch.full_like(IDS, -100), "tokens": IDS},
+        {"labels": IDS[:, :3], "decoder_input_ids": IDS[:, :3], "input_ids": IDS},
+        {"tokens": IDS.view(1, -1), "labels": IDS.view(1, -1)},
+        {"pixel_values": torch.zeros(99, 12), "labels": CLASSES},
+        {"x": IMAGES, "y": CLASSES},
+        (IDS, IDS),
+        (IMAGES, CLASSES),
+        ["a text", "another"],
+    ],
+)
+def test_a_microbatch_of_the_plans_size_counts_as_in_the_plan(batch: Any):
+    assert count(batch) == ROWS * LENGTH
+
+
+@pytest.mark.parametrize(
+    "batch", [{"input_ids": IDS, "pixel_values": IMAGES}, (IMAGES, CLASSES), (IDS, CLASSES)]
+)
+def test_samples_that_are_no_sequences_count_as_one_each(batch: Any):
+    assert count(batch, length=1) == ROWS
+
+
+def test_other_rows_and_lengths_count_as_they_are():
+    assert count({"tokens": IDS[:3, :5]}) == count({"input_ids": IDS[:3, :5]}) == count((IDS[:3, :5],)) == 15
+    assert count({"x": IMAGES[:3]}) == 3 * LENGTH

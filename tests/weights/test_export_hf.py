@@ -15,10 +15,10 @@ from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.models.build import build_model
 from fullshard.models.huggingface import build_hf_model
-from fullshard.parallel.apply import shard
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export_hf import add_end_tokens, describe_for_transformers, export_hf, find_end_tokens
 from fullshard.weights.export_peft import export_peft

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.models.huggingface import build_hf_model
-from fullshard.parallel.apply import shard
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.training.shard import shard
 from fullshard.weights.files import open_pretrained_files
 from fullshard.weights.pretrained import LoadReport, fill_selected_tensors, load_pretrained
 from tests.checkpoint.states import assert_same

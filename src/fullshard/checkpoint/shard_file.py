@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, memory_address
-from fullshard.torch_private.dtensor import compute_local_shape_and_global_offset
+from fullshard.torch_private.tensors import compute_local_shape_and_global_offset
 
 M = TypeVar("M", bound=FrozenModel)
 

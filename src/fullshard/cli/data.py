@@ -17,7 +17,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
     """
     from fullshard.data.build import build_packed_data, resolve_epochs, tokenizer_vocabulary_size
     from fullshard.errors import SpecError
-    from fullshard.models.checks import check_vocabulary
+    from fullshard.models.build import check_vocabulary
     from fullshard.spec.run import Run
     from fullshard.spec.settings.run_checks import check_data_is_given
 

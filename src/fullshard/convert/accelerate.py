@@ -106,13 +106,11 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
 def _convert_parallelism_config(state: ConversionState) -> None:
     """Sets the strategy from `parallelism_config`: replicated and sharded axes mean hybrid_shard.
 
-    Parameters are sharded over the ranks of `cp_size` too. `sp_size` is of DeepSpeed's Ulysses.
+    Parameters are sharded over the ranks of `cp_size` too.
     """
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
     replicate, shard = found.get("dp_replicate_size", ""), found.get("dp_shard_size", "")
-    heads, context = found.get("sp_size", ""), found.get("cp_size", "")
-    if (parse_positive_integer(state.get(heads)) or 1) > 1:
-        state.infer_setting("sharding.context_method", "ulysses", origin=heads)
+    context = found.get("cp_size", "")
     if (parse_positive_integer(state.get(replicate)) or 1) == 1:
         return
     degree = math.prod(parse_positive_integer(state.get(key)) or 1 for key in (shard, context))

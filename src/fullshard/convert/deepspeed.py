@@ -137,8 +137,6 @@ def _convert_batch_sizes(state: ConversionState) -> None:
         for key in ("sequence_parallel_size", "tensor_parallel.autotp_size")
     )
     shared = sequence * tensor
-    if sequence > 1:
-        state.infer_setting("sharding.context_method", "ulysses", origin="sequence_parallel_size")
     ranks = state.ranks and max(1, state.ranks // shared)
     given = [value for value in (micro, steps, ranks) if value]
     if total and total % math.prod(given):

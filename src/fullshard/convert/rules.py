@@ -40,7 +40,7 @@ DTYPES = {
 }
 # Explanations that several tables share, as `$name`.
 _TEXTS = {
-    "context_method": "sharding.context_method: ranks gather keys and values, or exchange tokens for heads",
+    "gathered_keys": "sharding.context_parallel: ranks gather keys and values",
     "blocks": "the repeated blocks are found by themselves; where not, sharding.units.names takes their "
     'paths, such as ["model.layers.*"]',
     "sync_states": "parameters are initialised shard by shard from one seed, or read straight into "

@@ -6,13 +6,10 @@ the messages between ranks are unpickled. So the store gets a socket that is alr
 get the name of the interface. Other users of this machine reach loopback, too: see docs/restarts.md.
 """
 
-import fcntl
 import functools
 import ipaddress
 import os
 import socket
-import struct
-import sys
 from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,9 +18,6 @@ import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-# linux/sockios.h and net/if.h; sys/sockio.h on macOS, whose flags have the same numbers.
-_SIOCGIFFLAGS = {"linux": 0x8913, "darwin": 0xC0206911}
-_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 
 
 def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
@@ -60,20 +54,9 @@ def bind_local_groups_to_loopback(environment: MutableMapping[str, str] = os.env
 
 
 def find_loopback_interface() -> str | None:
-    """Returns the name of a loopback interface that is up, such as `lo`; None if every one is down."""
-    request = _SIOCGIFFLAGS.get(sys.platform)
-    if request is None:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked, request, struct.pack("16s24x", name.encode()))
-            except OSError:  # it disappeared in the meantime
-                continue
-            (flags,) = struct.unpack_from("H", answer, 16)
-            if flags & _IFF_UP and flags & _IFF_LOOPBACK:
-                return name
-    return None
+    """Returns the name of the loopback interface: `lo` on Linux, `lo0` on macOS; None without one."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def start_store_on_loopback(port: int = 0) -> dist.TCPStore:

@@ -1,9 +1,9 @@
 """Sequences whose tokens are divided over ranks: which tokens a rank has, and the collectives between them.
 
 [Note: order of pieces]
-With causal attention, later tokens attend to more keys. So a sequence may be cut into two pieces per rank:
-rank r of R has pieces r and 2R - 1 - r, and all ranks compute the same number of pairs. With one piece per
-rank, rank r has piece r.
+With causal attention, later tokens attend to more keys. So ranks that attend to each other's keys have two
+pieces of each sequence: rank r of R has pieces r and 2R - 1 - r, and all ranks compute the same number of
+pairs. Ranks that share matmuls have one piece each: rank r has piece r.
 
 The collectives are operations of torch, with gradients and with shapes on fake tensors, so that they can be
 compiled and traced. `group` is the name of a process group (`dist.ProcessGroup.group_name`).
@@ -20,41 +20,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard.distributed.agreement import rank
-from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
+from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.groups import group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
-GATHER, REDUCE, EXCHANGE = "gather_sequence", "reduce_sequence", "exchange_heads"
+GATHER, REDUCE = "gather_sequence", "reduce_sequence"
 REDUCE_ALL = "reduce_over_ranks"
 """Names of the operations, in the namespace `fullshard`, and of the ranges of their collectives."""
 
 
+PIECES = 2  # of each sequence, on each rank of a SequencePart
+
+
 @dataclass(frozen=True)
 class SequencePart:
-    """The part of each sequence that one of `ranks` ranks has, in `pieces` pieces. [Note: order of pieces]"""
+    """The two pieces of each sequence that one of `ranks` ranks has. See [Note: order of pieces]."""
 
     ranks: int
     rank: int
-    pieces: int
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> Self:
         """Returns the part that global rank `rank` has."""
         ranks = plan.context_parallel
-        return cls(ranks, rank // plan.tensor_parallel % ranks, plan.run.sharding.pieces_per_rank)
+        return cls(ranks, rank // plan.tensor_parallel % ranks)
 
     def begins(self, length: int) -> list[int]:
         """Returns where this rank's pieces begin in a sequence of `length` tokens."""
-        piece = length // (self.ranks * self.pieces)
-        return [self.rank * piece, (2 * self.ranks - 1 - self.rank) * piece][: self.pieces]
+        piece = length // (self.ranks * PIECES)
+        return [self.rank * piece, (2 * self.ranks - 1 - self.rank) * piece]
 
     def cut(self, whole: Tensor) -> Tensor:
         """Returns this rank's part of `whole` (rows, sequence, ...)."""
         length = whole.shape[1]
-        piece = length // (self.ranks * self.pieces)
+        piece = length // (self.ranks * PIECES)
         return torch.cat([whole[:, begin : begin + piece] for begin in self.begins(length)], dim=1)
 
     def cut_batch(self, batch: Any) -> dict[str, Any]:
@@ -78,8 +80,8 @@ class SequencePart:
                 fix="sharding.context_parallel = 1, or batches with tokens and labels (rows, sequence)",
             )
         rows, length = tokens.shape
-        if length % (self.ranks * self.pieces):
-            raise indivisible_length_error(length, ranks=self.ranks, pieces=self.pieces)
+        if length % (self.ranks * PIECES):
+            raise indivisible_length_error(length, ranks=self.ranks, pieces=PIECES)
         given: dict[str, Any] = dict(batch)
         documents, ends = given.pop("documents", None), given.pop("document_ends", None)
         if ends is None:
@@ -189,22 +191,6 @@ def reduce_sequence(whole: Tensor, ranks: int, pieces: int, group: str) -> Tenso
     return own
 
 
-@torch.library.custom_op(f"fullshard::{EXCHANGE}", mutates_args=())
-def exchange_heads(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:  # signature: torch's
-    """Exchanges a part of the sequence with all heads for the whole sequence with a part of the heads.
-
-    to_heads: from (batch, heads, sequence / ranks, channels) to (batch, heads / ranks, sequence, channels),
-        or else the other way round. Rank r has the r-th part of the sequence, and of the heads. Collective.
-    """
-    sent, each = torch.stack(x.chunk(ranks, dim=1 if to_heads else 2)), [1] * ranks
-    with TimedRange(EXCHANGE):
-        if x.device.type == "cpu":
-            received = exchange_directly(sent, group_of_name(group))
-        else:
-            received = _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_to_all_single(sent, each, each, group))
-    return torch.cat(received.unbind(), dim=2 if to_heads else 1)
-
-
 @torch.library.custom_op(f"fullshard::{REDUCE_ALL}", mutates_args=())
 def reduce_over_ranks(x: Tensor, maximum: bool, group: str) -> Tensor:  # signature: torch's
     """Returns the sum, or the `maximum`, of `x` over ranks. Only the sum has a gradient. Collective."""
@@ -230,14 +216,6 @@ def _reduced_shape(whole: Tensor, ranks: int, pieces: int, group: str) -> Tensor
     return whole.new_empty((*whole.shape[:-2], whole.shape[-2] // ranks, whole.shape[-1]))
 
 
-@exchange_heads.register_fake
-def _exchanged_shape(x: Tensor, ranks: int, to_heads: bool, group: str) -> Tensor:  # signature: torch's
-    rows, heads, length, channels = x.shape
-    if to_heads:
-        return x.new_empty((rows, heads // ranks, length * ranks, channels))
-    return x.new_empty((rows, heads * ranks, length // ranks, channels))
-
-
 def _save_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # signature: torch's
     ctx.rest = inputs[1:]
 
@@ -250,12 +228,6 @@ def _reduce_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  
 @partial(reduce_sequence.register_autograd, setup_context=_save_arguments)
 def _gather_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     return (gather_sequence(gradient, *ctx.rest), None, None, None)
-
-
-@partial(exchange_heads.register_autograd, setup_context=_save_arguments)
-def _exchange_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
-    ranks, to_heads, group = ctx.rest
-    return (exchange_heads(gradient, ranks, not to_heads, group), None, None, None)
 
 
 @partial(reduce_over_ranks.register_autograd, setup_context=_save_arguments)

@@ -229,8 +229,7 @@ def _build_and_check_model(run: Run) -> "Module":
             import_module("fullshard.torch_private.compiler")  # needed by fake tensors
             import_module("fullshard.planner.describe.describe")
     from fullshard.data.build import tokenizer_vocabulary_size
-    from fullshard.models.build import build_model
-    from fullshard.models.checks import check_sequence_length, check_vocabulary
+    from fullshard.models.build import build_model, check_sequence_length, check_vocabulary
     from fullshard.models.loss import choose_loss
 
     model = build_model(run)

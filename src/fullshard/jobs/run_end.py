@@ -12,7 +12,7 @@ from fullshard.spec.records.measurement import Measurement, StepSeconds
 from fullshard.spec.records.run_files import EXPORT, MEASUREMENT, PLAN
 from fullshard.survival.phase import RunPhase
 from fullshard.system.files import write_file_atomically
-from fullshard.training.evaluate import generate
+from fullshard.training.between_steps import generate
 from fullshard.training.shard import rank_offload_directory
 from fullshard.weights.export import export
 

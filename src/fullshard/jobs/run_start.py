@@ -18,8 +18,12 @@ from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import LaunchId, RunDirectory, open_run_directory
 from fullshard.models.adapters import log_adapter_places
-from fullshard.models.build import build_model, decoder_flops_per_token
-from fullshard.models.checks import check_sequence_length, check_vocabulary
+from fullshard.models.build import (
+    build_model,
+    check_sequence_length,
+    check_vocabulary,
+    decoder_flops_per_token,
+)
 from fullshard.models.loss import Loss, choose_loss
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
@@ -43,11 +47,12 @@ from fullshard.spec.records.run_files import LAUNCH
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.system.signals import RecordedSignals
-from fullshard.training.continued_run import check_can_continue, continue_run
 from fullshard.training.loop import Step
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.random_state import seed_generators
 from fullshard.training.resume import (
+    check_can_continue,
+    continue_run,
     find_pretrained_directory,
     make_checkpoint_location,
     newest_checkpoint_step,

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.distributed.vocabulary_part import VocabularyPart
 from fullshard.models.deferred_logits import (
     DeferredLogits,
     HeadCall,
+    VocabularyPart,
     count_logits,
     defer_head,
     find_divided_head,

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.models.context_attention import ContextParallel
-from fullshard.models.document_attention import QueryKeyValue, attend_causally
+from fullshard.models.document_attention import ContextParallel, QueryKeyValue, attend_causally
 from fullshard.models.experts import Experts, Router
 from fullshard.spec.settings.model_section import DecoderConfig
 
@@ -74,11 +73,9 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         q, k = rotary(q, positions), rotary(k, positions)
-        inputs = QueryKeyValue(q, k, v)
-        if self.context is None:
-            y = attend_causally(inputs, mask)
-        else:
-            y = self.context.attend_causally(inputs, mask, training=self.training)
+        if self.context is not None:
+            self.context.check_bounds_are_given(mask, training=self.training)
+        y = attend_causally(QueryKeyValue(q, k, v), mask, context=self.context)
         return self.output(y.flatten(2))
 
 

@@ -1,4 +1,7 @@
-"""Causal attention within the documents of packed rows; on a GPU without a mask of all pairs of tokens.
+"""Causal attention within the documents of packed rows, of whole sequences or of a rank's part of them.
+
+On a GPU, it needs no mask of all pairs of tokens. Models of transformers get it as one of their own attention
+functions.
 
 [Note: document bounds]
 `bounds` is int32 (1, 1, 1, n + 1): 0, then where each document ends among the tokens of all rows. Kernels for
@@ -6,22 +9,36 @@ sequences of different lengths call this `cu_seqlens`. A row ends with a documen
 tokens fill the tensor up, so that its size varies little. It has four dims because models of transformers
 pass an attention mask of four dims unchanged to each attention layer. It follows from the packer's pieces by
 arithmetic on their ends, so that the host never waits for the device.
+
+[Note: keys of other ranks]
+Everything else in a decoder treats tokens one by one. With context parallelism, each rank has the queries of
+its own tokens, and attends to the keys of all earlier ones: the ranks gather each layer's keys and values
+(Llama 3, arXiv:2407.21783, section 3.3.2), and backward sums their gradients over ranks. A rank has two
+pieces of each sequence: see [Note: order of pieces] in `distributed.sequence_parts`.
 """
 
+import importlib
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from fullshard.distributed.sequence_parts import bounds_of_documents
+from fullshard.distributed.sequence_parts import PIECES, SequencePart, bounds_of_documents, gather_sequence
+from fullshard.errors import TrainError
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_FLASH_CHANNELS = 256
 _FIRST_WITH_FLASH, _FIRST_WITH_CUDNN = 8, 9  # major compute capabilities
+DOCUMENT_ATTENTION = "fullshard_documents"
+"""Beginning of the names of the implementation among those of transformers."""
+# Declarations of a model class: attention is looked up by name, and takes its sliding window as an argument.
+DECLARED = ("_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa")
+_SDPA = "sdpa"
 _emulates_cuda = False  # see `emulate_cuda_attention`
 
 
@@ -60,13 +77,48 @@ def is_document_bounds(mask: Tensor) -> bool:
     return mask.dtype == torch.int32
 
 
-def attend_causally(inputs: QueryKeyValue, mask: Tensor | None) -> Tensor:
+@dataclass(frozen=True)
+class ContextParallel:
+    """How attention of a model reaches the keys of other ranks. See [Note: keys of other ranks].
+
+    group: name of the process group of the ranks that share a sequence
+    """
+
+    part: SequencePart
+    group: str = ""
+
+    @property
+    def name(self) -> str:
+        """A name that contexts share only if they do the same."""
+        return f"{self.part.rank}_of_{self.part.ranks}_in_{self.group}"
+
+    def check_bounds_are_given(self, mask: Tensor | None, *, training: bool) -> None:
+        """Raises TrainError in training without bounds: a token would attend only to tokens of its rank."""
+        if training and (mask is None or not is_document_bounds(mask)):
+            raise TrainError(
+                "the model was given a part of a sequence without the bounds of its documents.",
+                got="no document_bounds",
+                why="its attention would see only the tokens of this rank",
+                fix="loss = fullshard.next_token_loss on batches of fullshard.cut_sequences(batch, plan)",
+            )
+
+    def gather_keys(self, inputs: QueryKeyValue) -> tuple[QueryKeyValue, list[int]]:
+        """Returns this rank's queries with the keys of whole sequences, and where its pieces begin."""
+        key, value = (gather_sequence(one, self.part.ranks, PIECES, self.group) for one in inputs[1:])
+        return inputs._replace(key=key, value=value), self.part.begins(key.shape[2])
+
+
+def attend_causally(
+    inputs: QueryKeyValue, mask: Tensor | None, *, context: ContextParallel | None = None
+) -> Tensor:
     """Returns causal attention, (batch, sequence, heads, head_dim).
 
     mask: document bounds; or bool (batch, 1, sequence, sequence), True where attended to; or None
+    context: how document bounds of whole sequences reach the keys of other ranks
     """
     if mask is not None and is_document_bounds(mask):
-        return attend_within_documents(inputs, mask)
+        inputs, begins = (inputs, (0,)) if context is None else context.gather_keys(inputs)
+        return attend_within_documents(inputs, mask, begins=begins)
     return F.scaled_dot_product_attention(
         *inputs, attn_mask=mask, is_causal=mask is None, enable_gqa=inputs.is_grouped
     ).transpose(1, 2)
@@ -182,19 +234,81 @@ def _has_varlen_kernel(device: torch.device) -> bool:
 def _attend_with_mask(
     inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None, begins: Sequence[int]
 ) -> Tensor:
-    rows, _, length, _ = inputs.key.shape
-    mask = square_mask(bounds, rows=rows, length=length, window=window)
+    mask = _mask_of_queries(inputs, bounds, window=window, begins=begins)
     return F.scaled_dot_product_attention(
-        *inputs,
-        attn_mask=mask_of_queries(mask, begins=begins, queries=inputs.query.shape[2]),
-        scale=scale,
-        enable_gqa=inputs.is_grouped,
+        *inputs, attn_mask=mask, scale=scale, enable_gqa=inputs.is_grouped
     ).transpose(1, 2)
 
 
-def mask_of_queries(mask: Tensor, *, begins: Sequence[int], queries: int) -> Tensor:
-    """Returns the rows of a square mask (…, length, length) for pieces of queries, (…, queries, length)."""
-    if queries == mask.shape[-2]:
+def _mask_of_queries(
+    inputs: QueryKeyValue, bounds: Tensor, *, window: int | None, begins: Sequence[int]
+) -> Tensor:
+    """Returns the rows of `square_mask` for the pieces of queries, (batch, 1, queries, length)."""
+    (rows, _, length, _), queries = inputs.key.shape, inputs.query.shape[2]
+    mask = square_mask(bounds, rows=rows, length=length, window=window)
+    if queries == length:
         return mask
     each = queries // len(begins)
     return torch.cat([mask[..., begin : begin + each, :] for begin in begins], dim=-2)
+
+
+# As an attention implementation of transformers #
+def use_document_attention(model: nn.Module, *, context: ContextParallel | None = None) -> bool:
+    """Makes a transformers model attend within documents without a mask of all pairs, if it is able to.
+
+    These are models that would use `sdpa`, and whose class declares that attention is exchangeable. They then
+    take document bounds as `attention_mask` (see [Note: document bounds]); without them, they use `sdpa`.
+
+    context: how attention reaches the keys of other ranks; None if each rank has whole sequences
+
+    Returns whether the model is able to.
+    """
+    config: Any = model.config
+    replaceable = config._attn_implementation == _SDPA or uses_document_attention(config)
+    if not replaceable or not all(getattr(model, name, False) for name in DECLARED):
+        return False
+    attention: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    masks: Any = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    # Models of one process may differ, and transformers knows a function by its name alone.
+    name = DOCUMENT_ATTENTION if context is None else f"{DOCUMENT_ATTENTION}_{context.name}"
+    attention.register(name, _make_attention(attention[_SDPA], context))
+    masks.register(name, masks[_SDPA])
+    config._attn_implementation = name
+    return True
+
+
+def uses_document_attention(config: Any) -> bool:
+    """Returns whether the transformers model of `config` attends by `use_document_attention`."""
+    return str(getattr(config, "_attn_implementation", "")).startswith(DOCUMENT_ATTENTION)
+
+
+def _make_attention(sdpa: Callable[..., Any], context: ContextParallel | None) -> Callable[..., Any]:
+    """Returns an attention function of transformers; `sdpa` is transformers' own, for all other cases."""
+
+    def attend(  # signature: transformers' attention interface  # noqa: PLR0913, PLR0917
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        mask = attention_mask
+        if context is not None:
+            context.check_bounds_are_given(mask, training=module.training)
+        if mask is not None and is_document_bounds(mask):
+            inputs, window = QueryKeyValue(query, key, value), sliding_window or None
+            inputs, begins = (inputs, (0,)) if context is None else context.gather_keys(inputs)
+            more = (kwargs.get(name) for name in ("position_bias", "softcap", "s_aux"))
+            if not dropout and all(one is None for one in more):
+                return attend_within_documents(
+                    inputs, mask, scale=scaling, window=window, begins=begins
+                ), None
+            query, key, value = inputs
+            mask = _mask_of_queries(inputs, mask, window=window, begins=begins)
+        return sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    return attend

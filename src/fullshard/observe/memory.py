@@ -24,7 +24,7 @@ from torch.autograd.profiler import profile
 from fullshard.distributed.tensors import local_tensor
 from fullshard.spec.records.measurement import MemoryParts
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass
-from fullshard.torch_private.profiler import profile_event_tree
+from fullshard.torch_private.tensors import profile_event_tree
 
 Storages: TypeAlias = dict[int, int]
 """Address of a storage -> its bytes."""

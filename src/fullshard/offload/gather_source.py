@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.offload.store import allocate_host_memory
-from fullshard.torch_private.dtensor import dtensor_with_placements_of
 from fullshard.torch_private.fsdp import (
     compute_dtype,
     engine_parameters,
@@ -30,6 +29,7 @@ from fullshard.torch_private.fsdp import (
     replace_shard,
     shard_shape,
 )
+from fullshard.torch_private.tensors import dtensor_with_placements_of
 
 Source = Callable[[torch.dtype], Tensor]
 

@@ -38,8 +38,8 @@ from fullshard.spec.groups import (
     group_shards,
     join_groups_of_split_parameters,
 )
-from fullshard.torch_private.dtensor import local_part, set_local_part
 from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
+from fullshard.torch_private.tensors import local_part, set_local_part
 
 Update = Callable[[OffloadGroup, MasterAndMoments], None]
 
@@ -98,7 +98,7 @@ class OffloadSettings:
 
 
 class OffloadedState:
-    """Offloaded state of one sharded model on one rank. It is the `ShardSink` that `fullshard.shard` fills.
+    """Offloaded state of one sharded model on one rank. `fullshard.shard` fills it.
 
     names: parameters whose state is offloaded (the trained, sharded ones), in the order of use
     names_of: name of each of these parameters, by its tensor
@@ -119,7 +119,7 @@ class OffloadedState:
         self.names_of: Mapping[Tensor, str] = {}
         self._release: Callable[[str], object] = lambda _name: None
 
-    # `fullshard.parallel.apply.ShardSink`
+    # For `fullshard.shard`
 
     def set_up_for_model(self, model: nn.Module, *, unset: bool = False) -> None:
         """Sets up stores for the model, whose parameters have no values yet. If `unset`, a load sets them."""

@@ -1,4 +1,4 @@
-"""Applies a Plan to a module, in the order that must hold.
+"""The steps by which `fullshard.shard` applies a Plan to a module, in the order that must hold.
 
 fp8 matmuls, then recompute, then compile (both per block), then `fully_shard` from the innermost unit to the
 root, then values, then what is gathered in fp8.
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
-from fullshard.distributed.unit_order import UnitNames, UnitOrder, find_unit_order, set_unit_order
+from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
 from fullshard.errors import PlanError, ShardError
 from fullshard.parallel.compile import (
     CompiledForward,
@@ -36,25 +36,16 @@ from fullshard.parallel.fp8 import (
     convert_linears_to_fp8,
     gather_in_fp8,
 )
-from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, replace_parameters_by_meta
-from fullshard.parallel.mesh import (
-    build_expert_mesh,
-    build_mesh,
-    build_unsharded_mesh,
-    share_post_forward_mesh,
-    split_inner_axis,
-)
-from fullshard.parallel.model_parameters import CarriedOver
+from fullshard.parallel.materialize import replace_parameters_by_meta
+from fullshard.parallel.mesh import build_mesh, share_post_forward_mesh, split_inner_axis
+from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.precision import (
     cast_buffers,
     fsdp_mixed_precision_policy,
     persistent_buffers,
-    warn_of_modules_to_keep_in_fp32,
 )
-from fullshard.parallel.rank0_values import collect_rank0_values, warn_of_missing_weights
 from fullshard.parallel.recompute import apply_recompute
-from fullshard.parallel.split_parameters import SplitDims, compute_with_local_parts, split_over_inner_axis
-from fullshard.parallel.unit_events import record_unit_events, reshard_after_evaluation
+from fullshard.parallel.unit_events import record_unit_events
 from fullshard.parallel.units import (
     Predicate,
     Unit,
@@ -79,72 +70,6 @@ from fullshard.torch_private.tensors import tree_leaves, version
 logger = logging.getLogger("fullshard")
 
 
-class ShardSink(Protocol):
-    """Receives the initialised shards of each unit when the plan offloads them."""
-
-    def set_up_for_model(self, model: nn.Module, *, unset: bool) -> None:
-        """Prepares to receive the shards of `model`, whose parameters are on the meta device under FSDP2.
-
-        If `unset`, `offload_unit_shards` receives only NaN, and a later load sets the values.
-        """
-
-    def offload_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Receives the parameters of one unit, by name, with values. Called in the units' order of use."""
-
-    def finish_offloading_shards(self) -> None:
-        """Waits until all shards are stored. Called after the last unit."""
-
-
-def shard(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    units: Predicate | None = None,
-    init: Initialise | Literal["none"] | None = None,
-    methods: Sequence[str] = (),
-    keeper: ShardSink | None = None,
-    split: SplitDims | None = None,
-) -> nn.Module:
-    """Shards `model` in place according to `plan`, and sets its values. Returns the same module.
-
-    A model on the meta device is initialised unit by unit. Its values depend on `run.seed` and the model, but
-    not on ranks or strategy. A model that holds its weights, on every rank or on rank 0 only, gets rank 0's.
-    Each rank holds at most one whole unit at a time.
-
-    units: predicate `units(name, module)` that overrides the plan's unit policy
-    init: the initialiser, `init(module)`; by default the modules' own `reset_parameters`, then the model's
-        `_init_weights(module)`. With "none", shards of meta parameters are NaN until a load
-        (`load_pretrained`).
-    methods: names of methods of `model`, such as `generate`, that compute with its parameters, so that FSDP2
-        gathers these as for `forward`
-    keeper: receives the shards if they are offloaded
-    split: how parameters are divided over the `tp` axis, or experts over `ep`, if the plan has one
-
-    Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
-    sharded like this; that model cannot be used any more. Warns of a model that lacks some of its weights
-    (MissingWeightsWarning).
-    """
-    prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
-    warn_of_modules_to_keep_in_fp32(model, plan.precision)
-    given, carried = collect_rank0_values(model), CarriedOver.of_model(model)
-    if init != "none":
-        warn_of_missing_weights(model, given, stacklevel=2)
-    apply_recompute_and_fsdp(model, prepared)
-    order, keep = prepared.units, None
-    if keeper is not None:
-        given_some = any(name in given.tensors for name, _ in model.named_parameters())
-        keeper.set_up_for_model(model, unset=init == "none" and not given_some)
-        order, keep = _sort_units_in_forward_order(model, order), keeper.offload_unit_shards
-    allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
-    if keeper is not None:
-        keeper.finish_offloading_shards()
-    finish_sharding(model, prepared)
-    carried.set_on(model)
-    if (unit_order := find_unit_order(model)) is not None:
-        reshard_after_evaluation(model, unit_order)
-    return model
-
-
 @dataclass(frozen=True)
 class PreparedSharding:
     """The choices with which a model is sharded by a plan."""
@@ -154,17 +79,17 @@ class PreparedSharding:
     methods: Sequence[str]  # names of methods that compute with the parameters, besides `forward`
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
-    mesh: DeviceMesh  # of sharded units
-    unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if all units are sharded
+    meshes: Mapping[tuple[bool, bool], DeviceMesh]  # by whether units are of experts, and are sharded
     fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
     split: SplitDims  # of all parameters over `tp`, or of experts over `ep`; empty if the mesh has neither
-    expert_meshes: Mapping[bool, DeviceMesh]  # of experts with their own: by whether the unit is sharded
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
         """Returns the mesh of a unit's parameters."""
-        if unit.has_experts and self.expert_meshes:
-            return self.expert_meshes[unit.is_sharded]
-        return self.mesh if unit.is_sharded else self.unsharded_mesh
+        return self.meshes[_kind_of_mesh(unit, self.plan)]
+
+
+def _kind_of_mesh(unit: Unit, plan: Plan) -> tuple[bool, bool]:
+    return unit.has_experts and plan.has_expert_mesh, unit.is_sharded
 
 
 def prepare_sharding(
@@ -175,7 +100,7 @@ def prepare_sharding(
     methods: Sequence[str] = (),
     split: SplitDims | None = None,
 ) -> PreparedSharding:
-    """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
+    """Chooses units, blocks and meshes, without changing the model. Raises like `fullshard.shard`."""
     check_settings_work_together(plan.run)
     check_offload_supports_optimizer(plan.run)
     _check_not_sharded(model)
@@ -186,19 +111,13 @@ def prepare_sharding(
     found = find_units(model, section, predicate=units)
     _check_reshard_degrees(found, plan)
     repeated = find_recompute_blocks(model, section, units=found)
-    mesh = unsharded_mesh = build_mesh(plan)
-    if not all(unit.is_sharded for unit in found):
-        unsharded_mesh = build_unsharded_mesh(plan)
-    expert_meshes = dict[bool, DeviceMesh]()
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
-        kinds = sorted({unit.is_sharded for unit in found if unit.has_experts})
-        expert_meshes = {kind: build_expert_mesh(plan, is_sharded=kind) for kind in kinds}
+    kinds = sorted({_kind_of_mesh(unit, plan) for unit in found})  # all ranks build them in one order
+    meshes = {kind: build_mesh(plan, of_experts=kind[0], is_sharded=kind[1]) for kind in kinds}
     check_fp8_device(plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
-    return PreparedSharding(
-        plan, plan.device, methods, found, repeated, mesh, unsharded_mesh, fp8, split or {}, expert_meshes
-    )
+    return PreparedSharding(plan, plan.device, methods, found, repeated, meshes, fp8, split or {})
 
 
 def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> None:
@@ -232,7 +151,7 @@ def finish_sharding(model: nn.Module, prepared: PreparedSharding) -> None:
     """Casts buffers, sets prefetch and what is gathered in fp8, once shards and buffers are allocated."""
     plan = prepared.plan
     cast_buffers(model, plan.precision)
-    order = _sort_units_in_forward_order(model, prepared.units)
+    order = sort_units_in_forward_order(model, prepared.units)
     _apply_prefetch([cast(FSDPModule, unit.modules[0]) for unit in order], plan.run.prefetch)
     if prepared.fp8 is not None:
         gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
@@ -434,7 +353,7 @@ def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> No
             gather_without_prefetch(unit)
 
 
-def _sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+def sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """Sorts units in order of registration, the root first, since its pre-forward runs before all others."""
     by_module = {unit.modules[0]: unit for unit in units}
     return [by_module[module] for module in model.modules() if module in by_module]

@@ -23,9 +23,6 @@ features, as fp8 matmuls need; with tensor parallelism, per rank. The others sta
 - embeddings and heads, whose errors harm the loss most;
 - experts: the kernels need a multiple of 16 tokens, and routing gives any number;
 - frozen matrices: torchao's backward computes the gradient of every weight, and so saves nothing.
-
-`_get_fsdp_state`, `_fsdp_param_group`, `_sharded_param_data` and `_local_tensor` are private names of FSDP2,
-unchanged from torch 2.11 to 2.15.
 """
 
 import warnings
@@ -49,9 +46,8 @@ from fullshard.parallel.units import Unit
 from fullshard.spec.model import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
 from fullshard.system.dotted import import_quietly
-from fullshard.torch_private.dtensor import local_part
 from fullshard.torch_private.fsdp import engine_parameters, shard_data
-from fullshard.torch_private.tensors import foreach_norm
+from fullshard.torch_private.tensors import foreach_norm, local_part
 
 _MULTIPLE = 16  # of rows and columns, as fp8 matmuls need
 _LEAST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs: Ada

@@ -21,19 +21,23 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
+from fullshard.parallel.model_parameters import Rank0Values
 from fullshard.parallel.precision import TORCH_DTYPE, replace_buffers_by_id
-from fullshard.parallel.rank0_values import Rank0Values
+from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.parallel.units import Unit
 from fullshard.spec.plan import Plan
-from fullshard.torch_private.dtensor import compute_local_shape_and_global_offset
 from fullshard.torch_private.fake_tensors import TorchDispatchMode
-from fullshard.torch_private.tensors import parametrization_cache, registered_buffers, registered_parameters
+from fullshard.torch_private.tensors import (
+    compute_local_shape_and_global_offset,
+    parametrization_cache,
+    registered_buffers,
+    registered_parameters,
+)
 
 Initialise = Callable[[nn.Module], object]
 Keep = Callable[[Mapping[str, nn.Parameter]], None]
@@ -111,8 +115,7 @@ def allocate_and_fill_shards(
     """
     initialise = None if init == "none" else init
     filler = _ModelValueSetter(model, local_device(plan), seed=plan.run.run.seed, init=initialise)
-    filler.register_parameters(filler.stand_ins)
-    try:
+    with filler.parameters_replaced_by_stand_ins():
         for unit in units:
             missing = [name for name in filler.parameter_names_in_unit(unit) if name not in values.tensors]
             if init == "none":
@@ -121,8 +124,6 @@ def allocate_and_fill_shards(
             filler.set_unit_shards(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)
-    finally:
-        filler.register_parameters(filler.parameters)
     filler.set_buffers(values)
 
 
@@ -134,25 +135,19 @@ def initialise_parameters(
     See [Note: the same values at any rank count]. One module's parameters at a time are whole. Raises
     ShardError for names that the model does not have, and for parameters that nothing initialises.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard_unsharded_units(model)
     filler = _ModelValueSetter(model, local_device(plan), seed=plan.run.run.seed, init=init)
     holders: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in filler.parameters:
             raise ShardError(f"{_class_name_before_sharding(model)} has no parameter {name}.")
         holders[name.rpartition(".")[0]].append(name)
-    filler.register_parameters(filler.stand_ins)
-    try:
+    with filler.parameters_replaced_by_stand_ins():
         for own in holders.values():
             for name, whole in filler.initialise_whole_parameters(own).items():
                 parameter = filler.parameters[name]
-                detached_local_tensor(parameter).copy_(
-                    detached_local_tensor(_cut_local_shard(whole, parameter))
-                )
-    finally:
-        filler.register_parameters(filler.parameters)
+                part = _cut_local_shard(whole, parameter)
+                detached_local_tensor(parameter).copy_(detached_local_tensor(part))
 
 
 def materialize(
@@ -167,13 +162,10 @@ def materialize(
     >>> whole = fs.materialize(whole, seed=run.run.seed)  # the values of `fs.shard(model, plan)`
     """
     filler = _ModelValueSetter(model, device or torch.device("cpu"), seed=seed, init=init)
-    filler.register_parameters(filler.stand_ins)
-    try:
+    with filler.parameters_replaced_by_stand_ins():
         for name, whole in filler.initialise_whole_parameters(list(filler.parameters)).items():
             old = filler.parameters[name]
             filler.parameters[name] = nn.Parameter(whole.to(old.dtype), requires_grad=old.requires_grad)
-    finally:
-        filler.register_parameters(filler.parameters)
     filler.set_buffers(Rank0Values())
     return model
 
@@ -190,7 +182,7 @@ class _ModelValueSetter:
         self.model, self.device, self.seed = model, device, seed
         self.init = init or getattr(model, "_init_weights", None)
         self.explicit = init is not None
-        # What the constructor of a model that this package builds computes; see `models.constructor_tape`.
+        # What the constructor of a model that this package builds computes; see `models.meta_init`.
         self.tape = None if self.explicit else getattr(model, "_constructor_tape", None)
         self.names = {module: name for name, module in model.named_modules()}
         self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))
@@ -201,6 +193,15 @@ class _ModelValueSetter:
             name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
             for name, p in self.parameters.items()
         }
+
+    @contextmanager
+    def parameters_replaced_by_stand_ins(self) -> Generator[None]:
+        """Context in which modules have stand-ins. Afterwards they have `parameters`."""
+        self.register_parameters(self.stand_ins)
+        try:
+            yield
+        finally:
+            self.register_parameters(self.parameters)
 
     def register_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Registers `parameters`, by name, in all modules that hold the parameter of that name."""

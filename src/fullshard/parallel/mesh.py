@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -232,43 +232,27 @@ def _missing_ranks_error(rank: int, world_size: int, *, got: str) -> LaunchError
     )
 
 
-def build_mesh(plan: Plan) -> DeviceMesh:
+def build_mesh(plan: Plan, *, is_sharded: bool = True, of_experts: bool = False) -> DeviceMesh:
     """Builds the plan's mesh, with the axes (`dp_replicate`, `dp_shard`, `tp`).
 
     `dp_replicate` and `tp` are left out if their size is 1. Adjacent ranks are on one `tp` axis, and then on
     one `dp_shard` axis, since their links are faster. Raises PlanError if there is no process group, or its
     size is not the plan's.
+
+    is_sharded: False for units that the plan does not shard: their mesh replicates them, and splits matmuls
+    of_experts: whether it is the mesh of experts over the same ranks, (`dp_replicate`, `dp_mod_ep`, `ep`).
+        Adjacent ranks divide the experts. Those that have the same ones shard and replicate them.
     """
     _check_world_size(plan)
-    replicas, shards = plan.replicate_degree, plan.shard_degree
-    return _init_mesh(plan, {REPLICATE_AXIS: replicas} if replicas > 1 else {}, shards=shards)
-
-
-def build_unsharded_mesh(plan: Plan) -> DeviceMesh:
-    """Builds the mesh of units that the plan does not shard: it replicates them, and splits their matmuls."""
-    return _init_mesh(plan, {REPLICATE_AXIS: plan.replicate_degree * plan.shard_degree}, shards=1)
-
-
-def _init_mesh(plan: Plan, axes: Mapping[str, int], *, shards: int) -> DeviceMesh:
-    sizes = {**axes, SHARD_AXIS: shards}
-    if plan.tensor_parallel > 1:
-        sizes[TENSOR_AXIS] = plan.tensor_parallel
-    return _build_mesh_once(dist.group.WORLD, device=plan.device, sizes=tuple(sizes.items()))
-
-
-def build_expert_mesh(plan: Plan, *, is_sharded: bool) -> DeviceMesh:
-    """Builds the mesh of experts over the same ranks: (`dp_replicate`, `dp_mod_ep`, `ep`).
-
-    `dp_replicate` and `ep` are left out if their size is 1. Adjacent ranks divide the experts. Those that
-    have the same ones shard and replicate them.
-
-    is_sharded: False for units that the plan does not shard
-    """
-    replicas, shards = plan.expert_degrees(is_sharded=is_sharded)
-    sizes = {REPLICATE_AXIS: replicas} if replicas > 1 else {}
-    sizes[EXPERT_SHARD_AXIS] = shards
-    if plan.expert_parallel > 1:
-        sizes[EXPERT_AXIS] = plan.expert_parallel
+    replicas, shards, inner = plan.replicate_degree, plan.shard_degree, plan.tensor_parallel
+    if of_experts:
+        (replicas, shards), inner = plan.expert_degrees(is_sharded=is_sharded), plan.expert_parallel
+    elif not is_sharded:
+        replicas, shards = replicas * shards, 1
+    sizes = {REPLICATE_AXIS: replicas} if replicas > 1 or not (is_sharded or of_experts) else {}
+    sizes[EXPERT_SHARD_AXIS if of_experts else SHARD_AXIS] = shards
+    if inner > 1:
+        sizes[EXPERT_AXIS if of_experts else TENSOR_AXIS] = inner
     return _build_mesh_once(dist.group.WORLD, device=plan.device, sizes=tuple(sizes.items()))
 
 

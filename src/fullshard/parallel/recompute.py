@@ -25,8 +25,7 @@ from torch.utils.checkpoint import (
 
 from fullshard.errors import ShardError
 from fullshard.models.experts import Router
-from fullshard.parallel.activation_offload import offload_activations
-from fullshard.parallel.host_copy import HostCopier
+from fullshard.parallel.activation_offload import HostCopier, offload_activations
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.torch_private.fake_tensors import TorchDispatchMode

@@ -22,11 +22,11 @@ rank computes between embedding and head obeys this rule, also before the first 
 
 [Note: saved parts]
 Eager blocks without recompute save this rank's part of a gathered input for backward, and gather it again
-(`fullshard.parallel.gathered_input`). A block that recomputes all gathers it anyway, and a compiled one saves
+(`gather_for_matmuls`). A block that recomputes all gathers it anyway, and a compiled one saves
 what the compiler chooses, which is the whole input.
 
 Forwards are replaced, not modules, so names in checkpoints stay. The modules compute with local tensors: see
-[Note: DTensors are storage] in `fullshard.parallel.split_parameters`.
+[Note: DTensors are storage] in `fullshard.parallel.model_parallel`.
 """
 
 from typing import Any
@@ -37,8 +37,7 @@ from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel, Mixture
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.parallel.matmul_split import MatmulSplit
-from fullshard.parallel.tensor_parallel_hf import read_transformers_split
-from fullshard.parallel.tensor_parallel_styles import divide_by_styles
+from fullshard.parallel.tensor_parallel_styles import divide_by_styles, divide_transformers_model
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import check_decoder_can_be_split
 
@@ -65,7 +64,7 @@ def use_tensor_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str) 
         check_decoder_can_be_split(model.config, plan.tensor_parallel)
         _divide_decoder(model, split)
     elif is_causal_lm(model):
-        _divide_transformers_model(model, split)
+        divide_transformers_model(model, split)
     else:
         raise ShardError(
             f"the matmuls of {type(model).__name__} cannot be divided over ranks.",
@@ -100,28 +99,3 @@ def _divide_decoder(model: DecoderModel, split: MatmulSplit) -> None:
             split.divide_columns(column)
         split.divide_row(feed_forward.down)
     split.divide_head(model.head)
-
-
-def _divide_transformers_model(model: Any, split: MatmulSplit) -> None:
-    found = read_transformers_split(model, ranks=split.ranks)
-    split.divide_embedding(model.get_input_embeddings(), scatters=False)
-    split.cut_input(found.layers[0])
-    for container in found.containers:
-        split.gather_input(container)
-    for column in found.columns:
-        split.divide_columns(column)
-    for projection in found.kv_projections:
-        split.divide_kv_projection(projection, kv_heads=found.kv_heads)
-    for attention in found.attentions:
-        own_kv_heads = max(found.kv_heads // split.ranks, 1)
-        attention.num_key_value_groups = found.query_heads // split.ranks // own_kv_heads
-        if hasattr(attention, "sinks"):
-            split.dims[id(attention.sinks)] = 0
-    for packed in found.packed:
-        split.use_rows(packed, split.rows_of_parts(packed, parts=2))
-    for row in found.rows:
-        split.divide_row(row)
-    for row in found.split_rows:
-        split.divide_row(row, cuts_input=True)
-    split.gather_output(found.layers[-1])
-    split.divide_head(model.get_output_embeddings())

@@ -197,7 +197,7 @@ def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         split = count_text(plan.context_parallel, "rank")
         yield (
             "context parallel",
-            f"each sequence over {split}; keys and values by {plan.run.sharding.context_method}",
+            f"each sequence over {split}, which gather keys and values",
         )
     if plan.expert_parallel > 1:
         split = count_text(plan.expert_parallel, "rank")

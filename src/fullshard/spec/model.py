@@ -296,7 +296,7 @@ class ModelSpec(FrozenModel):
     active_numel: number of parameters that a token is multiplied with
     untraced: settings that were to be traced, and cannot be
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
-    context_parallel, context_method: settings by which the traced rank has a part of each sequence
+    context_parallel: number of ranks that share each traced sequence
     tensor_parallel: number of ranks that share the traced matmuls
     expert_parallel: number of ranks that divide the experts; the traced rank's experts get as many rows as it
         sends. Parameters in `units` are whole.
@@ -314,7 +314,6 @@ class ModelSpec(FrozenModel):
     buffer_bytes: int
     loss_chunk: int = 0
     context_parallel: int = 1
-    context_method: Literal["gather", "ulysses"] = "gather"
     tensor_parallel: int = 1
     expert_parallel: int = 1
     kernels: tuple[Kernel, ...] = ()
@@ -383,7 +382,7 @@ class ModelSpec(FrozenModel):
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
         """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
-        run, section = plan.run, plan.run.sharding
+        run = plan.run
         if self.tensor_parallel != plan.tensor_parallel:
             raise PlanError(
                 f"the spec of {self.name} was traced with another division of matmuls.",
@@ -391,12 +390,11 @@ class ModelSpec(FrozenModel):
                 f"{self.tensor_parallel}",
                 fix="describe(model, plan) with this plan",
             )
-        traced, asked = self.context_parallel, plan.context_parallel
-        if traced != asked or (asked > 1 and section.context_method != self.context_method):
+        if self.context_parallel != plan.context_parallel:
             raise PlanError(
                 f"the spec of {self.name} was traced with another division of sequences.",
-                got=f"sharding.context_parallel = {asked} ({section.context_method}), and a spec for "
-                f"{traced} ({self.context_method})",
+                got=f"sharding.context_parallel = {plan.context_parallel}, and a spec for "
+                f"{self.context_parallel}",
                 fix="describe(model, plan) with this plan",
             )
         if self.expert_parallel != plan.expert_parallel:

@@ -125,8 +125,6 @@ class ShardingSection(FrozenModel):
     `context_parallel`: divides the tokens of each sequence over this many adjacent ranks, so that activations
         take that much less memory. Parameters are sharded over these ranks as over all others. `auto` is 1
         unless a plan with whole sequences does not fit in device memory.
-    `context_method`: how attention reaches the keys of other ranks: `gather` gathers them; `ulysses`
-        exchanges tokens for heads, which the number of ranks must divide
     `expert_parallel`: divides the experts of a mixture over this many adjacent ranks, which send each other
         the tokens for them, instead of gathering all experts of a layer. See docs/expert-parallel.md. `auto`
         is the least number that no other is notably faster than; 1 if nothing is planned.
@@ -138,7 +136,6 @@ class ShardingSection(FrozenModel):
     tensor_parallel: PositiveCount | Literal["auto"] = "auto"
     tensor_parallel_styles: dict[str, str] = {}
     context_parallel: PositiveCount | Literal["auto"] = "auto"
-    context_method: Literal["gather", "ulysses"] = "gather"
     expert_parallel: PositiveCount | Literal["auto"] = "auto"
     units: UnitSection = UnitSection()
 
@@ -161,11 +158,6 @@ class ShardingSection(FrozenModel):
     def context_degree(self) -> int:
         """Number of ranks that have parts of the same sequences; 1 if it is left open."""
         return 1 if self.context_parallel == "auto" else self.context_parallel
-
-    @property
-    def pieces_per_rank(self) -> int:
-        """Number of pieces of each sequence that a rank has: see `fullshard.distributed.sequence_parts`."""
-        return 2 if self.context_degree > 1 and self.context_method == "gather" else 1
 
     @model_validator(mode="before")
     @classmethod

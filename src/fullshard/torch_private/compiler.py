@@ -12,26 +12,26 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 
-from fullshard.torch_private.names import PrivateName, require
+from fullshard.torch_private.names import private, require
 
-_COUNT = "counts graphs, breaks and recompilations"
 _GRAPHS = "traces compiled blocks without values"
 
 NAMES = require(
-    PrivateName("torch._dynamo.config.recompile_limit", "compiles blocks that differ"),
-    PrivateName("torch._dynamo.config.accumulated_recompile_limit", "compiles blocks that differ"),
-    PrivateName("torch._dynamo.exc.TorchDynamoException", "runs eagerly what does not compile"),
-    PrivateName("torch._dynamo.exc.FailOnRecompileLimitHit", "runs eagerly what does not compile"),
-    PrivateName("torch._dynamo.callback.callback_handler", _COUNT),
-    PrivateName("torch._dynamo.utils.counters", _COUNT),
-    PrivateName("torch._dynamo.utils.get_compilation_metrics", _COUNT),
-    PrivateName("torch._dynamo.explain", "checks that a block is one graph"),
-    PrivateName("torch._functorch.config.force_non_lazy_backward_lowering", "compiles backward with forward"),
-    PrivateName("torch._functorch.aot_autograd.aot_function", _GRAPHS),
-    PrivateName("torch._functorch.partitioners.min_cut_rematerialization_partition", _GRAPHS),
-    PrivateName("torch._guards.detect_fake_mode", _GRAPHS),
-    PrivateName("torch._inductor.decomposition.select_decomp_table", _GRAPHS),
-    PrivateName("torch.nn.utils.stateless._reparametrize_module", _GRAPHS),
+    private(
+        "torch._dynamo.config.recompile_limit accumulated_recompile_limit", "compiles blocks that differ"
+    ),
+    private(
+        "torch._dynamo.exc.TorchDynamoException FailOnRecompileLimitHit", "runs eagerly what does not compile"
+    ),
+    private("torch._dynamo.callback.callback_handler", "counts recompilations"),
+    private("torch._dynamo.utils.counters get_compilation_metrics", "counts graphs and breaks"),
+    private("torch._dynamo.explain", "checks that a block is one graph"),
+    private("torch._functorch.config.force_non_lazy_backward_lowering", "compiles backward with forward"),
+    private("torch._functorch.aot_autograd.aot_function", _GRAPHS),
+    private("torch._functorch.partitioners.min_cut_rematerialization_partition", _GRAPHS),
+    private("torch._guards.detect_fake_mode", _GRAPHS),
+    private("torch._inductor.decomposition.select_decomp_table", _GRAPHS),
+    private("torch.nn.utils.stateless._reparametrize_module", _GRAPHS),
 )
 
 dynamo: Any = torch._dynamo

@@ -21,29 +21,24 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type,
 )
 
-from fullshard.torch_private.names import PrivateName, require
-
-_FAKES = "torch._subclasses.fake_tensor"
-_DISPATCH = "torch.utils._python_dispatch"
-_TRACE = "traces a model without values"
+from fullshard.torch_private.names import private, require
 
 NAMES = require(
-    *(
-        PrivateName(f"{_FAKES}.{name}", _TRACE)
-        for name in (
-            *("FakeTensor", "FakeTensorMode", "unset_fake_temporarily"),
-            *("DataDependentOutputException", "DynamicOutputShapeException"),
-        )
+    private(
+        "torch._subclasses.fake_tensor.FakeTensor FakeTensorMode unset_fake_temporarily "
+        "DataDependentOutputException DynamicOutputShapeException",
+        "traces a model without values",
     ),
-    PrivateName(f"{_DISPATCH}.TorchDispatchMode", "sees each operation"),
-    PrivateName(f"{_DISPATCH}._disable_current_modes", "runs an operation that it does not trace"),
-    PrivateName(f"{_DISPATCH}.is_traceable_wrapper_subclass", "finds the data of a tensor subclass"),
-    PrivateName(f"{_DISPATCH}.is_traceable_wrapper_subclass_type", "finds the data of a tensor subclass"),
-    PrivateName("torch._C.DisableTorchFunctionSubclass", "reads the shape of logits that are not computed"),
-    PrivateName("torch.Tensor._make_wrapper_subclass", "makes tensors that are computed or read later"),
-    PrivateName("torch._ops.OpOverload._schema", "finds the arguments that an operation writes to"),
-    PrivateName("torch._ops.OpOverload._uncache_dispatch", "replaces kernels while it traces"),
-    PrivateName("torch.library.Library._destroy", "replaces kernels while it traces"),
+    private(
+        "torch.utils._python_dispatch.TorchDispatchMode _disable_current_modes "
+        "is_traceable_wrapper_subclass is_traceable_wrapper_subclass_type",
+        "sees each operation, and the data of a tensor subclass",
+    ),
+    private("torch._C.DisableTorchFunctionSubclass", "reads the shape of logits that are not computed"),
+    private("torch.Tensor._make_wrapper_subclass", "makes tensors that are computed or read later"),
+    private("torch._ops.OpOverload._schema", "finds the arguments that an operation writes to"),
+    private("torch._ops.OpOverload._uncache_dispatch", "replaces kernels while it traces"),
+    private("torch.library.Library._destroy", "replaces kernels while it traces"),
 )
 
 disable_current_modes = _disable_current_modes

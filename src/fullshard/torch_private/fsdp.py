@@ -15,50 +15,38 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch_private.names import PrivateName, require
+from fullshard.torch_private.names import private, require
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
-_MODULE = "torch.distributed.fsdp.FSDPModule"
 _STATE = f"{_PACKAGE}._fsdp_state.FSDPState"
 _GROUP = f"{_PACKAGE}._fsdp_param_group.FSDPParamGroup"
 _PARAMETER = f"{_PACKAGE}._fsdp_param.FSDPParam"
-_PARTS = "finds the parts of a unit"
-_SHARD = "gathers offloaded and fp8 shards"
-_SUMS = "completes sums over replicas"
 
 NAMES = require(
-    PrivateName(f"{_MODULE}._get_fsdp_state", _PARTS),
-    PrivateName(f"{_MODULE}._set_unshard_async_op", "gathers without prefetch"),
-    PrivateName(f"{_STATE}._fsdp_param_group", _PARTS),
-    PrivateName(f"{_STATE}._fsdp_param_groups", f"{_PARTS} that has several meshes", is_optional=True),
-    PrivateName(f"{_STATE}._modules", _PARTS),
-    PrivateName(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
-    PrivateName(f"{_GROUP}.fsdp_params", _PARTS),
-    PrivateName(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
-    PrivateName(f"{_GROUP}.post_backward", "reduces experts that no token reached"),
-    PrivateName(f"{_GROUP}.reduce_grads", "reduces experts that no token reached"),
-    PrivateName(f"{_GROUP}.all_reduce_grads", _SUMS),
-    PrivateName(f"{_GROUP}.mesh_info", _SUMS),
-    PrivateName(f"{_GROUP}.unshard", "compares the units that ranks run"),
-    PrivateName(f"{_PARAMETER}.sharded_param", _PARTS),
-    PrivateName(f"{_PARAMETER}._sharded_param_data", _SHARD),
-    PrivateName(f"{_PARAMETER}.sharded_size", _SHARD),
-    PrivateName(f"{_PARAMETER}.padded_sharded_param_size", _SHARD),
-    PrivateName(f"{_PARAMETER}.mp_policy", _SHARD),
-    PrivateName(f"{_PARAMETER}.mesh_info", _SHARD),
-    PrivateName(f"{_PARAMETER}.post_forward_mesh_info", _SHARD),
-    PrivateName(f"{_PARAMETER}.all_gather_inputs", _SHARD),
-    PrivateName(f"{_PARAMETER}._sharded_post_forward_param_data", _SHARD),
-    PrivateName(f"{_GROUP}._all_gather_result", "compares the units that ranks run"),
-    PrivateName(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
-    PrivateName(
-        f"{_PARAMETER}.unsharded_accumulated_grad",
-        "reduces experts that no token reached, without set_reduce_scatter_unused_params",
-        is_optional=True,
+    private("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds the parts of a unit"),
+    private("torch.distributed.fsdp.FSDPModule._set_unshard_async_op", "gathers without prefetch"),
+    private(f"{_STATE}._fsdp_param_group _modules", "finds the parts of a unit"),
+    private(f"{_STATE}._fsdp_param_groups", "finds the parts of a unit", is_optional=True),  # several meshes
+    private(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
+    private(f"{_GROUP}.fsdp_params", "finds the parts of a unit"),
+    private(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
+    private(f"{_GROUP}.post_backward reduce_grads", "reduces experts that no token reached"),
+    private(f"{_GROUP}.all_reduce_grads mesh_info", "completes sums over replicas"),
+    private(f"{_GROUP}.unshard _all_gather_result", "compares the units that ranks run"),
+    private(f"{_PARAMETER}.sharded_param", "finds the parts of a unit"),
+    private(
+        f"{_PARAMETER}._sharded_param_data sharded_size padded_sharded_param_size mp_policy mesh_info "
+        "post_forward_mesh_info all_gather_inputs _sharded_post_forward_param_data",
+        "gathers offloaded and fp8 shards",
     ),
-    PrivateName(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
-    PrivateName(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
-    PrivateName(f"{_PACKAGE}._fsdp_init.DeviceMesh", "shares one mesh after forward", is_optional=True),
+    private(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
+    # read where there is no set_reduce_scatter_unused_params
+    private(
+        f"{_PARAMETER}.unsharded_accumulated_grad", "reduces experts that no token reached", is_optional=True
+    ),
+    private(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
+    private(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
+    private(f"{_PACKAGE}._fsdp_init.DeviceMesh", "shares one mesh after forward", is_optional=True),
 )
 
 

@@ -1,13 +1,16 @@
-"""Private names of torch's tensors, modules and trees of tensors.
+"""Private names of torch's tensors, DTensors, modules, profiles and trees of tensors.
 
 Trees: `torch.utils._pytree` has no public twin in torch 2.11 to 2.15.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -15,43 +18,40 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from fullshard.torch_private.names import PrivateName, require
-
-_TREES = "torch.utils._pytree"
+from fullshard.torch_private.names import private, require
 
 NAMES = require(
-    *(
-        PrivateName(f"{_TREES}.{name}", "finds the tensors in arguments and batches")
-        for name in ("TreeSpec", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")
+    private(
+        "torch.utils._pytree.TreeSpec tree_flatten tree_leaves tree_map_only tree_unflatten",
+        "finds the tensors in arguments and batches",
     ),
-    PrivateName("torch._foreach_norm", "computes norms of gradients"),
-    PrivateName("torch._foreach_mul_", "scales gradients"),
-    PrivateName("torch._fused_adamw_", "updates offloaded state"),
-    PrivateName("torch.UntypedStorage._cdata", "identifies memory"),
-    PrivateName("torch.Tensor._version", "sees that a saved activation was overwritten"),
-    PrivateName("torch.Tensor._base", "finds the tensor of a view"),
-    PrivateName("torch.Tensor._backward_hooks", "finds hooks of parameters"),
-    PrivateName("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
-    *(
-        PrivateName(
-            f"torch.optim.Optimizer._optimizer_step_{when}_hooks",
-            "finds hooks of optimizers",
-            is_optional=True,
-        )
-        for when in ("pre", "post")
+    private("torch._foreach_norm", "computes norms of gradients"),
+    private("torch._foreach_mul_", "scales gradients"),
+    private("torch._fused_adamw_", "updates offloaded state"),
+    private("torch._grouped_mm", "multiplies experts before F.grouped_mm", is_optional=True),
+    private("torch.UntypedStorage._cdata", "identifies memory"),
+    private("torch.Tensor._version", "sees that a saved activation was overwritten"),
+    private("torch.Tensor._base", "finds the tensor of a view"),
+    private("torch.Tensor._backward_hooks", "finds hooks of parameters"),
+    private("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
+    private(
+        "torch.optim.Optimizer._optimizer_step_pre_hooks _optimizer_step_post_hooks",
+        "finds hooks of optimizers",
+        is_optional=True,
     ),
-    PrivateName("torch.nn.Module._parameters", "replaces parameters"),
-    PrivateName("torch.nn.Module._buffers", "replaces buffers"),
-    PrivateName("torch.nn.Module._modules", "replaces modules"),
-    PrivateName("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
-    PrivateName("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
-    PrivateName("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
-    PrivateName(
-        "torch._grouped_mm", "multiplies experts before torch.nn.functional.grouped_mm", is_optional=True
+    private("torch.nn.Module._parameters _buffers _modules", "replaces parameters, buffers and modules"),
+    private("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
+    private("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
+    private("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
+    private("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
+    private("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
+    private("torch._C._autograd._ProfilerResult.experimental_event_tree", "reads allocations of a profile"),
+    private("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
+    private(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset", "finds the box of a shard"
     ),
-    PrivateName("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
-    PrivateName("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
-    PrivateName("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
+    private("torch.distributed.tensor.DTensor._local_tensor", "replaces the part that a rank has"),
+    private("torch.distributed.tensor.DTensor._spec", "makes a DTensor whose part is on another device"),
 )
 
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -151,3 +151,34 @@ def set_allocator(settings: str) -> bool:
     if found is not None:
         found(settings)
     return found is not None
+
+
+def profile_event_tree(profiler: profile) -> list[Any]:
+    """Returns the outermost events of a profile that has ended; those inside are their `children`."""
+    assert profiler.kineto_results is not None, "the profiler has ended"
+    return profiler.kineto_results.experimental_event_tree()
+
+
+compute_local_shape_and_global_offset = local_shape_and_offset
+"""`compute_local_shape_and_global_offset(shape, mesh, placements)`: shape and offsets of this rank's part."""
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """Returns this rank's part itself. `to_local` makes a view of it, and takes longer."""
+    return tensor._local_tensor  # pyright: ignore[reportPrivateUsage]
+
+
+def set_local_part(tensor: DTensor, local: Tensor) -> None:
+    """Replaces this rank's part."""
+    tensor._local_tensor = local  # pyright: ignore[reportPrivateUsage]
+
+
+def dtensor_with_placements_of(like: DTensor, local: Tensor) -> DTensor:
+    """Returns a DTensor with the shape, mesh and placements of `like`, whose part here is `local`.
+
+    Unlike `DTensor.from_local`, it accepts a part on another device than the mesh's.
+    """
+    spec: Any = like._spec  # pyright: ignore[reportPrivateUsage]
+    meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    changed = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    return cast(Any, DTensor)(local, changed, requires_grad=False)

@@ -9,6 +9,11 @@ are all groups if a torch scheduler is attached to the optimizer (`initial_lr` s
 Facts about a group are entries of the group itself, as those of torch's schedulers are, so they are in the
 optimizer's `state_dict`. Checkpoints hold the rates that others set. The rates that are set here follow from
 the optimizer, the settings and the step.
+
+[Note: state in groups]
+Optimizers keep state in their groups: a count of steps, or an estimated step size (Prodigy). An entry of a
+group is state if its value differs from that at the start of training. All other entries are settings, which
+a resumed run may change.
 """
 
 import logging
@@ -24,8 +29,50 @@ from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError
 from fullshard.quantities import join_names
 from fullshard.spec.run import Run
-from fullshard.spec.settings.train_section import OptimizerSection
-from fullshard.training.schedule import learning_rate_factor
+from fullshard.spec.settings.train_section import OptimizerSection, ScheduleSection
+
+
+def learning_rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
+    """Returns the factor that multiplies the peak learning rate in step `step` (from 0) of `steps`.
+
+    During a warmup of w steps: (step + 1) / w. Then, with t from 0 to 1 over the remaining steps and r =
+    `min_lr_ratio`:
+
+        constant  1
+        linear    1 - (1 - r) t
+        cosine    r + (1 - r) (1 + cos πt) / 2             arXiv:1608.03983
+        wsd       1, then linear to r over the last `decay_fraction` of all steps   arXiv:2404.06395
+    """
+    warmup, last = section.warmup_steps, steps - 1
+    if step < warmup:
+        return (step + 1) / warmup
+    span = 1 - section.min_lr_ratio
+    progress = _progress_fraction(step, start=warmup, last=last)
+    if section.kind == "cosine":
+        return section.min_lr_ratio + span * (1 + math.cos(math.pi * progress)) / 2
+    if section.kind == "linear":
+        return 1 - span * progress
+    if section.kind == "wsd":
+        start = max(warmup, last - section.decay_fraction * steps)
+        return 1 - span * _progress_fraction(step, start=start, last=last)
+    return 1.0
+
+
+def warmup_warning(run: Run) -> str | None:
+    """Returns a warning message if `run` ends before its warmup does, or None."""
+    warmup, steps, peak = run.schedule.warmup_steps, run.train.step_count, run.optimizer.learning_rate
+    if warmup <= steps:
+        return None
+    highest = peak * learning_rate_factor(run.schedule, step=steps - 1, steps=steps)
+    return (
+        f"schedule.warmup_steps = {warmup} is more than train.steps = {steps}: the learning rate never "
+        f"reaches {peak:g}; the highest is {highest:.3g}, in the last step"
+    )
+
+
+def _progress_fraction(step: int, *, start: float, last: int) -> float:
+    return min(1.0, max(0.0, (step - start) / (last - start))) if last > start else 0.0
+
 
 logger = logging.getLogger("fullshard")
 
@@ -174,3 +221,77 @@ def _is_same(wanted: object, found: object) -> bool:
     if isinstance(wanted, float) and isinstance(found, float | Tensor):
         return math.isclose(wanted, float(found), rel_tol=1e-6)
     return wanted == found
+
+
+# Other state in groups #
+_Scalar = bool | int | float | str | None
+
+
+def scalar_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Scalar]]:
+    """Returns the scalar entries of each group, except learning rates. Waits for entries on a GPU."""
+    return [_scalars_of(group) for group in optimizer.param_groups]
+
+
+def _scalars_of(group: Mapping[str, Any]) -> dict[str, _Scalar]:
+    entries = {key: one for key, one in group.items() if key != "params" and key not in RATE_KEYS}
+    values = {
+        key: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one
+        for key, one in entries.items()
+    }
+    return {key: one for key, one in values.items() if isinstance(one, _Scalar)}
+
+
+def changed_entries(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, initial: list[dict[str, _Scalar]]
+) -> dict[str, JsonValue]:
+    """Returns {name of a group's first parameter: entries that differ from `initial`}, to be saved."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, JsonValue] = {}
+    for number, (group, now) in enumerate(
+        zip(optimizer.param_groups, scalar_entries(optimizer), strict=True)
+    ):
+        before = initial[number] if number < len(initial) else {}
+        changed = {key: one for key, one in now.items() if key not in before or before[key] != one}
+        if changed and group["params"] and group["params"][0] in names:
+            found[names[group["params"][0]]] = dict(changed)
+    return found
+
+
+def restore_entries(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    saved: Mapping[str, JsonValue],
+    initial: list[dict[str, _Scalar]],
+) -> None:
+    """Restores what `changed_entries` returned. Other entries get their `initial` values again.
+
+    Raises CheckpointError if one group would get the state of two.
+    """
+    for group, now, before in zip(optimizer.param_groups, scalar_entries(optimizer), initial, strict=False):
+        for key in now.keys() & before.keys():
+            if now[key] != before[key]:
+                _set_entry(group, key, value=before[key])
+    parameters = dict(model.named_parameters())
+    restored: dict[int, dict[str, Any]] = {}
+    for name, entries in saved.items():
+        values = cast(dict[str, Any], entries)
+        for number, group in enumerate(optimizer.param_groups):
+            if not any(one is parameters.get(name) for one in group["params"]):
+                continue
+            if restored.setdefault(number, values) != values:
+                raise CheckpointError(
+                    "the optimizer's groups differ from those in the checkpoint.",
+                    got=f"{values} and {restored[number]} for the parameters of one group",
+                    why="groups keep state of the optimizer, which belongs to all of their parameters",
+                    fix="an optimizer with the groups of the run that wrote the checkpoint",
+                )
+            for key, value in values.items():
+                _set_entry(group, key, value=value)
+
+
+def _set_entry(group: dict[str, Any], key: str, *, value: _Scalar) -> None:
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value

@@ -26,9 +26,9 @@ from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
-from fullshard.training.continued_run import continue_run
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.learning_rates import warn_of_schedule, warn_of_unused_settings
+from fullshard.training.resume import continue_run
 from fullshard.training.state import LossScale, TrainState
 from fullshard.training.step import count_computed_tokens, run_step
 
@@ -114,12 +114,12 @@ def train(
     Learning rates: see [Note: whose rates] in `learning_rates.py`. Modules keep the modes that the user gave
     them (`ModelBetweenSteps`).
     On a GPU, the host launches a step before the one before has ended, except in the strict order
-    (`update.waits_each_step`), so what follows from a step's figures happens one step later. Python's
+    (`waits_each_step`), so what follows from a step's figures happens one step later. Python's
     garbage collector runs between steps alone.
 
     After a `break`, another `train` of the same state continues where it stopped. A plain iterable as
     `state.data` ends training on all ranks as soon as it ends on any, which is logged, and then starts anew:
-    only `data.MicrobatchSource` resumes exactly. Changed settings and rows are logged (`continued_run`).
+    only `data.MicrobatchSource` resumes exactly. Changed settings and rows are logged (`continue_run`).
 
     Raises TrainError if there is no data, or not enough for one step, if the loop leaves gradients in the
     model, after `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and
@@ -244,7 +244,7 @@ def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
     """Returns a function that maps the first row of a step to this rank's microbatches.
 
-    It returns None if any rank has no more. See [Note: place in the data] in `continued_run.py`.
+    It returns None if any rank has no more. See [Note: place in the data] in `resume.py`.
     """
 
     is_checked = False

@@ -1,4 +1,4 @@
-"""Offloaded training state: its creation when a model is sharded, its optimizer, and its removal."""
+"""Shards a model, with the training state that its plan offloads: its optimizer, and its removal."""
 
 import hashlib
 import json
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.distributed.agreement import all_gather_object, rank
+from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import DeviceGradients, GradientStore, HostGradients, StreamingAdamW
 from fullshard.offload.device_update import DeviceUpdate
@@ -36,10 +37,18 @@ from fullshard.offload.state import (
     set_offload_attribute,
 )
 from fullshard.offload.store import GroupLayout as GroupRecord
-from fullshard.parallel import apply
-from fullshard.parallel.materialize import Initialise, local_device
+from fullshard.parallel.apply import (
+    apply_recompute_and_fsdp,
+    finish_sharding,
+    prepare_sharding,
+    sort_units_in_forward_order,
+)
+from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, local_device
 from fullshard.parallel.mesh import build_axis_group
 from fullshard.parallel.model_parallel import divide_model
+from fullshard.parallel.model_parameters import CarriedOver, collect_rank0_values, warn_of_missing_weights
+from fullshard.parallel.precision import warn_of_modules_to_keep_in_fp32
+from fullshard.parallel.unit_events import reshard_after_evaluation
 from fullshard.parallel.units import Predicate
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
@@ -58,17 +67,29 @@ def shard(
     units: Predicate | None = None,
     init: Initialise | Literal["none"] | None = None,
     methods: Sequence[str] = (),
-    system: DriveSystemCalls = SYSTEM,
+    offload: OffloadSettings | None = None,
 ) -> nn.Module:
-    """Shards `model` like `fullshard.parallel.apply.shard`, and creates the state that the plan offloads.
+    """Shards `model` in place according to `plan`, and sets its values. Returns the same module.
+
+    A model on the meta device is initialised unit by unit. Its values depend on `run.seed` and the model, but
+    not on ranks or strategy. A model that holds its weights, on every rank or on rank 0 only, gets rank 0's.
+    Each rank holds at most one whole unit at a time.
 
     If the plan divides sequences over ranks, the attention of `model` reaches the keys of other ranks. If it
     divides matmuls, see `fullshard.parallel.tensor_parallel`; experts, `fullshard.parallel.expert_parallel`.
 
-    system: the system calls for the drive of the offload target
+    units: predicate `units(name, module)` that overrides the plan's unit policy
+    init: the initialiser, `init(module)`; by default the modules' own `reset_parameters`, then the model's
+        `_init_weights(module)`. With "none", shards of meta parameters are NaN until a load
+        (`load_pretrained`), and using offloaded state raises OffloadError until then.
+    methods: names of methods of `model`, such as `generate`, that compute with its parameters, so that FSDP2
+        gathers these as for `forward`
+    offload: other settings of the offloaded state than `offload_settings` returns for the plan
 
-    With `init = "none"`, using the offloaded state raises OffloadError until a load has filled it. Raises
-    OffloadError on all ranks if the drive of any rank lacks space, before the parameters have values.
+    Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
+    sharded like this; that model cannot be used any more. Raises OffloadError on all ranks if the drive of
+    any rank lacks space, before the parameters have values. Warns of a model that lacks some of its weights
+    (MissingWeightsWarning).
 
     >>> with torch.device("meta"):  # each rank then allocates its own shards alone
     ...     model = fs.DecoderModel(run.decoder_config)
@@ -79,10 +100,27 @@ def shard(
     split = divide_model(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
-    keeper = OffloadedState(offload_settings(plan, system)) if plan.run.offload.offloads_optimizer else None
-    apply.shard(model, plan, units=units, init=init, methods=methods, keeper=keeper, split=split)
-    if keeper is not None:
-        set_offload_attribute(model, keeper)
+    prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
+    warn_of_modules_to_keep_in_fp32(model, plan.precision)
+    given, carried = collect_rank0_values(model), CarriedOver.of_model(model)
+    if init != "none":
+        warn_of_missing_weights(model, given, stacklevel=2)
+    apply_recompute_and_fsdp(model, prepared)
+    state = None
+    if plan.run.offload.offloads_optimizer:
+        state = OffloadedState(offload or offload_settings(plan, SYSTEM))
+        given_some = any(name in given.tensors for name, _ in model.named_parameters())
+        state.set_up_for_model(model, unset=init == "none" and not given_some)
+    order = prepared.units if state is None else sort_units_in_forward_order(model, prepared.units)
+    keep = None if state is None else state.offload_unit_shards
+    allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
+    if state is not None:
+        state.finish_offloading_shards()
+        set_offload_attribute(model, state)
+    finish_sharding(model, prepared)
+    carried.set_on(model)
+    if (unit_order := find_unit_order(model)) is not None:
+        reshard_after_evaluation(model, unit_order)
     return model
 
 

@@ -27,8 +27,13 @@ from fullshard.training.extra_state import (
     warn_of_unsaved_module_state,
 )
 from fullshard.training.figures import PendingResult
-from fullshard.training.group_state import changed_entries, restore_entries, scalar_entries
-from fullshard.training.learning_rates import rates_set_by_others, restore_rates_set_by_others
+from fullshard.training.learning_rates import (
+    changed_entries,
+    rates_set_by_others,
+    restore_entries,
+    restore_rates_set_by_others,
+    scalar_entries,
+)
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.training.random_state import generator_states, saved_generator_states, set_generator_states
 from fullshard.weights.names import full_transformers_config

@@ -15,7 +15,7 @@ of it. So all ranks decide alike whether to update, to skip, to stop, or to rais
 same step.
 
 [Note: no wait between steps]
-The device decides (`decision.py`), so the host launches the update, and then the next step, without reading
+The device decides (`decide_step`), so the host launches the update, and then the next step, without reading
 anything. What it reads later are figures (`figures.py`). In the strict order, the host reads the decision
 before it launches the update. On the CPU, where nothing is ahead of the host, this is the only order. Both
 compute the same numbers in the same way, so they give the same parameters, bit for bit.
@@ -52,8 +52,15 @@ from fullshard.survival.fingerprint import (
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.torch_private.tensors import tree_leaves, tree_map_only
-from fullshard.training.decision import StepDecision, decide_step, step_result
-from fullshard.training.figures import HostCopy, PendingResult, StepResult, copy_to_device
+from fullshard.training.figures import (
+    HostCopy,
+    PendingResult,
+    StepDecision,
+    StepResult,
+    copy_to_device,
+    decide_step,
+    step_result,
+)
 from fullshard.training.gradients import (
     average_scalar_gradients,
     clear_gradients,
@@ -62,10 +69,12 @@ from fullshard.training.gradients import (
     local_share_of_squared_norm,
     sum_gradients_over_tensor_axis,
     tensors_counted_here,
+    update_as_device_decides,
+    update_parameters,
+    waits_each_step,
 )
 from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.state import TrainState
-from fullshard.training.update import update_as_device_decides, update_parameters, waits_each_step
 
 _SUMS = 6  # loss sum, count, squared norm, tokens, trained tokens, stop requests
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
 from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
-from fullshard.spec.weight_map import BoxCopy, Naming, WeightMap, map_weights_by_name
+from fullshard.spec.weight_map import BoxCopy, Naming, map_weights_by_name
 from fullshard.system.direct_io import open_atomic_replacement
 from fullshard.system.files import check_disk_space, free_disk_bytes, make_durable_directory
 from fullshard.system.targets import check_not_checkpoint_or_run_record
@@ -50,7 +50,6 @@ _PIECE_BYTES = 128 << 20
 class SafetensorsWriter:
     """Writes tensors of a checkpoint to safetensors files, piece by piece.
 
-    what: name of the checkpoint for messages
     source: tensors of the checkpoint
     tensors: shape and dtype of each tensor as written, in the order of the files
     parts: elements of the source that each tensor consists of
@@ -58,49 +57,11 @@ class SafetensorsWriter:
     piece_bytes: size of a piece; three are in memory: as saved, as written, and the next one while it is read
     """
 
-    what: str
     source: TensorSource
     tensors: Mapping[str, SavedTensor]
     parts: Mapping[str, Sequence[BoxCopy]]
     metadata: Mapping[str, str]
     piece_bytes: int
-
-    @classmethod
-    def for_mapped_tensors(
-        cls,
-        source: TensorSource,
-        names: WeightMap,
-        *,
-        what: str,
-        dtype: torch.dtype | None = None,
-        metadata: Mapping[str, str],
-        shard_bytes: int | None,
-    ) -> "SafetensorsWriter":
-        """Builds the writer for the tensors of `names`.
-
-        dtype: dtype of all floating-point tensors; None keeps each as saved
-        shard_bytes: size limit per file, which also limits the size of a piece
-
-        Raises CheckpointError if there are no tensors, and for a dtype that safetensors does not support.
-        """
-        if not names.parts:
-            raise CheckpointError(f"{what} holds no model.")
-        tensors: dict[str, SavedTensor] = {}
-        for name, parts in names.parts.items():
-            saved = source.tensors[parts[0].source]
-            if saved.torch_dtype not in DTYPES:
-                raise CheckpointError(
-                    f"{parts[0].source} cannot be exported.",
-                    got=saved.dtype,
-                    why="safetensors has no such dtype",
-                )
-            turned = dtype is not None and saved.torch_dtype.is_floating_point
-            chosen = str(dtype).removeprefix("torch.") if turned else saved.dtype
-            tensors[name] = SavedTensor(shape=names.shapes[name], dtype=chosen)
-        # Wide dtypes come first, so that every tensor is aligned; then sorted by name.
-        order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
-        piece_bytes = _PIECE_BYTES if shard_bytes is None else min(_PIECE_BYTES, max(1, shard_bytes // 3))
-        return cls(what, source, {n: tensors[n] for n in order}, names.parts, metadata, piece_bytes)
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -164,7 +125,6 @@ def export(
     shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     naming: Naming | None = None,
-    free_bytes: Callable[[Path], int] = free_disk_bytes,
 ) -> None:
     """Writes the model tensors of a checkpoint to safetensors.
 
@@ -175,10 +135,10 @@ def export(
     checkpoint: a checkpoint, or a directory of them, whose newest complete one is used
     target: the file, which appears when complete and replaces an existing one; with `shard_bytes`, a
         directory
-    shard_bytes: size limit per file, bytes (a larger tensor gets its own file); the index is written last
+    shard_bytes: size limit per file, bytes (a larger tensor gets its own file). If the model is larger, there
+        are several files, and an index, which is written last
     dtype: dtype of all floating-point tensors; None keeps each as saved
     naming: maps the model's tensors to those of the files; None keeps their names
-    free_bytes: returns the free space of a directory
 
     Raises CheckpointError; SpecError for a `shard_bytes` below 1, and for a `target` inside a checkpoint.
 
@@ -188,88 +148,61 @@ def export(
     """
     check_shard_bytes(shard_bytes)
     target = Path(target)
-    check_not_checkpoint_or_run_record(target)
     if shard_bytes is None and target.is_dir():
         raise CheckpointError(
             f"{target} cannot be written.",
             got="a directory",
             fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
-
-    def write_safetensors_files(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
-        outgoing = _build_writer(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
-        _make_directory_and_check_space(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
-        if shard_bytes is None:
-            outgoing.write_file(target, list(outgoing.tensors))
-        else:
-            _write_files_and_index(outgoing, target, shard_bytes=shard_bytes)
-        return outgoing
-
-    _export_newest_checkpoint(checkpoint, write_safetensors_files, target=target)
+    write_export(checkpoint, target, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
 
 
-def export_in_hf_layout(
+def write_export(
     checkpoint: str | Path | CheckpointLocation,
-    directory: str | Path,
+    target: Path,
     *,
-    naming: Naming,
-    beside: Mapping[str, bytes],
+    naming: Naming | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int,
+    shard_bytes: int | None = None,
     merging: Mapping[str, LayerMerging] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes the model of a checkpoint into `directory` in the Hugging Face layout.
+    """Writes the model of a checkpoint, on this rank alone, and logs its size. Raises like `export`.
 
-    naming: maps the model's tensors to those of the files (`weights.names`)
+    merging: how the adapter of each layer is merged, by its saved name; None without adapters
     beside: contents of the other files by name, written after the weights in this order. The last one is
         config.json, so that an interrupted export cannot be loaded
-    dtype: dtype of all floating-point tensors; None keeps each as saved
-    shard_bytes: size limit per weights file, bytes; above it there are several files and an index
-    merging: how the adapter of each layer is merged, by its saved name; None without adapters
-
-    Raises CheckpointError, also for a directory that already holds weights; SpecError for a directory inside
-    a checkpoint.
     """
-    target = Path(directory)
     check_not_checkpoint_or_run_record(target)
-    check_holds_no_weights(target)
 
-    def write_hugging_face_directory(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
+    def write(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
         outgoing = _build_writer(
             files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
         )
-        _make_directory_and_check_space(outgoing, target, is_file=False, free_bytes=free_disk_bytes)
-        if outgoing.total_tensor_bytes <= shard_bytes:
-            outgoing.write_file(target / ONE_FILE, list(outgoing.tensors))
+        directory = target.parent if shard_bytes is None else target
+        make_durable_directory(directory)
+        needed, available = outgoing.total_tensor_bytes, free_disk_bytes(directory)
+        check_disk_space(target, needed_bytes=needed, available_bytes=available)
+        if shard_bytes is None:
+            outgoing.write_file(target, list(outgoing.tensors))
         else:
-            _write_files_and_index(outgoing, target, shard_bytes=shard_bytes)
-        for name, data in beside.items():
+            _write_directory(outgoing, target, shard_bytes=shard_bytes)
+        for name, data in (beside or {}).items():
             with open_atomic_replacement(target / name) as file:
                 file.write(data)
         return outgoing
-
-    _export_newest_checkpoint(checkpoint, write_hugging_face_directory, target=target)
-
-
-def check_shard_bytes(shard_bytes: int | None) -> None:
-    """Raises SpecError for a size limit per file below 1."""
-    if shard_bytes is not None and shard_bytes < 1:
-        raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
-
-
-def _export_newest_checkpoint(
-    checkpoint: str | Path | CheckpointLocation,
-    write: Callable[[CheckpointFiles, Manifest], SafetensorsWriter],
-    *,
-    target: Path,
-) -> None:
-    """Calls `write` with the newest complete checkpoint, on this rank alone, and logs the size written."""
 
     def export_checkpoint(files: CheckpointFiles, manifest: Manifest) -> None:
         written = run_alone_or_raise(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
         logger.info("exported %s to %s (%s)", files, target, format_bytes(written.total_tensor_bytes))
 
     call_with_newest_checkpoint(checkpoint, export_checkpoint)
+
+
+def check_shard_bytes(shard_bytes: int | None) -> None:
+    """Raises SpecError for a size limit per file below 1."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
@@ -319,6 +252,7 @@ def _build_writer(
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
+    """Raises CheckpointError if there are no tensors, and for a dtype that safetensors does not support."""
     metadata = {"format": "pt", **(_tied_parameter_aliases(manifest.values) if naming is None else {})}
     source: TensorSource = SavedModel(storage.build_reader(files, manifest))
     if merging is not None:
@@ -326,25 +260,25 @@ def _build_writer(
     saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}
     shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
     names = map_weights_by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)
-    back = WeightMap(
-        parts={
-            name: tuple(replace(part, source=saved_names[part.source]) for part in parts)
-            for name, parts in names.parts.items()
-        },
-        shapes=names.shapes,
-    )
-    return SafetensorsWriter.for_mapped_tensors(
-        source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
-    )
-
-
-def _make_directory_and_check_space(
-    outgoing: SafetensorsWriter, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]
-) -> None:
-    directory = target.parent if is_file else target
-    make_durable_directory(directory)
-    available = free_bytes(directory)
-    check_disk_space(target, needed_bytes=outgoing.total_tensor_bytes, available_bytes=available)
+    if not names.parts:
+        raise CheckpointError(f"{files} holds no model.")
+    tensors, parts = dict[str, SavedTensor](), dict[str, Sequence[BoxCopy]]()
+    for name, own in names.parts.items():
+        parts[name] = [replace(part, source=saved_names[part.source]) for part in own]
+        saved = source.tensors[parts[name][0].source]
+        if saved.torch_dtype not in DTYPES:
+            raise CheckpointError(
+                f"{parts[name][0].source} cannot be exported.",
+                got=saved.dtype,
+                why="safetensors has no such dtype",
+            )
+        turned = dtype is not None and saved.torch_dtype.is_floating_point
+        chosen = str(dtype).removeprefix("torch.") if turned else saved.dtype
+        tensors[name] = SavedTensor(shape=names.shapes[name], dtype=chosen)
+    # Wide dtypes come first, so that every tensor is aligned; then sorted by name.
+    order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
+    piece_bytes = _PIECE_BYTES if shard_bytes is None else min(_PIECE_BYTES, max(1, shard_bytes // 3))
+    return SafetensorsWriter(source, {n: tensors[n] for n in order}, parts, metadata, piece_bytes)
 
 
 def check_holds_no_weights(directory: Path) -> None:
@@ -359,9 +293,13 @@ def check_holds_no_weights(directory: Path) -> None:
         )
 
 
-def _write_files_and_index(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
+def _write_directory(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
+    """Writes one file, or several and their index if they are larger than `shard_bytes`."""
     index = directory / INDEX
     index.unlink(missing_ok=True)  # it must not name files of two exports
+    if outgoing.total_tensor_bytes <= shard_bytes:
+        outgoing.write_file(directory / ONE_FILE, list(outgoing.tensors))
+        return
     parts = outgoing.group_tensors_into_files(shard_bytes)
     names: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):

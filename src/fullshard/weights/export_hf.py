@@ -20,19 +20,33 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import CheckpointError, DataError, MissingExtraError, SpecError
-from fullshard.models.adapters import insert_adapters
+from fullshard.models.adapters import (
+    ADAPTER,
+    has_transposed_weight,
+    insert_adapters,
+    iterate_adapted_layers,
+)
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.decoder_names import llama_config, llama_weight_map
 from fullshard.models.huggingface import build_hf_model, remove_code_references
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Naming
 from fullshard.system.small_files import read_bytes
-from fullshard.weights.adapter_checks import adapter_merging
-from fullshard.weights.export import check_shard_bytes, export_in_hf_layout, names_without_wrappers
-from fullshard.weights.names import build_meta_model, full_transformers_config, map_model_tensors_to_file
-from fullshard.weights.tensor_source import ADDED, LayerMerging
+from fullshard.weights.export import (
+    check_holds_no_weights,
+    check_shard_bytes,
+    names_without_wrappers,
+    write_export,
+)
+from fullshard.weights.names import (
+    build_meta_model,
+    full_transformers_config,
+    llama_config,
+    llama_weight_map,
+    map_model_tensors_to_file,
+)
+from fullshard.weights.tensor_source import ADDED, BASE, LORA_FACTORS, LayerMerging
 
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -94,6 +108,7 @@ def export_hf(
     32
     """
     check_shard_bytes(shard_bytes)
+    check_holds_no_weights(Path(directory))
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings
     recorded = manifest.values.get("huggingface")
@@ -105,9 +120,9 @@ def export_hf(
         beside.setdefault(_GENERATION, known.generation_config)
     add_end_tokens(config, beside, ends=find_end_tokens(run))
     beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-    export_in_hf_layout(
+    write_export(
         checkpoint,
-        directory,
+        Path(directory),
         naming=known.naming,
         beside=beside,
         dtype=_DTYPES[dtype] if dtype else None,
@@ -185,7 +200,7 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None) -> dict[str, Lay
             fix="--format safetensors, which writes the tensors by their own names",
         )
     base, model = build_meta_models(manifest.values.get("huggingface"), run)
-    layers = adapter_merging(model, run.adapter, base=base)
+    layers = adapter_merging(model, base=base)
     if others := [name for name, module in saved.items() if module not in layers]:
         raise CheckpointError(
             "the adapters cannot be merged.",
@@ -209,6 +224,59 @@ def build_meta_models(recorded: JsonValue, run: Run) -> tuple[nn.Module, nn.Modu
         return describe_for_transformers(recorded, run, doing="exporting adapters").meta_model
 
     return build_base(), insert_adapters(build_base(), run.adapter)
+
+
+def adapter_merging(model: nn.Module, *, base: nn.Module) -> dict[str, LayerMerging]:
+    """Returns how the adapter of each layer of `model` is merged into `base`, by the layer's name.
+
+    model: with adapters, on the meta device
+    base: the same model without adapters, as it is loaded from the export
+
+    Raises CheckpointError unless the merged model would compute what `model` does: every tensor that an
+    export writes has a place in `base`, no other module uses an adapted weight, and each adapted layer
+    computes W x + scale · B A x.
+    """
+    names = {name.replace(BASE, "."): one for name, one in model.state_dict().items() if ADDED not in name}
+    there = {name: one.shape for name, one in base.state_dict().items()}
+    absent = [name for name, one in names.items() if there.get(name) != one.shape]
+    if absent:
+        raise _merge_error(
+            f"{len(absent)} tensors that the base model does not have in this shape: {', '.join(absent[:4])}"
+        )
+    adapted = dict(iterate_adapted_layers(model))
+    _check_no_adapted_weight_is_shared(base, adapted)
+    return {name: _layer_merging(name, layer) for name, layer in adapted.items()}
+
+
+def _layer_merging(name: str, layer: Any) -> LayerMerging:
+    """Returns how a layer is merged. Raises CheckpointError unless it computes W x + scale · B A x."""
+    base, added = layer.base_layer, {key for key, _ in layer.named_parameters() if "base_layer" not in key}
+    is_turned = type(base) is nn.Embedding or has_transposed_weight(base)
+    is_known = is_turned or type(base) is nn.Linear
+    is_sum = any(added == {one.removeprefix(".") for one in pair} for pair in LORA_FACTORS)
+    variants = getattr(layer, "lora_variant", None)  # of peft: such as DoRA, which norms the sum
+    if not is_known or not is_sum or variants or ADAPTER not in layer.scaling:
+        raise _merge_error(f"{name}, a {type(layer).__name__} of {type(base).__name__} with {sorted(added)}")
+    return LayerMerging(layer.scaling[ADAPTER], is_turned)
+
+
+def _merge_error(got: str, why: str = "only W + scale · B A can be merged into W") -> CheckpointError:
+    return CheckpointError(
+        "the adapters cannot be merged.", got=got, why=why, fix="--format peft, which keeps them apart"
+    )
+
+
+def _check_no_adapted_weight_is_shared(base: nn.Module, adapted: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if another module uses a weight to which an adapter would be added."""
+    sharing: dict[int, list[str]] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        sharing.setdefault(id(parameter), []).append(name)
+    for names in sharing.values():
+        if len(names) > 1 and any(name.removesuffix(".weight") in adapted for name in names):
+            raise _merge_error(
+                f"an adapter of a weight that two modules share: {', '.join(names)}",
+                why="the merged weight would also change the module that was trained without the adapter",
+            )
 
 
 def _without_use_cache(config: Mapping[str, Any]) -> dict[str, Any]:

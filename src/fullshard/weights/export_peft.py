@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
@@ -17,6 +18,7 @@ from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.adapters import (
     ADAPTER,
     has_transposed_weight,
+    import_peft,
     iterate_adapted_layers,
     make_lora_config,
 )
@@ -24,9 +26,8 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.system.direct_io import open_atomic_replacement
-from fullshard.weights.adapter_checks import adapter_merging, check_peft_loads
 from fullshard.weights.export import export, names_without_wrappers
-from fullshard.weights.export_hf import build_meta_models
+from fullshard.weights.export_hf import adapter_merging, build_meta_models
 from fullshard.weights.names import full_transformers_config
 from fullshard.weights.tensor_source import ADDED, BASE
 
@@ -71,8 +72,7 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
 def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     """Returns one line for each format in which the adapters of `run` cannot be exported.
 
-    Called before a run starts. Small layers with random adapters are merged and compared, and peft loads the
-    exported names into a meta model.
+    Called before a run starts. peft loads the exported names into a meta model.
 
     model: the model of `run` with adapters, on any device. Raises MissingExtraError without peft.
     """
@@ -82,7 +82,7 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     lines = list[str]()
     base, adapted = build_meta_models(recorded, run)
     checks = {  # peft changes the base, so it comes last
-        "hf": lambda: adapter_merging(adapted, run.adapter, base=base),
+        "hf": lambda: adapter_merging(adapted, base=base),
         "peft": lambda: _describe_for_peft(run, adapted, base=base),
     }
     for form, check in checks.items():
@@ -107,7 +107,9 @@ def _describe_for_peft(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None
     shapes = {name: one.shape for name, one in model.named_parameters() if name in trained}
     tensors = _map_trained_tensors(shapes, trained=trained).shapes
-    check_peft_loads(base, copy.deepcopy(config), tensors=tensors)  # peft changes the config that it is given
+    _check_peft_loads(
+        base, copy.deepcopy(config), tensors=tensors
+    )  # peft changes the config that it is given
     return config, trained
 
 
@@ -154,3 +156,27 @@ def _map_trained_tensors(shapes: Mapping[str, Shape], *, trained: set[str]) -> W
         parts={new: map_unchanged_tensor(name, shapes[name]) for new, name in names.items()},
         shapes={new: shapes[name] for new, name in names.items()},
     )
+
+
+def _check_peft_loads(base: nn.Module, config: Any, *, tensors: Mapping[str, Shape]) -> None:
+    """Raises CheckpointError unless peft puts every exported tensor into `base`, which is on the meta device.
+
+    config: peft's LoraConfig, as exported; tensors: shape of each tensor by its name in the file
+    """
+    peft = import_peft()
+    values = {name: torch.empty(shape, device="meta") for name, shape in tensors.items()}
+    try:
+        model = peft.PeftModel(base, config, low_cpu_mem_usage=True)
+        loaded = peft.set_peft_model_state_dict(model, values)
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    else:
+        lacking = [name for name in loaded.missing_keys if ADDED in name]
+        problem = ", ".join([*loaded.unexpected_keys, *lacking][:4])
+    if problem:
+        raise CheckpointError(
+            "the adapters cannot be written for peft.",
+            got=problem,
+            why="PeftModel.from_pretrained would load something else than the trained model, or nothing",
+            fix="--format hf, which merges them, or --format safetensors",
+        )

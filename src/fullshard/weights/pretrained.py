@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.shard_file import shard_offsets
@@ -22,6 +21,7 @@ from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import find_offloaded_state, iterate_parameters_to_load, offloaded_parameters
 from fullshard.parallel.materialize import Initialise, initialise_parameters
+from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
@@ -250,9 +250,7 @@ class _TensorAssignments:
 
 def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAssignments:
     """Assigns the tensors of `files` to those of `model`. Raises CheckpointError if they do not fit."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without a backward leaves units unsharded
+    reshard_unsharded_units(model)
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     found = map_file_tensors_to_model(model, {name: tensor.shape for name, tensor in files.tensors.items()})
     _check_names_match(tensors, found, path=files.directory)

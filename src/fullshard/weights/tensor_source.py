@@ -17,8 +17,11 @@ from fullshard.weights.files import iterate_copies_into
 
 # Parts of the names that peft gives to the base module and to the adapter.
 BASE, ADDED = ".base_layer.", ".lora_"
-_LINEAR = (".lora_A.default.weight", ".lora_B.default.weight")
-_EMBEDDING = (".lora_embedding_A.default", ".lora_embedding_B.default")
+LORA_FACTORS = (
+    (".lora_A.default.weight", ".lora_B.default.weight"),
+    (".lora_embedding_A.default", ".lora_embedding_B.default"),
+)
+"""Endings of the names of A and B: of linear modules, and of embeddings."""
 
 
 class TensorSource(Protocol):
@@ -186,7 +189,7 @@ def _lora_adapters_by_base(
             continue
         module, _, _ = name.partition(ADDED)
         base = f"{module}{BASE}weight"
-        kinds = [pair for pair in (_LINEAR, _EMBEDDING) if name in (f"{module}{one}" for one in pair)]
+        kinds = [pair for pair in LORA_FACTORS if name in (f"{module}{one}" for one in pair)]
         if not kinds or len(tensor.shape) != 2:
             raise CheckpointError(
                 "the adapters cannot be merged.",

@@ -420,7 +420,7 @@ def test_a_run_will_do_and_its_spec_is_that_of_its_plans():
 
 
 def describe_a_sharded_model() -> None:
-    from fullshard.parallel.apply import shard
+    from fullshard.training.shard import shard
 
     plan = plan_of()
     describe(shard(decoder(plan), plan), plan, loss=next_token_loss)

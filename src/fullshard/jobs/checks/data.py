@@ -14,7 +14,7 @@ from fullshard.data.build import build_data
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
 from fullshard.jobs.checks.model_trial import IGNORED, plain_run
-from fullshard.models.checks import find_vocabulary_rows
+from fullshard.models.build import find_vocabulary_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run

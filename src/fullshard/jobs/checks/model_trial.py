@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fullshard.data.build import build_data, tokenizer_vocabulary_size
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import ShardError
-from fullshard.models.build import build_model
-from fullshard.models.checks import find_vocabulary_rows
+from fullshard.models.build import build_model, find_vocabulary_rows
 from fullshard.models.huggingface import build_hf_config
 from fullshard.models.loss import Loss, choose_loss, next_token_loss
 from fullshard.parallel.materialize import materialize

@@ -152,7 +152,6 @@ def _build_spec(
         buffer_bytes=recorder.buffer_bytes,
         loss_chunk=recorder.loss_chunk,
         context_parallel=plan.context_parallel,
-        context_method=plan.run.sharding.context_method,
         tensor_parallel=plan.tensor_parallel,
         expert_parallel=plan.expert_parallel,
         kernels=table.kernels,

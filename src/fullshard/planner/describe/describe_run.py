@@ -250,7 +250,7 @@ def build_spec_key(
         "compiled": run.compile_choices(device),
     }
     if (ranks := run.sharding.context_degree) > 1:
-        settings["context"] = {"ranks": ranks, "method": run.sharding.context_method}
+        settings["context"] = ranks
     if run.sharding.tensor_degree > 1:
         settings["tensor"] = {
             "ranks": run.sharding.tensor_degree,

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.parallel.host_copy import Way
+from fullshard.parallel.activation_offload import Way
 from fullshard.parallel.units import Unit
 from fullshard.planner.describe.operations import KernelLaunch, PhaseRecord
 from fullshard.spec.model import (

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fullshard.distributed.row_exchange import EXCHANGE_COUNTS, EXCHANGE_ROWS
-from fullshard.distributed.sequence_parts import EXCHANGE, GATHER, REDUCE, REDUCE_ALL
+from fullshard.distributed.sequence_parts import GATHER, REDUCE, REDUCE_ALL
 from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
-from fullshard.parallel.host_copy import Way
+from fullshard.parallel.activation_offload import Way
+from fullshard.parallel.expert_parallel import EXCHANGE_COUNTS, EXCHANGE_ROWS
 from fullshard.parallel.precision import TORCH_DTYPE
 from fullshard.spec.model import Event, KernelKind, SharedAxis
 from fullshard.spec.plan import DeviceType, Dtype
@@ -37,7 +37,6 @@ GROUPED = "_grouped_mm"
 _COLLECTIVES: dict[str, tuple[KernelKind, int]] = {
     GATHER: ("all_gather", 0),
     REDUCE: ("reduce_scatter", 1),
-    EXCHANGE: ("all_to_all", 2),
     REDUCE_ALL: ("all_reduce", 0),
     EXCHANGE_ROWS: ("row_exchange", 0),
     EXCHANGE_COUNTS: ("row_exchange", 0),

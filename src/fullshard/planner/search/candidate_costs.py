@@ -53,8 +53,6 @@ class CandidateCosts:
             run = run_with_settings(run, {"train": {"loss_chunk": spec.loss_chunk}})
         axes = ("context_parallel", "tensor_parallel", "expert_parallel")
         traced = {axis: getattr(spec, axis) for axis in axes if getattr(run.sharding, axis) == "auto"}
-        if "context_parallel" in traced:
-            traced["context_method"] = spec.context_method
         run = run_with_settings(run, {"sharding": traced})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)

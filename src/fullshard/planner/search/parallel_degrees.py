@@ -247,12 +247,11 @@ def _with_degree(run: Run, axis: str, *, degree: int) -> Run:
 def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
     """Yields the numbers of ranks over 1 that a search tries: whole nodes, or divisors of a node."""
     length, node, tensor = run.data.sequence_length, hardware.ranks_per_node, run.sharding.tensor_degree
-    pieces = 2 if run.sharding.context_method == "gather" else 1
     if run.sharding.context_parallel != "auto":
         return
     for degree in divisors(hardware.world_size // tensor):
         follows_nodes = node % (degree * tensor) == 0 or (degree * tensor) % node == 0
-        cut = length % (degree * pieces * tensor) == 0 and length // degree >= LEAST_TOKENS
+        cut = length % (2 * degree * tensor) == 0 and length // degree >= LEAST_TOKENS
         if degree > 1 and follows_nodes and cut:
             yield degree
 

@@ -16,7 +16,6 @@ RANGE_PREFIX = "fullshard::"
 _MODEL_PARALLEL = {
     "gather_sequence": ("parts of sequences", "wait for gather of sequences"),
     "reduce_sequence": ("parts of sequences", "wait for reduction of sequences"),
-    "exchange_heads": ("parts of sequences", "wait for exchange of heads"),
     "reduce_over_ranks": ("parts of sequences", "wait for reduction over ranks"),
     "exchange_counts": ("rows of experts", "wait for counts of rows"),
     "exchange_rows": ("rows of experts", "wait for rows of experts"),

@@ -74,7 +74,9 @@ def count_groups(ranks: int, degree: int, *, key: str, shared: str) -> int:
 
 def check_sequence_is_divisible(run: Run) -> None:
     section, length = run.sharding, run.data.sequence_length
-    pieces, parts = section.context_degree * section.pieces_per_rank, section.ranks_per_sequence
+    # Two pieces to each rank: see `fullshard.distributed.sequence_parts`.
+    pieces = 2 * section.context_degree if section.context_degree > 1 else 1
+    parts = section.ranks_per_sequence
     if length % parts and section.tensor_degree > 1:
         each = math.lcm(pieces, parts)
         raise PlanError(
@@ -88,7 +90,7 @@ def check_sequence_is_divisible(run: Run) -> None:
         raise PlanError(
             f"sequences of {length:,} tokens cannot be cut into {pieces} equal pieces.",
             got=f"data.sequence_length = {length}, sharding.context_parallel = {section.context_parallel}, "
-            f"{section.pieces_per_rank} to each rank",
+            "2 to each rank",
             fix=f"data.sequence_length = {max(length // pieces, 1) * pieces} or "
             f"{(length // pieces + 1) * pieces}",
         )
