@@ -40,15 +40,14 @@ SETTINGS = {
     "accelerate_fsdp2.yaml": "sharding.strategy=shard_grad_op sharding.units.min_parameters=2000 "
     "run.compile=True",
     "accelerate_hybrid.yaml": "sharding.strategy=hybrid_shard sharding.shard_degree=2 prefetch.mode=explicit",
-    "accelerate_deepspeed.yaml": "sharding.strategy=full_shard optimizer.clip_norm=1.0 "
-    "checkpoint.export=True",
+    "accelerate_deepspeed.yaml": "sharding.strategy=full_shard optimizer.clip_norm=1.0",
     "deepspeed_zero1.json": "sharding.strategy=zero1 optimizer.name=torch.optim.Adam optimizer.clip_norm=0.0",
     "deepspeed_zero2_auto.json": "sharding.strategy=shard_grad_op schedule.kind=constant precision.mode=auto",
     "deepspeed_zero3.json": "sharding.strategy=full_shard precision.mode=bf16 train.global_batch=8 "
     "train.microbatch=2 train.steps=100 optimizer.clip_norm=0.5 schedule.kind=linear "
     "schedule.min_lr_ratio=0.0",
     "deepspeed_zeropp_nvme.json": "sharding.reshard_after_forward=2 precision.mode=fp16 "
-    "optimizer.betas=(0.9,0.999) precision.initial_loss_scale=4096.0 offload.tier=params+optimizer:nvme "
+    "optimizer.betas=(0.9,0.999) offload.tier=params+optimizer:nvme "
     "offload.path=/local_nvme train.global_batch=4",
     "axolotl_fsdp2.yaml": "model.hf=some/model-8b sharding.strategy=shard_grad_op precision.mode=bf16 "
     "train.microbatch=3 train.global_batch=6 train.steps=200 data.sequence_length=4096 recompute.mode=full "

@@ -77,7 +77,7 @@ def error_of_a_step(model: type[nn.Module], loss: Callable[..., Any], *overrides
     return str(raised.value)
 
 
-BY_LAYER = 'sharding.units={policy="names", names=["layers.*.linear"]}'
+BY_LAYER = 'sharding.units={names=["layers.*.linear"]}'
 REFUSED: dict[str, tuple[type[nn.Module], Callable[..., Any], str, str]] = {
     "weight clamped in forward": (Clamped, mean_square, "run.seed=0", "changes a parameter in place"),
     "codebook changed in forward": (Codebook, mean_square, "run.seed=0", "changes a parameter in place"),

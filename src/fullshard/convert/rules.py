@@ -40,9 +40,11 @@ DTYPES = {
 }
 # Explanations that several tables share, as `$name`.
 _TEXTS = {
+    "export": "checkpoints are sharded; fullshard ckpt export writes whole tensors",
+    "timeout": "collectives wait for longer than the watchdog: fault_tolerance.watchdog_timeout_seconds",
     "context_method": "sharding.context_method: ranks gather keys and values, or exchange tokens for heads",
-    "blocks": "the repeated blocks are found by themselves; where not, sharding.units.names takes their "
-    'paths, such as ["model.layers.*"]',
+    "blocks": "the repeated blocks are found by themselves; where not, sharding.units.names takes the "
+    'paths of all units, such as ["model.layers.*", "lm_head"]',
     "sync_states": "parameters are initialised shard by shard from one seed, or read straight into "
     "the shards",
 }
@@ -231,11 +233,6 @@ def require_valid_zero_stage(state: ConversionState, key: str) -> None:
         raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
 
 
-def _power_of_two(power: Any) -> float | None:
-    exponent = parse_nonnegative_integer(power)
-    return 2.0**exponent if exponent is not None and exponent < 128 else None
-
-
 def _adapter_targets(value: Any) -> Any:
     """Returns names of modules from a list, or a text with commas; "all-linear" from any text with `all`."""
     if isinstance(value, str):
@@ -252,19 +249,17 @@ def _trackers(value: Any) -> list[str] | None:
     return named if isinstance(named, list) and named and all(one in known for one in named) else None
 
 
-_NUMBERS = ("number", "whole", "positive", "pair", "power_of_two", "zero_stage")
+_NUMBERS = ("number", "whole", "positive", "pair", "zero_stage")
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "number": parse_number,
     "whole": parse_nonnegative_integer,
     "positive": parse_positive_integer,
     "pair": parse_number_pair,
-    "power_of_two": _power_of_two,
     "switch": lambda value: None if value is None else is_true_yes_on(value),
     "text": lambda value: value if isinstance(value, str) else None,
     "zero_stage": strategy_for_zero_stage,
     "fraction": lambda value: read if (read := parse_number(value)) is not None and 0 <= read < 1 else None,
-    "timeout": lambda value: None if (read := parse_number(value)) is None else min(read, 1e7),
     "list": lambda value: value if isinstance(value, list) else None,
     "targets": _adapter_targets,
     "trackers": _trackers,

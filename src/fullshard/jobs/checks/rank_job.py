@@ -47,7 +47,6 @@ _STEPS, _RATE = 2, 0.1
 _SGD = (
     "optimizer.name=sgd",
     f"optimizer.learning_rate={_RATE}",
-    "optimizer.momentum=0",
     "optimizer.weight_decay=0",
     "optimizer.clip_norm=0",
     "optimizer.options={}",

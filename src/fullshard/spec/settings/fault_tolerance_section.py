@@ -1,10 +1,10 @@
 """[checkpoint] and [fault_tolerance]: settings of checkpoints, and of reactions to faults."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, Seconds
+from fullshard.spec.value import Count, FrozenModel, PathText, Seconds
 
 SLOW_PHASE_FACTOR = 3.0
 """Factor on the watchdog's time for phases without a usual length."""
@@ -19,7 +19,6 @@ class CheckpointSection(FrozenModel):
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
     `mode`: `async` writes in the background, from a copy in host memory
     `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
-    `export`: adds safetensors at the end
     """
 
     dir: PathText | None = None
@@ -28,7 +27,6 @@ class CheckpointSection(FrozenModel):
     keep_every: Count = 0
     mode: Literal["sync", "async"] = "sync"
     storage: Literal["shared", "per_node"] = "shared"
-    export: bool = False
 
     @model_validator(mode="after")
     def _check_dir(self) -> Self:
@@ -42,8 +40,6 @@ class FaultToleranceSection(FrozenModel):
 
     `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; three
         times as long until the first step is done, and while saving and validating; 0 disables it
-    `collective_timeout_seconds`: a collective that waits this long fails, but never before the
-        watchdog's limit
     `fingerprint`: values that ranks compare in every step; `step` leaves out the number of collectives
         issued, for losses that send between some ranks on the CPU
     `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last 128 steps by more
@@ -53,13 +49,11 @@ class FaultToleranceSection(FrozenModel):
     """
 
     watchdog_timeout_seconds: Seconds = 300.0
-    collective_timeout_seconds: Annotated[float, NUMBER, Field(gt=0, le=10**7)] = 600.0
     fingerprint: Literal["all", "step", "none"] = "all"
     on_spike: Literal["none", "skip", "rollback"] = "none"
     check_replicas_every: Count = 0
 
     @property
     def process_group_timeout_seconds(self) -> float:
-        """Timeout of the process group, s; longer than the watchdog's, whose report has more detail."""
-        after_watchdog_seconds = 1.2 * self.watchdog_timeout_seconds * SLOW_PHASE_FACTOR
-        return max(self.collective_timeout_seconds, after_watchdog_seconds)
+        """Timeout of collectives, s; longer than the watchdog's, whose report has more detail."""
+        return max(600.0, 1.2 * self.watchdog_timeout_seconds * SLOW_PHASE_FACTOR)

@@ -1,4 +1,4 @@
-"""Names that other trainers use for settings of a run, for the errors that name the right key."""
+"""Names of settings in other trainers and in earlier versions, for the errors that name the right key."""
 
 # fullshard's key (or an answer that names it) -> the names of transformers, torchtitan, nanoGPT, DeepSpeed, …
 _NAMES = {
@@ -112,5 +112,17 @@ _NAMES = {
         "report_to logger loggers tracker wandb mlflow tensorboard comet wandb_project use_wandb wandb_log"
         " enable_wandb"
     ),
+}
+# Key of an earlier version -> what replaces it.
+REMOVED = {
+    "checkpoint.export": "fullshard ckpt export, after the run",
+    "fault_tolerance.collective_timeout_seconds": "fault_tolerance.watchdog_timeout_seconds",
+    "optimizer.momentum": "optimizer.options = { momentum = … }",
+    "precision.buffer_dtype": "nothing instead: buffers keep their dtype",
+    "precision.cast_inputs": "nothing instead: inputs are always cast",
+    "precision.initial_loss_scale": "nothing instead: the scale begins at 65536",
+    "precision.loss_scale_window": "nothing instead: the scale doubles after 2000 steps without an overflow",
+    "precision.output_dtype": "train.loss, a function that casts the outputs",
+    "sharding.units.policy": "sharding.units.names, or min_parameters, or neither for the repeated blocks",
 }
 FOREIGN_NAMES = {name: answer for answer, names in _NAMES.items() for name in names.split()}

@@ -126,11 +126,6 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         lambda run: run.precision.mode.startswith("fp8"),
         'precision.mode = "fp8" or "fp8_rowwise"',
     ),
-    (
-        ("precision.initial_loss_scale", "precision.loss_scale_window"),
-        lambda run: run.precision.mode == "fp16",
-        'precision.mode = "fp16"',
-    ),
     (("schedule.decay_fraction",), lambda run: run.schedule.kind == "wsd", 'schedule.kind = "wsd"'),
     (
         ("schedule.min_lr_ratio",),
@@ -159,7 +154,6 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         lambda run: run.data.source == "python" or run.data.validation_fraction > 0,
         "data.validation_fraction > 0",
     ),
-    (("optimizer.momentum",), lambda run: run.optimizer.name.lower() == "sgd", 'optimizer.name = "sgd"'),
 )
 
 

@@ -76,7 +76,8 @@ class OptimizerSection(FrozenModel):
     """Settings of the optimizer and its hyperparameters.
 
     `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
-        `torch.optim.Optimizer` (which takes `options`)
+        `torch.optim.Optimizer`
+    `options`: other keyword arguments of the optimizer's class, such as { momentum = 0.9 } of `sgd`
     `clip_norm`: the largest global gradient norm; 0 disables clipping
     """
 
@@ -85,7 +86,6 @@ class OptimizerSection(FrozenModel):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveScalar = 1e-8
     weight_decay: NonNegativeScalar = 0.1
-    momentum: Fraction = 0.0
     clip_norm: NonNegativeScalar = 1.0
     options: Options = Field(default_factory=dict[str, Any])
 
