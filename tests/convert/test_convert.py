@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.convert.conversion import Conversion, convert_config, parse_config
-from fullshard.convert.reader import ConfigFormat, KeyVerdict, default_run_setting
-from fullshard.convert.rules import load_rules
+from fullshard.convert.rules import ConfigFormat, KeyVerdict, default_run_setting, load_rules
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.spec.plan import Plan

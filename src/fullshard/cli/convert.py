@@ -13,7 +13,7 @@ from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.convert.conversion import Conversion
-    from fullshard.convert.reader import ConfigFormat
+    from fullshard.convert.rules import ConfigFormat
 
 
 def convert(
@@ -86,7 +86,7 @@ def _read_config_text(path: str) -> str:
 
 
 def _parse_format_name(name: str | None) -> "ConfigFormat | None":
-    from fullshard.convert.reader import ConfigFormat
+    from fullshard.convert.rules import ConfigFormat
     from fullshard.errors import SpecError
 
     if name is None:
@@ -98,7 +98,7 @@ def _parse_format_name(name: str | None) -> "ConfigFormat | None":
 
 def _report_key_verdicts(conversion: "Conversion") -> None:
     """Prints to standard error the verdict on each key, the notes, and the number of keys per verdict."""
-    from fullshard.convert.reader import KeyVerdict
+    from fullshard.convert.rules import KeyVerdict
     from fullshard.report.table import show_labelled_lines
 
     show_labelled_lines(((one.key, one.verdict_text) for one in conversion.key_results), file=sys.stderr)

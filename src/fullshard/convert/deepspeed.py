@@ -3,24 +3,21 @@
 import math
 from typing import Any
 
-from fullshard.convert.reader import (
-    AUTO,
-    ConversionState,
-    is_true_yes_on,
-    is_variable,
-    last_dotted_part_lower,
-    parse_nonnegative_integer,
-    parse_number,
-    parse_positive_integer,
-)
 from fullshard.convert.rules import (
+    AUTO,
     DTYPES,
+    ConversionState,
     apply_rules,
     convert_offload,
     convert_trackers,
+    is_true_yes_on,
     keys_without_wildcards,
+    last_dotted_part_lower,
     load_other_names,
     load_rules,
+    parse_nonnegative_integer,
+    parse_number,
+    parse_positive_integer,
     require_valid_zero_stage,
     strategy_for_zero_stage,
 )
@@ -91,7 +88,7 @@ def _convert_precision(state: ConversionState) -> None:
     wire = "communication_data_type"
     sent = DTYPES.get(last_dotted_part_lower(state.get(wire)))
     autocast = _convert_autocast(state) if not on else False
-    open_keys = [key for key in modes if state.get(key) == AUTO or is_variable(state.get(key))]
+    open_keys = [key for key in modes if state.get(key) == AUTO]
     for key, mode in [(key, mode) for key, mode in modes.items() if key in state.leaves]:
         if key in on:
             mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode

@@ -7,21 +7,18 @@ import math
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from fullshard.convert.reader import (
-    ConversionState,
-    is_true_yes_on,
-    is_variable,
-    parse_number,
-    parse_positive_integer,
-)
 from fullshard.convert.rules import (
+    ConversionState,
     Rules,
     apply_rules,
     convert_betas,
     convert_trackers,
+    is_true_yes_on,
     keys_without_wildcards,
     load_other_names,
     load_rules,
+    parse_number,
+    parse_positive_integer,
 )
 from fullshard.spec.pretrained import preset_or_none
 
@@ -91,11 +88,6 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
     # Parameters are sharded over ranks that share sequences, too.
     shard *= parse_positive_integer(state.get("parallelism.context_parallel_degree")) or 1
     never = state.get(policy_key) == "never"
-    variables = [key for key in (replicate_key, shard_key) if is_variable(state.get(key))]
-    for key in variables:
-        state.record_open(key, "sharding.strategy")
-    if variables:
-        return
     if str(state.get("parallelism.data_parallel_type")).lower() == "ddp":  # until 2024-10
         state.record_setting("parallelism.data_parallel_type", "sharding.strategy", value="no_shard")
         for key in (replicate_key, shard_key):

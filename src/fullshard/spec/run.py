@@ -91,8 +91,8 @@ class UnitOverride(FrozenModel):
 class UnitSection(FrozenModel):
     """Settings of the division of a model into communication units.
 
-    By default, the repeated blocks, which are detected, the embeddings, the head, and the experts of each block
-    are units.
+    By default, units are the repeated blocks, which are detected, the embeddings, the head, and the experts of
+    each block.
 
     `names`: exactly the modules whose names match, such as ["blocks.*"], are units instead
     `min_parameters`: modules of at least this size, bottom up, are units instead
