@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import TrainError
-from fullshard.spec.settings.fault_tolerance_section import SLOW_PHASE_FACTOR, FaultToleranceSection
+from fullshard.spec.settings.train_section import SLOW_PHASE_FACTOR, FaultToleranceSection
 from fullshard.survival.diagnosis import (
     RankReport,
     UnresponsiveRank,

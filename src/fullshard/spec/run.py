@@ -9,11 +9,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.settings.data_section import DataSection
-from fullshard.spec.settings.fault_tolerance_section import CheckpointSection, FaultToleranceSection
 from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
 from fullshard.spec.settings.train_section import (
     AdapterSection,
+    CheckpointSection,
+    FaultToleranceSection,
     OptimizerSection,
     PlanSection,
     RecomputeSection,
@@ -91,7 +92,7 @@ class UnitOverride(FrozenModel):
 class UnitSection(FrozenModel):
     """Settings of the division of a model into communication units.
 
-    By default, units are the repeated blocks, which are detected, the embeddings, the head, and the experts of
+    By default, units are the repeated blocks, which are detected, embeddings, the head, and the experts of
     each block.
 
     `names`: exactly the modules whose names match, such as ["blocks.*"], are units instead
