@@ -290,8 +290,6 @@ def test_the_exit_code_says_whether_the_run_trains_as_the_config_does(text, lost
     assert "# From config" in shown.out
     assert bool(lost) == ("trains in another way" in shown.err)
     assert all(f"# LOST: {key} = " in shown.out for key in lost)
-    main(["convert", str(path), "--json"])
-    assert json.loads(capsys.readouterr().out)["lost"] == lost
 
 
 AXOLOTL = "base_model: a/b\nsequence_len: 512\nadapter: lora\nlora_r: 8\n"

@@ -383,28 +383,22 @@ class ModelSpec(FrozenModel):
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
         """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
-        run, section = plan.run, plan.run.sharding
-        if self.tensor_parallel != plan.tensor_parallel:
-            raise PlanError(
-                f"the spec of {self.name} was traced with another division of matmuls.",
-                got=f"sharding.tensor_parallel = {plan.tensor_parallel}, and a spec for "
-                f"{self.tensor_parallel}",
-                fix="describe(model, plan) with this plan",
-            )
-        traced, asked = self.context_parallel, plan.context_parallel
-        if traced != asked or (asked > 1 and section.context_method != self.context_method):
-            raise PlanError(
-                f"the spec of {self.name} was traced with another division of sequences.",
-                got=f"sharding.context_parallel = {asked} ({section.context_method}), and a spec for "
-                f"{traced} ({self.context_method})",
-                fix="describe(model, plan) with this plan",
-            )
-        if self.expert_parallel != plan.expert_parallel:
-            raise PlanError(
-                f"the spec of {self.name} was traced with another division of experts.",
-                got=f"sharding.expert_parallel = {plan.expert_parallel}, a spec for {self.expert_parallel}",
-                fix="describe(model, plan) with this plan",
-            )
+        run, method = plan.run, plan.run.sharding.context_method
+        divisions = {
+            "matmuls": ("tensor_parallel", plan.tensor_parallel, self.tensor_parallel),
+            "sequences": ("context_parallel", plan.context_parallel, self.context_parallel),
+            "experts": ("expert_parallel", plan.expert_parallel, self.expert_parallel),
+            "sequences between ranks": ("context_method", method, self.context_method),
+        }
+        if plan.context_parallel == 1:
+            del divisions["sequences between ranks"]
+        for divided, (key, asked, traced) in divisions.items():
+            if asked != traced:
+                raise PlanError(
+                    f"the spec of {self.name} was traced with another division of {divided}.",
+                    got=f"sharding.{key} = {asked}, and a spec for {traced}",
+                    fix="describe(model, plan) with this plan",
+                )
         return self.choose_trace(run.recompute, plan.microbatch, compiled=run.run.compile is True)
 
     @classmethod
