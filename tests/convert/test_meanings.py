@@ -140,9 +140,11 @@ def test_torchtitans_decay_ratio_of_zero_is_a_constant_rate():
     ("text", "mode"),
     [
         ("[model]\nconverters = ['float8']\n[float8]\nrecipe_name = 'rowwise'\n[training]", "fp8_rowwise"),
-        ("[model]\nconverters = 'float8'\n[training]", "fp8"),
         ("[model]\nconverters = ['quantize.linear.float8']\n[training]", "fp8"),
-        ("[float8]\nenable_float8_linear = true\n[training]\nenable_cpu_offload = true", "fp8_rowwise"),
+        (
+            "[model]\nconverters = ['float8']\n[training]\nenable_cpu_offload = true",
+            "fp8_rowwise",
+        ),
         ("distributed_type: FSDP\nmixed_precision: fp8", "fp8"),
     ],
 )
@@ -231,12 +233,6 @@ def test_ranks_that_share_sequences_stay_so(text, method):
 def test_parameters_are_sharded_over_ranks_that_share_sequences(text, shard):
     section = converted(text.format(shard=shard)).run.sharding
     assert (section.strategy, section.shard_degree) == ("hybrid_shard", 4 * shard)
-
-
-@pytest.mark.parametrize(("folder", "every"), [("", 0), ("checkpoint", 500)])
-def test_torchtitan_of_2024_saves_nothing_without_a_folder(folder, every):
-    text = f"[training]\nsteps = 1000\n[checkpoint]\nfolder = '{folder}'\ninterval = 500"
-    assert converted(text).run.checkpoint.every == every
 
 
 def test_axolotl_is_not_taken_for_accelerate():
