@@ -53,7 +53,7 @@ def test_every_key_stands_there_once_with_what_it_may_be() -> None:
 def test_unset_keys_are_comments_and_defaults_are_values() -> None:
     written = tomllib.loads(default_run_toml_text())
     assert "microbatch" not in written["train"]
-    assert written["sharding"]["context_method"] == Run().sharding.context_method
+    assert written["prefetch"]["mode"] == Run().prefetch.mode
 
 
 def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,18 +138,13 @@ def _convert_batch_sizes(state: ConversionState) -> None:
         state.infer_setting("sharding.context_method", "ulysses", origin="sequence_parallel_size")
     ranks = state.ranks and max(1, state.ranks // shared)
     given = [value for value in (micro, steps, ranks) if value]
-    if total and total % math.prod(given):
+    product = math.prod(given)
+    if total and (total % product or (len(given) == 3 and total != product)):
+        shown = ", ".join(f"{key} = {state.get(key)}" for key in keys if key in state.leaves)
         raise SpecError(
             "the batch sizes contradict each other.",
-            got=", ".join(f"{key} = {state.get(key)}" for key in keys if key in state.leaves)
-            + (f", {ranks} ranks" if ranks else ""),
+            got=shown + (f", {ranks} ranks" if ranks else ""),
             why="train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks",
-        )
-    if total and len(given) == 3 and math.prod(given) != total:
-        raise SpecError(
-            "the batch sizes contradict each other.",
-            got=f"{keys[0]} = {total}; {micro} × {steps} × {ranks} ranks = {math.prod(given)}",
-            fix=f"{keys[0]} = {math.prod(given)}, or other ranks",
         )
     if total and ranks and steps and not micro:
         micro = total // (ranks * steps)
