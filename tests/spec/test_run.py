@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import SpecError
 from fullshard.spec.run import STRATEGY_ALIASES, Run, Strategy, parse_strategy
-from fullshard.spec.settings.foreign_names import FOREIGN_NAMES
+from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.value import iterate_dotted_field_names
 
 NAMES = {**STRATEGY_ALIASES, **{str(strategy): strategy for strategy in Strategy}}
@@ -59,6 +59,7 @@ def test_answers_to_foreign_names_are_keys():
         named = [word.strip(",") for word in answer.split() if "." in word]
         assert named, answer
         assert set(named) <= keys
+    assert not REMOVED.keys() & keys
 
 
 def test_a_run_without_a_file_is_the_default():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -102,6 +102,16 @@ class UnitSection(FrozenModel):
     names: tuple[str, ...] = ()
     min_parameters: PositiveInt | None = None
     overrides: tuple[UnitOverride, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_policy_of_earlier_version(cls, data: Any) -> Any:
+        """Leaves out keys that the `policy` in a plan of an earlier version did not use."""
+        if not isinstance(data, Mapping) or "policy" not in data:
+            return data
+        fields = cast(Mapping[str, Any], data)
+        unused = {"block": ("names", "min_parameters"), "size": ("names",), "names": ("min_parameters",)}
+        return {key: value for key, value in fields.items() if key not in unused.get(fields["policy"], ())}
 
     @model_validator(mode="after")
     def _check_one_rule(self) -> Self:
@@ -300,7 +310,7 @@ class RunSetupSection(FrozenModel):
 class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
-    foreign = FOREIGN_NAMES | REMOVED
+    foreign = FOREIGN_NAMES | {key: answer for key, (_, answer) in REMOVED.items()}
 
     run: RunSetupSection = RunSetupSection()
     model: ModelSection = DecoderConfig()
