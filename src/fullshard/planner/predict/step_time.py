@@ -190,7 +190,7 @@ class StepTimePredictor:
         trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
-        update = (plan.run.optimizer.name, plan.run.optimizer.options.get("momentum"))
+        update = (plan.run.optimizer.name, bool(plan.run.optimizer.options.get("momentum")))
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
             self._units[key] = self._compute_unit_costs(plan, trace)
