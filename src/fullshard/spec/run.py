@@ -111,7 +111,8 @@ class UnitSection(FrozenModel):
             return data
         fields = cast(Mapping[str, Any], data)
         unused = {"block": ("names", "min_parameters"), "size": ("names",), "names": ("min_parameters",)}
-        return {key: value for key, value in fields.items() if key not in unused.get(str(fields["policy"]), ())}
+        left_out = unused.get(str(fields["policy"]), ())
+        return {key: value for key, value in fields.items() if key not in left_out}
 
     @model_validator(mode="after")
     def _check_one_rule(self) -> Self:
