@@ -81,7 +81,7 @@ def styles_of(row: dict[str, Any]) -> dict[str, str]:
 
 
 # Embedding, last norm and head are gathered with the root: `fully_shard` on each block, then on the model.
-ROOT_UNIT = ("sharding.units.policy=names", 'sharding.units.names=["blocks.*"]')
+ROOT_UNIT = ('sharding.units.names=["blocks.*"]',)
 
 
 def rows_of(*sets: int, mixtures: bool = False) -> list[dict[str, Any]]:

@@ -75,7 +75,9 @@ BEFORE_ANY_RANK = [
     spec("text without paths", "data.source=text", says=("paths",)),
     spec("paths without text", 'data.paths=["*.txt"]', says=('source = "text"',)),
     spec("unknown tracker", 'log.trackers=["excel"]', says=("log.trackers", "tensorboard", "entry point")),
-    spec("names without names", "sharding.units.policy=names", says=("names",)),
+    spec(
+        "two rules for units", 'sharding.units={names=["a"], min_parameters=9}', says=("exclude each other",)
+    ),
     spec("unknown precision", "precision.mode=fp6", says=("precision.mode", "bf16")),
     spec(
         "tier without its part",
@@ -177,7 +179,7 @@ ON_A_RANK = [
         "unit that is not there",
         4,
         ("'layer.*'", "try:"),
-        ("sharding.units.policy=names", 'sharding.units.names=["layer.*"]'),
+        ('sharding.units.names=["layer.*"]',),
     ),
     Wrong(
         "override of nothing",

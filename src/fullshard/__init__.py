@@ -60,48 +60,39 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "BackgroundSaver": "checkpoint",
-    "NodeLocalDirectory": "checkpoint",
-    "export": "weights.export",
-    "full_state": "weights.export",
-    "load": "checkpoint",
-    "latest_checkpoint": "checkpoint",
-    "location_of": "checkpoint",
-    "save": "checkpoint",
-    "cut_sequences": "distributed.sequence_parts",
-    "FullshardError": "errors",
-    "chunked_cross_entropy": "models.chunked_loss",
-    "DecoderModel": "models.decoder",
-    "meta_model": "models.huggingface",
-    "peak_bytes": "planner.predict.memory",
-    "plan": "planner.search.search",
-    "predict": "planner.search.search",
-    "search": "planner.search.search",
-    "detect_hardware": "launch.detect",
-    "shard": "training.shard",
-    "describe": "planner.describe.describe",
-    "MissingWeightsWarning": "parallel.model_parameters",
-    "materialize": "parallel.materialize",
-    "parameters_on_meta": "parallel.materialize",
-    "process_group": "parallel.mesh",
-    "Hardware": "spec.machine.hardware",
-    "hardware_on": "spec.machine.hardware_text",
-    "ModelSpec": "spec.model",
-    "Plan": "spec.plan",
-    "DecoderConfig": "spec.settings.model_section",
-    "Run": "spec.run",
-    "build_data": "data.build",
-    "resolve_epochs": "data.build",
-    "export_hf": "weights.export_hf",
-    "export_peft": "weights.export_peft",
-    "load_pretrained": "weights.pretrained",
-    "Step": "training.loop",
-    "train": "training.loop",
-    "next_token_loss": "models.loss",
-    "build_optimizer": "training.optimizer",
-    "TrainState": "training.state",
+# Module -> the names that it defines.
+_NAMES = {
+    "checkpoint": "BackgroundSaver NodeLocalDirectory latest_checkpoint load location_of save",
+    "data.build": "build_data resolve_epochs",
+    "distributed.sequence_parts": "cut_sequences",
+    "errors": "FullshardError",
+    "launch.detect": "detect_hardware",
+    "models.chunked_loss": "chunked_cross_entropy",
+    "models.decoder": "DecoderModel",
+    "models.huggingface": "meta_model",
+    "models.loss": "next_token_loss",
+    "parallel.materialize": "materialize parameters_on_meta",
+    "parallel.mesh": "process_group",
+    "parallel.model_parameters": "MissingWeightsWarning",
+    "planner.describe.describe": "describe",
+    "planner.predict.memory": "peak_bytes",
+    "planner.search.search": "plan predict search",
+    "spec.machine.hardware": "Hardware",
+    "spec.machine.hardware_text": "hardware_on",
+    "spec.model": "ModelSpec",
+    "spec.plan": "Plan",
+    "spec.run": "Run",
+    "spec.settings.model_section": "DecoderConfig",
+    "training.loop": "Step train",
+    "training.optimizer": "build_optimizer",
+    "training.shard": "shard",
+    "training.state": "TrainState",
+    "weights.export": "export full_state",
+    "weights.export_hf": "export_hf",
+    "weights.export_peft": "export_peft",
+    "weights.pretrained": "load_pretrained",
 }
+_HOMES = {name: f"fullshard.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_HOMES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -109,7 +100,7 @@ __all__ = [*_HOMES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"fullshard.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

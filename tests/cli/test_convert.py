@@ -1,6 +1,5 @@
 """`fullshard convert`: a run.toml on standard output, a word on each key on standard error."""
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -16,16 +15,6 @@ def test_the_run_goes_to_output_and_the_words_to_error(capsys):
     assert tomllib.loads(shown.out)["sharding"]["strategy"] == "full_shard"
     assert "zero_optimization.stage" in shown.err
     assert "40 keys" in shown.err
-
-
-def test_json_has_both(capsys):
-    assert main(["convert", str(CONFIG), "--json", "--from", "deepspeed"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["format"] == "deepspeed"
-    assert len(answer["keys"]) == 40
-    assert (
-        tomllib.loads(answer["run_toml"])["train"]["global_batch"] == answer["settings"]["train.global_batch"]
-    )
 
 
 def test_wrong_words_are_told(capsys, tmp_path):

@@ -34,7 +34,7 @@ from fullshard.data.token_store import make_cache_directory, no_heartbeat
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.models.huggingface import build_hf_model
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import approximate_by_decoder, find_decoder_incompatibility, read_config
+from fullshard.spec.pretrained import read_config
 from fullshard.spec.run import Run
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.spec.settings.model_section import HuggingFaceModel
@@ -255,9 +255,7 @@ def make_config(seeds: Path, directory: Path, rng: Random) -> None:
 
 
 def read_model(directory: Path) -> None:
-    config = read_config(directory / "config.json")
-    if find_decoder_incompatibility(config) is None:
-        approximate_by_decoder(config, source="config.json")
+    read_config(directory / "config.json")
     build_hf_model(HuggingFaceModel(hf=str(directory)))
 
 

@@ -69,7 +69,7 @@ def test_values_follow_the_seed() -> None:
 
 
 def sharded_values(world_size: int) -> dict[str, Tensor]:
-    units = 'sharding.units={policy="names", names=["scaled", "cop*"]}'
+    units = 'sharding.units={names=["scaled", "cop*"]}'
     plan = plan_of(world_size, "sharding.strategy=full_shard", "run.seed=3", units)
     return whole(shard(built(), plan))
 

@@ -414,7 +414,7 @@ def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
     plan = plan_of(2, "recompute.mode=offload", *settings)
     model = shard(on_meta(name), plan)
     section = UnitSection()
-    assert len(find_recompute_blocks(model, section, units=find_units(on_meta(name), section))) == 2
+    assert len(find_recompute_blocks(model, units=find_units(on_meta(name), section))) == 2
     with Clones() as clones:
         loss = loss_of(model, tokens_of(0, sequences=1))
     loss.backward()

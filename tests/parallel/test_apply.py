@@ -20,7 +20,7 @@ from tests.fakes.plans import STRATEGIES, plan_of
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "block": (),
-    "size": ("sharding.units.policy=size", "sharding.units.min_parameters=60"),
+    "size": ("sharding.units.min_parameters=60",),
     "predicate": (),
 }
 RECOMPUTE = ("none", "full", "every", "selective")

@@ -21,7 +21,7 @@ from tests.fakes.architectures import WIDTH, Block, Encoder, on_meta, tokens_of,
 from tests.fakes.plans import STRATEGIES, plan_of
 from tests.fakes.sampling import sampled
 
-SIZE = ("sharding.units.policy=size", "sharding.units.min_parameters=60")
+SIZE = ("sharding.units.min_parameters=60",)
 
 
 class Drawing(nn.Module):
@@ -381,14 +381,6 @@ def test_buffers_are_those_of_a_normally_built_module(ranks: Callable[..., Any])
             for name, buffer in expected.items():
                 assert torch.equal(buffers[name], buffer), name
             assert shared
-
-
-def test_floating_buffers_are_kept_in_the_buffer_dtype(ranks: Callable[..., Any]) -> None:
-    ((buffers, shared),) = ranks(1).run(buffers_of, "parameters_on_meta", "precision.buffer_dtype=bf16")
-    assert buffers["statistics.running_mean"].dtype == buffers["table"].dtype == torch.bfloat16
-    assert buffers["statistics.num_batches_tracked"].dtype == torch.int64
-    assert buffers["mask"].dtype == torch.bool
-    assert shared
 
 
 def shard_with_lost_buffer(name: str) -> None:

@@ -76,7 +76,7 @@ def attributes_and_calls() -> tuple[bool, int]:
     model, called = nn.Linear(4, 4), []
     vars(model.weight)["no_weight_decay"] = True
     model.weight.register_post_accumulate_grad_hook(called.append)
-    shard(model, Plan.from_run(run_of("sharding.units.policy=size"), world_size=2))
+    shard(model, Plan.from_run(run_of("sharding.units.min_parameters=10000000"), world_size=2))
     model(torch.ones(2, 4)).sum().backward()
     return vars(model.weight).get("no_weight_decay", False), len(called)
 
@@ -104,7 +104,7 @@ def rows_of_norm_one() -> tuple[Tensor, Tensor]:
     weight = torch.randn(5, 3)
     model = nn.Sequential(nn.Embedding.from_pretrained(weight.clone(), freeze=False))
     w, max_norm = (
-        shard(model, Plan.from_run(run_of('sharding.units={policy="size"}'), world_size=2))[0].weight,
+        shard(model, Plan.from_run(run_of("sharding.units.min_parameters=1"), world_size=2))[0].weight,
         1.0,
     )
     try:

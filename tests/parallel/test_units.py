@@ -16,7 +16,7 @@ from tests.fakes.architectures import ARCHITECTURES, WIDTH, Block, Encoder, Repe
 
 POLICIES: dict[str, dict[str, Any]] = {
     "block": {},
-    "size": {"policy": "size", "min_parameters": 60},
+    "size": {"min_parameters": 60},
 }
 
 
@@ -118,7 +118,7 @@ def test_experts_are_known() -> None:
 
 
 def test_size_policy_makes_units_of_at_least_that_size() -> None:
-    units = units_of(on_meta("decoder"), policy="size", min_parameters=180)
+    units = units_of(on_meta("decoder"), min_parameters=180)
     sizes = {name: unit.numel for name, unit in units.items()}
     assert sizes == {
         "blocks.0.attention": 192,
@@ -131,15 +131,15 @@ def test_size_policy_makes_units_of_at_least_that_size() -> None:
 
 def test_size_policy_never_chooses_what_is_not_called() -> None:
     with torch.device("meta"):
-        units = units_of(Encoder(), policy="size", min_parameters=50)
+        units = units_of(Encoder(), min_parameters=50)
     assert "encoder.layers.0.self_attn" in units
     assert not any("out_proj" in name for name in units)
 
 
 def test_a_pattern_means_the_outermost_modules_that_match() -> None:
     model = on_meta("listed_experts")
-    assert list(units_of(model, policy="names", names=("blocks.*",))) == ["blocks.0", "blocks.1", ROOT]
-    nested = units_of(model, policy="names", names=("blocks.*", "blocks.*.moe"))
+    assert list(units_of(model, names=("blocks.*",))) == ["blocks.0", "blocks.1", ROOT]
+    nested = units_of(model, names=("blocks.*", "blocks.*.moe"))
     assert list(nested) == ["blocks.0.moe", "blocks.0", "blocks.1.moe", "blocks.1", ROOT]
 
 
@@ -164,19 +164,17 @@ def test_overrides_match_units_by_any_of_their_names() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "section", [{}, {"policy": "size", "min_parameters": 10**6}, {"policy": "names", "names": ("embedding",)}]
-)
+@pytest.mark.parametrize("section", [{}, {"min_parameters": 10**6}, {"names": ("embedding",)}])
 def test_recompute_works_on_the_repeated_blocks_whatever_the_units(section: dict[str, Any]) -> None:
     model = on_meta("decoder")
     units = find_units(model, UnitSection(**section))
-    assert find_recompute_blocks(model, UnitSection(**section), units=units) == list(model.blocks)
+    assert find_recompute_blocks(model, units=units) == list(model.blocks)
 
 
 def test_recompute_works_on_the_outermost_units_where_nothing_repeats() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)), nn.Linear(4, 4))
-    section = UnitSection(policy="names", names=("0", "0.0", "1"))
-    assert find_recompute_blocks(model, section, units=find_units(model, section)) == [model[0], model[1]]
+    section = UnitSection(names=("0", "0.0", "1"))
+    assert find_recompute_blocks(model, units=find_units(model, section)) == [model[0], model[1]]
 
 
 def test_a_dense_head_of_two_layers_is_no_pair_of_blocks() -> None:
@@ -194,10 +192,10 @@ def test_a_dense_head_of_two_layers_is_no_pair_of_blocks() -> None:
         (nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2)), {}, "without a shape"),
         (
             Repeating(),
-            {"policy": "names", "names": ("blocks.*",)},
+            {"names": ("blocks.*",)},
             "no module that is called matches 'blocks",
         ),
-        (Repeating(), {"policy": "names", "names": ("layers",)}, "no module that is called matches 'layers'"),
+        (Repeating(), {"names": ("layers",)}, "no module that is called matches 'layers'"),
         (Repeating(), {"overrides": ({"match": "head"},)}, "no unit matches 'head'"),
     ],
 )
@@ -247,4 +245,4 @@ def test_every_parameter_is_in_exactly_one_unit_of_any_tree(
     if any(places[m] in chosen and isinstance(m, Node) for m in model.modules() if m is not model):
         units = find_units(model, UnitSection(), predicate=lambda _, module: places[module] in chosen)
         check_partition(model, units)
-    check_partition(model, find_units(model, UnitSection(policy="size", min_parameters=minimum)))
+    check_partition(model, find_units(model, UnitSection(min_parameters=minimum)))

@@ -10,7 +10,6 @@ from fullshard.planner.target import choose_global_batch, resolve_plan_target
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
-from tests.spec.test_pretrained import LLAMA3_8B
 
 
 def write_config(directory: Path, config: dict[str, object]) -> Path:
@@ -32,23 +31,18 @@ def test_what_the_user_sets_goes_before_what_the_name_says():
     assert (run.data.sequence_length, run.decoder_config.layers, run.decoder_config.d_model) == (512, 2, 4096)
 
 
-def test_a_config_is_found_by_its_path_or_its_directory(tmp_path: Path):
-    path = write_config(tmp_path, LLAMA3_8B)
-    preset = resolve_plan_target("llama3-8b").load_run([])
-    assert (
-        resolve_plan_target(str(path)).load_run([]).model
-        == resolve_plan_target(str(tmp_path)).load_run([]).model
-        == preset.model
-    )
-
-
-def test_a_cached_repository_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_config_is_found_by_its_path_its_directory_or_its_name_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    write_config(tmp_path / "models--org--model" / "snapshots" / "abc", LLAMA3_8B)
-    assert resolve_plan_target("org/model").load_run([]).decoder_config.layers == 32
+    path = write_config(tmp_path / "models--org--model" / "snapshots" / "abc", {"model_type": "llama"})
+    for name in (str(path), str(path.parent), "org/model"):
+        model = resolve_plan_target(name).load_run([]).model
+        assert isinstance(model, HuggingFaceModel)
+        assert model.hf == str(path)
 
 
-def test_a_model_that_only_transformers_knows_keeps_its_config(tmp_path: Path):
+def test_a_config_gives_the_length_of_sequences(tmp_path: Path):
     path = write_config(tmp_path, {"model_type": "gpt2", "n_positions": 1024})
     subject = resolve_plan_target(str(path))
     run = subject.load_run([])

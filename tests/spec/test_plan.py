@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError, SpecError
 from fullshard.spec.plan import ITEMSIZE, Plan, Precision
 from fullshard.spec.run import Run, Strategy
+from fullshard.spec.settings.run_checks import check_plan_has_no_removed_settings
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 SMALL = st.integers(1, 24)
@@ -69,6 +70,20 @@ def test_a_plan_with_a_setting_of_an_earlier_version_is_read_without_it(tmp_path
     }
     (tmp_path / "plan.json").write_text(json.dumps(saved))
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_trains_only_if_settings_that_are_gone_had_their_defaults(tmp_path):
+    path, tree = tmp_path / "plan.json", json.loads(Plan.from_run(Run(), world_size=2).model_dump_json())
+    units = tree["run"]["sharding"]["units"]
+    units |= {"policy": "block", "min_parameters": 10_000_000}
+    path.write_text(json.dumps(tree))
+    check_plan_has_no_removed_settings(path)
+    assert Plan.load(path).run == Plan.from_run(Run(), world_size=2).run
+    units["policy"] = "size"
+    path.write_text(json.dumps(tree))
+    assert Plan.load(path).run.sharding.units.min_parameters == 10_000_000
+    with pytest.raises(SpecError, match=r"sharding\.units\.policy = .size"):
+        check_plan_has_no_removed_settings(path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"run": 3}', "no json"])

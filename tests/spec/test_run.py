@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import SpecError
 from fullshard.spec.run import STRATEGY_ALIASES, Run, Strategy, parse_strategy
-from fullshard.spec.settings.foreign_names import FOREIGN_NAMES
+from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.value import iterate_dotted_field_names
 
 NAMES = {**STRATEGY_ALIASES, **{str(strategy): strategy for strategy in Strategy}}
@@ -59,6 +59,7 @@ def test_answers_to_foreign_names_are_keys():
         named = [word.strip(",") for word in answer.split() if "." in word]
         assert named, answer
         assert set(named) <= keys
+    assert not REMOVED.keys() & keys
 
 
 def test_a_run_without_a_file_is_the_default():
@@ -68,10 +69,10 @@ def test_a_run_without_a_file_is_the_default():
 def test_a_file_says_what_it_overrides(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[train]\nsteps = 7\n[sharding]\nstrategy = "ZeRO-2"\n')
-    run = Run.load(path, overrides=["train.steps=9", "sharding.units.policy=size"])
+    run = Run.load(path, overrides=["train.steps=9", "sharding.units.min_parameters=10000000"])
     assert run.train.steps == 9
     assert run.sharding.strategy is Strategy.SHARD_GRAD_OP
-    assert run.sharding.units.policy == "size"
+    assert run.sharding.units.min_parameters == 10000000
     assert run.tokens_per_step == run.train.global_batch * run.data.sequence_length
 
 
@@ -124,8 +125,10 @@ def test_an_override_that_names_no_key_is_refused(override):
         ("[trian]\nsteps = 1", "try: train"),
         ("[train]\nstep = 1", "try: train.steps"),
         ("[train]\nlearning_rate = 1", "try: optimizer.learning_rate"),
-        ("[sharding]\npolicy = 'size'", "try: sharding.units.policy"),
-        ("[sharding.units]\npolice = 'size'", "try: sharding.units.policy"),
+        ("[sharding]\nmin_parameters = 9", "try: sharding.units.min_parameters"),
+        ("[sharding.units]\nnamse = []", "try: sharding.units.names"),
+        ("[sharding.units]\npolicy = 'size'", "try: sharding.units.names, or min_parameters"),
+        ("[precision]\ncast_inputs = false", "try: nothing instead: inputs are always cast"),
         ("[[sharding.units.overrides]]\nmtach = 'x'", "try: sharding.units.overrides.0.match"),
         ("[data]\nevery = 1", "try: recompute.every or checkpoint.every or log.every"),
         ("steps = 1", "try: train.steps"),
@@ -161,7 +164,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_its_section(text, messag
         ("[sharding]\nstrategy = 'hpz'", "sharding", "reshard_after_forward = <ranks>"),
         ("[sharding]\nstrategy = 'full_shard'\nshard_degree = 2", "sharding", "hybrid"),
         ("[sharding]\nstrategy = 'zero2'\nreshard_after_forward = 2", "sharding", "not shard_grad_op"),
-        ("[sharding.units]\npolicy = 'names'", "sharding.units", 'names = ["blocks.*"]'),
+        ("[sharding.units]\nnames = ['a']\nmin_parameters = 9", "sharding.units", "exclude each other"),
         ("[precision]\nmode = 'int8'", "precision.mode", "bf16"),
         ("[recompute]\nmode = 'none'\nblocks = 2", "recompute", 'needs mode = "full" or "selective"'),
         (
@@ -173,7 +176,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_its_section(text, messag
         ("[run]\ncompile = 'maybe'", "run.compile", "why: it is one of true, false, auto"),
         ("[train]\nloss_chunk = 'abc'", "train.loss_chunk", "why: it is auto or an integer"),
         ("[train]\nloss_chunk = -1", "train.loss_chunk", "why: it is auto or greater than or equal to 0"),
-        ("[checkpoint]\nexport = 'no way'", "checkpoint.export", "why: it is one of true, false"),
+        ("[data]\ndocument_mask = 'no way'", "data.document_mask", "why: it is one of true, false"),
         ("[precision]\nfp8_min_features = 8", "precision.fp8_min_features", "greater than or equal to 16"),
     ],
 )

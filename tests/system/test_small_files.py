@@ -73,7 +73,6 @@ def test_values_that_refer_to_one_another_are_not_counted_out() -> None:
         "run.seed=" + "[" * 5000,
         "run.ranks=1000000000",
         "fault_tolerance.watchdog_timeout_seconds=1e300",
-        "fault_tolerance.collective_timeout_seconds=1e300",
         "optimizer.eps=1e300",
         "model.layers=1000000000",
         "model.vocabulary=10_000_000_000",

@@ -80,8 +80,8 @@ def make_run(
     blocks = "layers.*" if model.startswith("odd") else "blocks.*"
     units_of = {
         "block": [],
-        "size": ["sharding.units.policy=size", "sharding.units.min_parameters=150"],
-        "names": ["sharding.units.policy=names", f'sharding.units.names=["{blocks[:-2]}.1", "embedding"]'],
+        "size": ["sharding.units.min_parameters=150"],
+        "names": [f'sharding.units.names=["{blocks[:-2]}.1", "embedding"]'],
         "unsharded_head": ['sharding.units.overrides=[{match="*head*", strategy="no_shard"}]'],
     }
     if "tied" in model and units == "unsharded_head":

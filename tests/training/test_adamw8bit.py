@@ -48,7 +48,7 @@ def rotated(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def wide(*more: str) -> tuple[TrainState, Plan]:
-    units = ("sharding.units.policy=names", 'sharding.units.names=["up", "down"]')
+    units = ('sharding.units.names=["up", "down"]',)
     run = run_of("optimizer.clip_norm=0", "train.steps=10", *units, *more)
     return sharded(run, model=Wide, data=Rotations())
 

@@ -41,7 +41,7 @@ SETTINGS = (
     "train.microbatch=2",
     "optimizer.name=sgd",
     f"optimizer.learning_rate={RATE}",
-    f"optimizer.momentum={MOMENTUM}",
+    f"optimizer.options={{momentum={MOMENTUM}}}",
     "optimizer.weight_decay=0",
     "optimizer.clip_norm=0",
     "schedule.kind=constant",

@@ -244,7 +244,7 @@ def summary(model: nn.Module, *overrides: str, mode: str = "fp8") -> tuple[set[s
     plan = Plan.from_run(make_run(mode, overrides), world_size=2)
     section = plan.run.sharding.units
     units = find_units(model, section)
-    blocks = find_recompute_blocks(model, section, units=units)
+    blocks = find_recompute_blocks(model, units=units)
     divided = {"blocks.0.attention.output.weight": 1}
     chosen = choose_fp8_linears(model, units, plan=plan, blocks=blocks, divided=divided)
     assert chosen is not None

@@ -41,15 +41,8 @@ def test_no_scaling_never_moves() -> None:
 
 def overflowing_run() -> list[tuple[bool, float, float]]:
     """(skipped, scale after the step, norm) of every step."""
-    state, plan = sharded(
-        run_of(
-            "precision.mode=fp16",
-            "precision.initial_loss_scale=33554432",  # 2^25: over fp16's 65504 by 2^9
-            "precision.loss_scale_window=4",
-            "train.max_skipped_steps=30",
-            "train.steps=30",
-        )
-    )
+    state, plan = sharded(run_of("precision.mode=fp16", "train.max_skipped_steps=30", "train.steps=30"))
+    state.loss_scale = LossScale(2.0**25, window=4)  # over fp16's 65504 by 2^9
     return [
         (step.skipped, state.loss_scale.scale, step.grad_norm)
         for step in train(state, plan, loss=mean_square)

@@ -47,7 +47,7 @@ def test_adamw_is_fused_and_takes_the_sections_figures(ranks: Any) -> None:
 
 
 CLASSES: list[tuple[tuple[str, ...], str, dict[str, Any]]] = [
-    (("sgd", "optimizer.momentum=0.5"), "SGD", {"momentum": 0.5}),
+    (("sgd", "optimizer.options={momentum=0.5}"), "SGD", {"momentum": 0.5}),
     (("torch.optim.SGD", "optimizer.options={nesterov=true, momentum=0.9}"), "SGD", {"nesterov": True}),
     (("torch.optim.NAdam",), "NAdam", {"betas": (0.9, 0.95), "eps": 1e-8}),
     (("torch.optim.RMSprop", "optimizer.options={alpha=0.5}"), "RMSprop", {"alpha": 0.5}),
@@ -195,7 +195,7 @@ class StackedBiases(nn.Module):
 
 
 def decayed_parameters() -> set[str]:
-    plan = Plan.from_run(run_of("sharding.units.policy=size"), world_size=2)
+    plan = Plan.from_run(run_of("sharding.units.min_parameters=10000000"), world_size=2)
     model = shard(StackedBiases(), plan)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = build_optimizer(model, plan).param_groups
@@ -310,7 +310,7 @@ def trained_plainly(run: Run, cls: type[torch.optim.Optimizer], options: dict[st
 @pytest.mark.parametrize(
     ("n", "name", "overrides", "options"),
     [
-        (3, "SGD", ("optimizer.name=sgd", "optimizer.momentum=0.9"), {"momentum": 0.9}),
+        (3, "SGD", ("optimizer.name=sgd", "optimizer.options={momentum=0.9}"), {"momentum": 0.9}),
         (2, "RMSprop", ("optimizer.name=torch.optim.RMSprop", "train.microbatch=3"), {}),
         (3, "Adagrad", ("optimizer.name=torch.optim.Adagrad",), {}),
         (4, "NAdam", ("optimizer.name=torch.optim.NAdam",), {"betas": (0.9, 0.95)}),

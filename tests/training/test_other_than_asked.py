@@ -102,8 +102,8 @@ def error_of_a_step(model: type[nn.Module], loss: Callable[..., Any], *overrides
     return str(raised.value)
 
 
-BY_LAYER = 'sharding.units={policy="names", names=["layers.*.linear"]}'
-BY_UNIT = 'sharding.units={policy="names", names=["layers.*"]}'
+BY_LAYER = 'sharding.units={names=["layers.*.linear"]}'
+BY_UNIT = 'sharding.units={names=["layers.*"]}'
 RECOMPUTED = 'recompute.mode="full"'
 REFUSED: dict[str, tuple[type[nn.Module], Callable[..., Any], str, str]] = {
     "weight clamped in forward": (Clamped, mean_square, "run.seed=0", "changes a parameter in place"),

@@ -303,14 +303,14 @@ def refused(axes: Axes, model: str, more: dict[str, Any]) -> str:
     return str(error.value)
 
 
-NAMED_BLOCKS = ["sharding.units.policy=names", "sharding.units.names=['blocks.*']"]
+NAMED_BLOCKS = ["sharding.units.names=['blocks.*']"]
 
 
 @pytest.mark.parametrize(
     ("count", "axes", "model", "more", "said"),
     [
         (3, Axes(tensor=3), DECODER, {"length": 15}, ("model.heads = 4", "tensor_parallel = 2")),
-        (2, Axes(expert=2), MIXTURE, {"extra": NAMED_BLOCKS}, ("blocks.0", 'policy = "block"')),
+        (2, Axes(expert=2), MIXTURE, {"extra": NAMED_BLOCKS}, ("blocks.0", "names of the experts too")),
     ],
 )
 def test_what_does_not_divide_is_refused_with_what_does(  # noqa: PLR0917

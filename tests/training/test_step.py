@@ -200,7 +200,7 @@ def test_the_norm_and_what_clipping_does_are_those_of_the_unsharded_model(
 
 
 def norm_in_pure_bf16() -> float:
-    run = run_of("precision.mode=bf16_pure", "sharding.units.policy=names", 'sharding.units.names=["0"]')
+    run = run_of("precision.mode=bf16_pure", 'sharding.units.names=["0"]')
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     model = shard(nn.Sequential(nn.Linear(5, 7, bias=False)), plan)
     state = TrainState(model, build_optimizer(model, plan), data=[torch.ones(6, 5)])
@@ -273,7 +273,7 @@ def without_the_second_step(more: tuple[str, ...]) -> dict[str, Tensor]:
     ("kind", "n", "more"),
     [
         ("nan", 3, ()),
-        ("inf", 2, ("optimizer.name=sgd", "optimizer.momentum=0.9")),
+        ("inf", 2, ("optimizer.name=sgd", "optimizer.options={momentum=0.9}")),
         ("gradient", 3, ("sharding.strategy=no_shard",)),
         ("loss", 2, ("precision.mode=bf16_pure",)),
     ],

@@ -117,7 +117,7 @@ def test_tied_tensors_with_different_values_in_the_files_are_refused(tmp_path):
 
 
 def loaded_partly(directory: Path) -> tuple[LoadReport, dict[str, Tensor]]:
-    plan = plan_of(dist.get_world_size(), "sharding.units.policy=size", "sharding.units.min_parameters=20")
+    plan = plan_of(dist.get_world_size(), "sharding.units.min_parameters=20")
     with torch.device("meta"):
         model = Small()
     model.seen = torch.zeros(2)
@@ -231,7 +231,7 @@ def import_of_large_tensors(directory: Path) -> tuple[int, int, int]:
     """Bytes of this process at the peak of an import over those before; bytes of its shards, and read."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8192, 4096, bias=False) for _ in range(2)))
-    settings = ("sharding.units.policy=size", "sharding.units.min_parameters=9")
+    settings = ("sharding.units.min_parameters=9",)
     shard(model, plan_of(dist.get_world_size(), *settings), init="none")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident_bytes("VmRSS")

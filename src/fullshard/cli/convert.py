@@ -1,6 +1,5 @@
 """`fullshard convert`."""
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -8,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.options import AsJson
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.convert.conversion import Conversion
-    from fullshard.convert.reader import ConfigFormat
 
 
 def convert(
@@ -21,8 +18,7 @@ def convert(
         str,
         typer.Argument(
             metavar="CONFIG",
-            help="An Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON or a torchtitan TOML; - for the "
-            "standard input.",
+            help="An Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON or a torchtitan TOML.",
         ),
     ],
     *,
@@ -37,7 +33,6 @@ def convert(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks, if the file does not contain it.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Print another tool's config as a run.toml.
 
@@ -45,60 +40,29 @@ def convert(
     run.toml lacks a strategy or a precision that the config requests, or trains in another way: another
     objective, optimizer, schedule, adapter, template or mask; or if a key is unknown.
     """
-    from fullshard.convert.conversion import convert_config as converted
-    from fullshard.errors import SpecError
-
-    name = "standard input" if path == "-" else Path(path).name
-    text = _read_config_text(path)
-    conversion = converted(text, name=name, format=_parse_format_name(format_name), ranks=ranks)
-    if as_json:
-        record: dict[str, object] = {
-            "format": conversion.format,
-            "keys": [one.model_dump(mode="json") for one in conversion.key_results],
-            "notes": list(conversion.notes),
-            "lost": list(conversion.lost_keys),
-            "settings": conversion.settings,
-            "run_toml": conversion.run_toml_text(),
-        }
-        typer.echo(escape_control_characters(json.dumps(record, ensure_ascii=False)))
-    else:
-        _report_key_verdicts(conversion)
-        typer.echo(escape_control_characters(conversion.run_toml_text()), nl=False)
-    if conversion.lost_keys:
-        raise typer.Exit(SpecError.exit_code)
-
-
-def _read_config_text(path: str) -> str:
+    from fullshard.convert.conversion import convert_config
+    from fullshard.convert.rules import ConfigFormat
     from fullshard.errors import SpecError
     from fullshard.system.small_files import SETTINGS_BYTES, read_text
 
     try:
-        if path != "-":
-            return read_text(path, most_bytes=SETTINGS_BYTES)
-        data = sys.stdin.buffer.read(SETTINGS_BYTES + 1)
-        if len(data) > SETTINGS_BYTES:
-            got = f"more than {SETTINGS_BYTES} bytes"
-            raise SpecError("standard input is too long for a config.", got=got)
-        return data.decode()
+        text = read_text(path, most_bytes=SETTINGS_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text (UTF-8)"
         raise SpecError(f"{path} cannot be read.", got=reason) from error
-
-
-def _parse_format_name(name: str | None) -> "ConfigFormat | None":
-    from fullshard.convert.reader import ConfigFormat
-    from fullshard.errors import SpecError
-
-    if name is None:
-        return None
-    if name.lower() not in set(ConfigFormat):
-        raise SpecError("--from takes a format.", got=name, fix=", ".join(ConfigFormat))
-    return ConfigFormat(name.lower())
+    if format_name is not None and format_name.lower() not in set(ConfigFormat):
+        raise SpecError("--from takes a format.", got=format_name, fix=", ".join(ConfigFormat))
+    format = ConfigFormat(format_name.lower()) if format_name else None
+    conversion = convert_config(text, name=Path(path).name, format=format, ranks=ranks)
+    _report_key_verdicts(conversion)
+    typer.echo(escape_control_characters(conversion.run_toml_text()), nl=False)
+    if conversion.lost_keys:
+        raise typer.Exit(SpecError.exit_code)
 
 
 def _report_key_verdicts(conversion: "Conversion") -> None:
     """Prints to standard error the verdict on each key, the notes, and the number of keys per verdict."""
-    from fullshard.convert.reader import KeyVerdict
+    from fullshard.convert.rules import KeyVerdict
     from fullshard.report.table import show_labelled_lines
 
     show_labelled_lines(((one.key, one.verdict_text) for one in conversion.key_results), file=sys.stderr)

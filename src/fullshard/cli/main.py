@@ -97,7 +97,6 @@ fullshard trace runs/default --step 100 --out step-100.json.gz
 fullshard init
 fullshard init experiments/small.toml
 fullshard init --all                        every key, its default and its values
-fullshard init --schema                     editors then complete and check its keys
 """,
     "convert": """
 fullshard convert ds_config.json > run.toml

@@ -4,22 +4,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
-from fullshard.convert.accelerate import convert_accelerate
 from fullshard.convert.deepspeed import convert_deepspeed
-from fullshard.convert.reader import (
+from fullshard.convert.huggingface import convert_accelerate, convert_axolotl, convert_trainer
+from fullshard.convert.rules import (
     AUTO,
     ConfigFormat,
     ConversionState,
     KeyResult,
     KeyVerdict,
-    UnevaluatedExpression,
     default_run_setting,
     iterate_leaves,
 )
 from fullshard.convert.torchtitan import convert_torchtitan
-from fullshard.convert.trainer import convert_axolotl, convert_trainer
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
@@ -80,16 +79,12 @@ _FORMAT_KEYS = {
 _MAPPING_FORMATS = (None, *_FORMAT_KEYS)
 _TORCHTITAN = {"job", "training", "parallelism", "activation_checkpoint", "lr_scheduler", "metrics"}
 _FORMS = "an Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, or a torchtitan TOML"
-# Parts of text that is nearly JSON: strings, comments (DeepSpeed reads them, as Hjson), placeholders. What is
-# not closed ends with the text, so that no part is searched twice.
+# Strings, and comments of text that is nearly JSON (DeepSpeed reads them, as Hjson). What is not closed ends
+# with the text, so that no part is searched twice.
 _STRING = r'"(?:\\.|[^"\\])*(?:"|\\?\Z)'
-_JSON_PARTS = re.compile(
-    rf"(?P<string>{_STRING})|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)"
-    r"|(?P<variable>\$\{[^}]*(?:\}|\Z)|\{\{.*?(?:\}\}|\Z)|\$\w+)",
-    re.DOTALL,
-)
+_STRING_OR_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _STRING_OR_TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
-_TEMPLATE_MARKS = ("{{", "{%")
+_PLACEHOLDER = re.compile(r"\$\{|\{\{|\{%|\$\w+\Z")
 
 ParsedConfig = tuple[ConfigFormat, dict[str, Any]]
 
@@ -171,7 +166,6 @@ def _final_key_result(state: ConversionState, result: KeyResult) -> KeyResult:
     changes = {"key": state.original_names.get(result.key, result.key)}
     target = result.misses
     if result.verdict is KeyVerdict.OPEN:
-        source = "a trainer fills it in" if result.value == AUTO else "a variable"
         default = default_run_setting(target)
         if target in state.settings:
             here = f"{target} = {state.settings[target]!r} here, from {state.origins[target]}"
@@ -181,7 +175,7 @@ def _final_key_result(state: ConversionState, result: KeyResult) -> KeyResult:
             here = f"{target} is left open here too"
         else:
             here = f"{target} = {default!r} here, its default"
-        changes["why"] = f"{source}; {here}"
+        changes["why"] = f"a trainer fills it in; {here}"
     return result.model_copy(update=changes)
 
 
@@ -242,10 +236,8 @@ def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> Parsed
         found = read(text, format)
         if found is not None:
             return _with_plain_values(found, text, name=name)
-    if _has_template_marks(text) and _load_yaml(text) is None:
-        line = next(line for line in text.splitlines() if _has_template_marks(line))
-        fix = "fill in its placeholders first"
-        raise SpecError(f"{name} is a template.", got=_first_nonblank_line(line), fix=fix)
+    if line := next((line for line in text.splitlines() if _PLACEHOLDER.search(line)), None):
+        raise _template_error(name, _first_nonblank_line(line))
     wanted = f"no config of {format}" if format else "of no format that is known here"
     raise SpecError(
         f"{name} is {wanted}.",
@@ -258,23 +250,10 @@ def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> Parsed
 def _try_parse_json(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
     if format not in _MAPPING_FORMATS:
         return None
-    try:
-        tree = parse_json(text)
-    except ValueError:
-        try:
-            tree = parse_json(_with_json_syntax(text))
-        except ValueError:
-            return None
-    return _recognize_mapping_format(tree, format)
-
-
-def _with_json_syntax(text: str) -> str:
-    """Returns `text` without comments and trailing commas, and with placeholders as strings."""
-
-    def replace(part: re.Match[str]) -> str:
-        return part["string"] or (json.dumps(part["variable"]) if part["variable"] else "")
-
-    return _STRING_OR_TRAILING_COMMA.sub(r"\1", _JSON_PARTS.sub(replace, text))
+    for form in (text, _STRING_OR_TRAILING_COMMA.sub(r"\1", _STRING_OR_COMMENT.sub(r"\1", text))):
+        with suppress(ValueError):
+            return _recognize_mapping_format(parse_json(form), format)
+    return None
 
 
 def _try_parse_yaml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
@@ -321,8 +300,14 @@ def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedC
         json.dumps(plain, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except ValueError as error:
         raise SpecError(f"{name} has values that no run has.", got=str(error)) from error
-    if len(list(iterate_leaves(plain))) > _MOST_KEYS:
+    leaves = list(iterate_leaves(plain))
+    if len(leaves) > _MOST_KEYS:
         raise SpecError(f"{name} is not a config.", got=f"more than {_MOST_KEYS:,} keys")
+    for key, value in leaves:
+        for one in cast(list[Any], value) if isinstance(value, list) else [value]:
+            # A chat template has such marks itself.
+            if isinstance(one, str) and "template" not in key and _PLACEHOLDER.search(one):
+                raise _template_error(name, _first_nonblank_line(f"{key} = {one}"))
     return format, plain
 
 
@@ -332,23 +317,11 @@ def _plain_json_value(value: Any) -> Any:
         return {str(key): _plain_json_value(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple | set):
         return [_plain_json_value(inner) for inner in cast(Iterable[Any], value)]
-    if isinstance(value, str) and _is_placeholder(value):
-        return UnevaluatedExpression(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _has_template_marks(text: str) -> bool:
-    return any(mark in text for mark in _TEMPLATE_MARKS)
-
-
-def _is_placeholder(text: str) -> bool:
-    """Returns True for text that a template engine or a shell fills in: `${A}`, `a/${B}`, `$A`, `{{ a }}`."""
-    name = text.removeprefix("$")
-    return (
-        "}" in text.partition("${")[2]
-        or (name != text and name.isidentifier())
-        or (text.startswith(_TEMPLATE_MARKS) and text.endswith(("}}", "%}")))
-    )
+def _template_error(name: str, got: str) -> SpecError:
+    return SpecError(f"{name} is a template.", got=got, fix="fill in its placeholders first")
 
 
 def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:

@@ -3,24 +3,21 @@
 import math
 from typing import Any
 
-from fullshard.convert.reader import (
-    AUTO,
-    ConversionState,
-    is_true_yes_on,
-    is_variable,
-    last_dotted_part_lower,
-    parse_nonnegative_integer,
-    parse_number,
-    parse_positive_integer,
-)
 from fullshard.convert.rules import (
+    AUTO,
     DTYPES,
+    ConversionState,
     apply_rules,
     convert_offload,
     convert_trackers,
+    is_true_yes_on,
     keys_without_wildcards,
+    last_dotted_part_lower,
     load_other_names,
     load_rules,
+    parse_nonnegative_integer,
+    parse_number,
+    parse_positive_integer,
     require_valid_zero_stage,
     strategy_for_zero_stage,
 )
@@ -91,7 +88,7 @@ def _convert_precision(state: ConversionState) -> None:
     wire = "communication_data_type"
     sent = DTYPES.get(last_dotted_part_lower(state.get(wire)))
     autocast = _convert_autocast(state) if not on else False
-    open_keys = [key for key in modes if state.get(key) == AUTO or is_variable(state.get(key))]
+    open_keys = [key for key in modes if state.get(key) == AUTO]
     for key, mode in [(key, mode) for key, mode in modes.items() if key in state.leaves]:
         if key in on:
             mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode
@@ -139,18 +136,13 @@ def _convert_batch_sizes(state: ConversionState) -> None:
     shared = sequence * tensor
     ranks = state.ranks and max(1, state.ranks // shared)
     given = [value for value in (micro, steps, ranks) if value]
-    if total and total % math.prod(given):
+    product = math.prod(given)
+    if total and (total % product or (len(given) == 3 and total != product)):
+        shown = ", ".join(f"{key} = {state.get(key)}" for key in keys if key in state.leaves)
         raise SpecError(
             "the batch sizes contradict each other.",
-            got=", ".join(f"{key} = {state.get(key)}" for key in keys if key in state.leaves)
-            + (f", {ranks} ranks" if ranks else ""),
+            got=shown + (f", {ranks} ranks" if ranks else ""),
             why="train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks",
-        )
-    if total and len(given) == 3 and math.prod(given) != total:
-        raise SpecError(
-            "the batch sizes contradict each other.",
-            got=f"{keys[0]} = {total}; {micro} × {steps} × {ranks} ranks = {math.prod(given)}",
-            fix=f"{keys[0]} = {math.prod(given)}, or other ranks",
         )
     if total and ranks and steps and not micro:
         micro = total // (ranks * steps)

@@ -7,21 +7,18 @@ import math
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from fullshard.convert.reader import (
-    ConversionState,
-    is_true_yes_on,
-    is_variable,
-    parse_number,
-    parse_positive_integer,
-)
 from fullshard.convert.rules import (
+    ConversionState,
     Rules,
     apply_rules,
     convert_betas,
     convert_trackers,
+    is_true_yes_on,
     keys_without_wildcards,
     load_other_names,
     load_rules,
+    parse_number,
+    parse_positive_integer,
 )
 from fullshard.spec.pretrained import preset_or_none
 
@@ -38,7 +35,6 @@ _DEFAULTS = {
     "train.microbatch": 8,
 }
 _FLOAT8 = ("float8", "quantize.linear.float8")
-_FLOAT8_SWITCHES = ("model.converters", "float8.enable_float8_linear")
 _PRESETS = {
     ("llama3", "8b"): "llama3-8b",
     ("llama3", "70b"): "llama3-70b",
@@ -91,16 +87,6 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
     # Parameters are sharded over ranks that share sequences, too.
     shard *= parse_positive_integer(state.get("parallelism.context_parallel_degree")) or 1
     never = state.get(policy_key) == "never"
-    variables = [key for key in (replicate_key, shard_key) if is_variable(state.get(key))]
-    for key in variables:
-        state.record_open(key, "sharding.strategy")
-    if variables:
-        return
-    if str(state.get("parallelism.data_parallel_type")).lower() == "ddp":  # until 2024-10
-        state.record_setting("parallelism.data_parallel_type", "sharding.strategy", value="no_shard")
-        for key in (replicate_key, shard_key):
-            state.record_not_needed(key, "all ranks are replicas")
-        return
     if replicate > 1 and shard == 1:
         why = "replicated over all ranks"
         state.record_setting(replicate_key, "sharding.strategy", value="no_shard", why=why)
@@ -229,27 +215,22 @@ def _convert_precision(state: ConversionState) -> None:
         )
         mode = "fp8_rowwise" if "rowwise" in str(recipe) else "fp8"
     given = [key for key in (param_key, reduce_key) if key in state.leaves]
-    for key in (*given, *_FLOAT8_SWITCHES) if mode.startswith("fp8") else given:
+    for key in (*given, "model.converters") if mode.startswith("fp8") else given:
         state.record_setting(key, "precision.mode", value=mode)
     if not given:
         state.set_default_of_other_tool("precision.mode", mode, why="torchtitan's default")
 
 
 def _uses_float8(state: ConversionState) -> bool:
-    """Returns True if all of `model.converters` are float8 for linear modules, or by the switch of 2024."""
-    converters: Any = state.get("model.converters")
-    named = converters.split(",") if isinstance(converters, str) else converters  # a text until 2025-02
-    return state.get("float8.enable_float8_linear") is True or (
-        isinstance(named, list) and bool(named) and all(one in _FLOAT8 for one in cast(list[Any], named))
-    )
+    """Returns True if all of `model.converters` are float8 for linear modules."""
+    named: Any = state.get("model.converters")
+    return isinstance(named, list) and bool(named) and all(one in _FLOAT8 for one in cast(list[Any], named))
 
 
 def _convert_sections_with_switch(state: ConversionState) -> None:
     """Converts sections that have a switch: checkpoints, validation and compile."""
     saves = "checkpoint.enable"
-    if state.get("checkpoint.folder") == "" and saves not in state.leaves:
-        state.record_not_needed("checkpoint.interval", "off: without a folder nothing was saved in 2024")
-    elif saves in state.leaves:
+    if saves in state.leaves:
         every = parse_positive_integer(state.get("checkpoint.interval")) or 500
         if is_true_yes_on(state.get(saves)):
             state.record_setting(saves, "checkpoint.every", value=every)

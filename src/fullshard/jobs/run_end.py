@@ -1,6 +1,5 @@
 """Work at the end of a run on its ranks: the last save, the sample, the export and the measurement."""
 
-from fullshard.checkpoint import location_of
 from fullshard.jobs.run_start import TrainJob, flops_per_token
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
@@ -9,12 +8,11 @@ from fullshard.offload.state import find_offloaded_state
 from fullshard.parallel.compile import find_compiled_forwards
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.measurement import Measurement, StepSeconds
-from fullshard.spec.records.run_files import EXPORT, MEASUREMENT, PLAN
+from fullshard.spec.records.run_files import MEASUREMENT, PLAN
 from fullshard.survival.phase import RunPhase
 from fullshard.system.files import write_file_atomically
 from fullshard.training.between_steps import generate
 from fullshard.training.shard import rank_offload_directory
-from fullshard.weights.export import export
 
 SAMPLE_PROMPT = "def "
 
@@ -42,10 +40,6 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
         root = job.directory.root
         write_file_atomically(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
         _make_measurement(job).save(root / MEASUREMENT)
-        if job.plan.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
-            saved = location_of(job.checkpoints.last)
-            export(saved, root / EXPORT)
-            job.log.print_message(f"exported {root / EXPORT}")
     _record_end(job, interrupted=interrupted)
 
 

@@ -15,7 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.distributed.agreement import rank, world_size
@@ -39,11 +44,7 @@ from fullshard.parallel.fp8 import (
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, share_post_forward_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
-from fullshard.parallel.precision import (
-    cast_buffers,
-    fsdp_mixed_precision_policy,
-    persistent_buffers,
-)
+from fullshard.parallel.precision import TORCH_DTYPE, persistent_buffers
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.unit_events import record_unit_events
 from fullshard.parallel.units import (
@@ -110,7 +111,7 @@ def prepare_sharding(
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
     _check_reshard_degrees(found, plan)
-    repeated = find_recompute_blocks(model, section, units=found)
+    repeated = find_recompute_blocks(model, units=found)
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
     kinds = sorted({_kind_of_mesh(unit, plan) for unit in found})  # all ranks build them in one order
@@ -148,9 +149,8 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
 
 
 def finish_sharding(model: nn.Module, prepared: PreparedSharding) -> None:
-    """Casts buffers, sets prefetch and what is gathered in fp8, once shards and buffers are allocated."""
+    """Sets prefetch and what is gathered in fp8, once shards and buffers are allocated."""
     plan = prepared.plan
-    cast_buffers(model, plan.precision)
     order = sort_units_in_forward_order(model, prepared.units)
     _apply_prefetch([cast(FSDPModule, unit.modules[0]) for unit in order], plan.run.prefetch)
     if prepared.fp8 is not None:
@@ -226,14 +226,16 @@ def _apply_recompute_and_compile(
 
 def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
     settings = unit.settings(plan)
-    modules = list(unit.modules)
+    dtypes, modules = settings.precision, list(unit.modules)
     engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
     try:
         engine(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
             reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=fsdp_mixed_precision_policy(settings.precision, is_root=unit.is_root),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=TORCH_DTYPE[dtypes.param], reduce_dtype=TORCH_DTYPE[dtypes.reduce]
+            ),
             ignored_params=scalars or None,
             shard_placement_fn=partial(_shard_experts, degree=settings.shard_degree)
             if settings.shards_any_dim

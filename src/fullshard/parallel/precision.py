@@ -1,4 +1,4 @@
-"""Applies the plan's precision: torch dtypes, FSDP2's mixed-precision policy, and dtypes of buffers."""
+"""The plan's dtypes in torch, modules that it computes in other dtypes than transformers, and buffers."""
 
 import logging
 from collections.abc import Mapping
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.distributed.agreement import rank
 from fullshard.spec.plan import Dtype, Precision
@@ -15,17 +14,6 @@ from fullshard.torch_private.tensors import non_persistent_buffers, registered_b
 logger = logging.getLogger("fullshard")
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def fsdp_mixed_precision_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
-    """Returns FSDP2's mixed-precision policy for one unit. Only the root unit casts its outputs."""
-    output = TORCH_DTYPE[precision.output] if precision.output and is_root else None
-    return MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE[precision.param],
-        reduce_dtype=TORCH_DTYPE[precision.reduce],
-        output_dtype=output,
-        cast_forward_inputs=precision.cast_inputs,
-    )
 
 
 def warn_of_modules_to_keep_in_fp32(model: nn.Module, precision: Precision) -> None:
@@ -44,15 +32,6 @@ def warn_of_modules_to_keep_in_fp32(model: nn.Module, precision: Precision) -> N
             type(model).__name__,
             precision.param,
         )
-
-
-def cast_buffers(model: nn.Module, precision: Precision) -> None:
-    """Casts the model's floating-point buffers to the plan's buffer dtype; does nothing if that is unset."""
-    if precision.buffer is None:
-        return
-    dtype = TORCH_DTYPE[precision.buffer]
-    floating = (buffer for buffer in model.buffers() if buffer.is_floating_point())
-    replace_buffers_by_id(model, {id(buffer): buffer.to(dtype) for buffer in floating})
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     for unit in units:
         unit.override = _find_unit_override(unit, section.overrides)
     _check_overrides_match(units, section.overrides)
-    recomputed = {m for b in find_recompute_blocks(model, section, units=units) for m in b.modules()}
+    recomputed = {m for b in find_recompute_blocks(model, units=units) for m in b.modules()}
     for unit in units:
         unit.is_embedding = _only_looks_up_rows(unit) and unit.modules[0] not in recomputed
     experts = _ids_of_experts(model)
@@ -111,7 +111,7 @@ def check_experts_are_separate(units: Iterable[Unit], model: nn.Module) -> None:
             got="sharding.expert_parallel or sharding.tensor_parallel above 1, and sharding.units that join "
             "experts with other modules",
             why="experts are sharded over other ranks than the modules around them",
-            fix='sharding.units.policy = "block", as by default',
+            fix="no sharding.units.names and min_parameters, or names of the experts too",
         )
 
 
@@ -129,15 +129,11 @@ def _only_looks_up_rows(unit: Unit) -> bool:
     )
 
 
-def find_recompute_blocks(
-    model: nn.Module, section: UnitSection, *, units: Sequence[Unit]
-) -> list[nn.Module]:
-    """Returns the blocks that recompute and compilation apply to: the named blocks, or the repeated blocks.
+def find_recompute_blocks(model: nn.Module, *, units: Sequence[Unit]) -> list[nn.Module]:
+    """Returns the blocks that recompute and compilation apply to: the repeated blocks.
 
-    If the model has neither, these are the outermost modules chosen as units.
+    If the model has none, these are the outermost modules chosen as units.
     """
-    if section.policy == "block" and section.names:
-        return list(_find_matching_modules(model, section.names).values())
     if blocks := find_repeated_blocks(model):
         return list(blocks.values())
     chosen = [module for unit in units if unit.is_block for module in unit.modules]
@@ -156,21 +152,21 @@ def _choose_units(model: nn.Module, section: UnitSection, *, predicate: Predicat
     if predicate is not None:
         named = {name: m for name, m in called_modules_with_parameters(model).items() if predicate(name, m)}
         return _make_unit_per_module(named, what="the units predicate")
-    if section.policy == "size":
+    if section.min_parameters is not None:
         return _choose_units_by_min_size(model, section.min_parameters)
-    if section.policy == "names":
+    if section.names:
         named = _find_matching_modules(model, section.names)
         return _make_unit_per_module(named, what="sharding.units.names")
-    return _choose_units_by_block(model, section)
+    return _choose_units_by_block(model)
 
 
-def _choose_units_by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
-    blocks = _find_matching_modules(model, section.names) if section.names else find_repeated_blocks(model)
+def _choose_units_by_block(model: nn.Module) -> list[Unit]:
+    blocks = find_repeated_blocks(model)
     if not blocks:
         raise ShardError(
             f"{type(model).__name__} has no repeated block to make units of.",
             why="one unit for the whole model would be gathered at once, and save nothing while it computes",
-            fix='sharding.units.policy = "size", or policy = "names" with names = [...]',
+            fix="sharding.units.min_parameters = 10_000_000, or sharding.units.names = [...]",
         )
     units = [Unit(name, (block,), is_block=True) for name, block in blocks.items()]
     units += _make_expert_units(model, blocks)

@@ -20,10 +20,8 @@ from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.pretrained import (
     CONFIG_NAME,
-    approximate_by_decoder,
     check_config_limits,
     find_cached_config,
-    find_decoder_incompatibility,
     preset_or_none,
     read_config,
     similar_preset_names,
@@ -47,7 +45,7 @@ class PlanTarget:
     run_path: a run.toml that defines the model
     chosen_here: whether the user named only a model, so that its run has no batch size and no length of the
         user's: its steps are LONG_RUN_STEPS, which share the time of compiling
-    differs: differences of the reference decoder from the named model
+    differs: difference of the reference decoder from the named preset
     """
 
     name: str
@@ -115,9 +113,6 @@ def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
             got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text",
         )
-    if find_decoder_incompatibility(config) is None:
-        found = approximate_by_decoder(config, source=str(path))
-        return PlanTarget(name=name, settings=_model_as_overrides(found.model), differs=found.differs)
     positions = (config.get("max_position_embeddings"), config.get("n_positions"))
     longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
     # Images have no tokens, so each counts as one.

@@ -382,27 +382,19 @@ class ModelSpec(FrozenModel):
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
         """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
+        divisions = {
+            "matmuls": ("tensor_parallel", plan.tensor_parallel, self.tensor_parallel),
+            "sequences": ("context_parallel", plan.context_parallel, self.context_parallel),
+            "experts": ("expert_parallel", plan.expert_parallel, self.expert_parallel),
+        }
+        for divided, (key, asked, traced) in divisions.items():
+            if asked != traced:
+                raise PlanError(
+                    f"the spec of {self.name} was traced with another division of {divided}.",
+                    got=f"sharding.{key} = {asked}, and a spec for {traced}",
+                    fix="describe(model, plan) with this plan",
+                )
         run = plan.run
-        if self.tensor_parallel != plan.tensor_parallel:
-            raise PlanError(
-                f"the spec of {self.name} was traced with another division of matmuls.",
-                got=f"sharding.tensor_parallel = {plan.tensor_parallel}, and a spec for "
-                f"{self.tensor_parallel}",
-                fix="describe(model, plan) with this plan",
-            )
-        if self.context_parallel != plan.context_parallel:
-            raise PlanError(
-                f"the spec of {self.name} was traced with another division of sequences.",
-                got=f"sharding.context_parallel = {plan.context_parallel}, and a spec for "
-                f"{self.context_parallel}",
-                fix="describe(model, plan) with this plan",
-            )
-        if self.expert_parallel != plan.expert_parallel:
-            raise PlanError(
-                f"the spec of {self.name} was traced with another division of experts.",
-                got=f"sharding.expert_parallel = {plan.expert_parallel}, a spec for {self.expert_parallel}",
-                fix="describe(model, plan) with this plan",
-            )
         return self.choose_trace(run.recompute, plan.microbatch, compiled=run.run.compile is True)
 
     @classmethod

@@ -56,25 +56,19 @@ class Precision(FrozenModel):
     param: Dtype
     reduce: Dtype
     master: Dtype
-    output: Dtype | None = None
-    buffer: Dtype | None = None
-    cast_inputs: bool = True
     loss_scaling: bool = False
     stochastic_rounding: bool = False
     fp8: Fp8Matmuls | None = None
 
     @classmethod
     def from_mode(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
-        """Returns the dtypes of a precision mode, with the output and buffer dtypes of `run`."""
+        """Returns the dtypes of a precision mode, with the `fp8_min_features` of `run`."""
         param, reduce, master = _MODES[mode]
         section = PrecisionSection() if run is None else run.precision
         return cls(
             param=param,
             reduce=reduce,
             master=master,
-            output=section.output_dtype,
-            buffer=section.buffer_dtype,
-            cast_inputs=section.cast_inputs,
             loss_scaling=mode == "fp16",
             stochastic_rounding=mode == "bf16_pure",
             fp8=Fp8Matmuls(scaling=_FP8[mode], min_features=section.fp8_min_features)

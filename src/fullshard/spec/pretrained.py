@@ -1,7 +1,7 @@
 """Known models: presets, from `presets.toml`, and the `config.json` files of Hugging Face on this machine.
 
 Models that the reference decoder cannot represent (another norm, activation, head size, or experts) are no
-presets. They are planned from their own `config.json`.
+presets.
 """
 
 import difflib
@@ -16,17 +16,6 @@ from fullshard.errors import SpecError
 from fullshard.spec.settings.model_section import MOST_LAYERS, DecoderConfig
 from fullshard.spec.value import FrozenModel
 from fullshard.system.small_files import VALUE_BYTES, iterate_integers, parse_json, read_bytes, read_toml
-
-QKV_BIASES = "the biases of its query, key and value are left out"
-QK_NORMS = "the norms of its query and key are left out, and what they save for backward"
-SCALED_POSITIONS = "its positions are not scaled to long sequences, which changes no size"
-SOME_POSITIONS = "all blocks have rotary positions, although every fourth block of the model has none"
-DIFFERENCES = {
-    "qkv_biases": QKV_BIASES,
-    "qk_norms": QK_NORMS,
-    "scaled_positions": SCALED_POSITIONS,
-    "some_positions": SOME_POSITIONS,
-}
 
 _NOT_EXPRESSED = (
     (r"(distil)?gpt-?2(-.*)?", "learned positions, LayerNorm with biases, a GELU between two matrices"),
@@ -59,7 +48,7 @@ def read_presets() -> tuple[ModelPreset, ...]:
     found: list[ModelPreset] = []
     for family in tables.values():
         models = {name: family.pop(name) for name in [*family] if isinstance(family[name], dict)}
-        differs = DIFFERENCES.get(family.pop("differs", ""), "")
+        differs = family.pop("differs", "")
         for name, sizes in models.items():
             repository = sizes.pop("repository")
             model = DecoderConfig.parse({**family, **sizes}, source=f"presets.toml, {name}")
@@ -98,17 +87,6 @@ _REVISION_BYTES = 4096
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Names of the number of blocks in transformers' configs: num_hidden_layers, n_layer, decoder_layers, depths.
 _LAYERS = re.compile(r"(.*_)?(layers?|depths?|blocks)")
-_EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-
-
-class DecoderApproximation(FrozenModel):
-    """The reference decoder with the sizes of a config.json.
-
-    differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
-    """
-
-    model: DecoderConfig
-    differs: tuple[str, ...] = ()
 
 
 def find_cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -185,67 +163,3 @@ def check_config_limits(config: Mapping[str, Any], *, source: str) -> None:
         if abs(value) > most:
             digits = f"{value:,}" if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
             raise SpecError(f"{source}: {key} is too large.", got=digits, why=f"at most {most:,}")
-
-
-def find_decoder_incompatibility(config: Mapping[str, Any]) -> str | None:
-    """Returns the reason why the reference decoder cannot represent this model, or None if it can."""
-    kind = config.get("model_type")
-    if kind not in _EXPRESSED:
-        return f"model_type {kind!r}"
-    d_model, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if not isinstance(d_model, int) or not isinstance(heads, int) or min(d_model, heads) < 1:
-        return "no hidden_size, or no num_attention_heads"
-    if config.get("head_dim") not in (None, d_model / heads):
-        return f"head_dim = {config['head_dim']}, which is not hidden_size / heads = {d_model / heads:g}"
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        return f"hidden_act = {config['hidden_act']!r}"
-    if config.get("mlp_bias"):
-        return "biases in the feed-forward"
-    return None
-
-
-def approximate_by_decoder(config: Mapping[str, Any], *, source: str) -> DecoderApproximation:
-    """Returns the reference decoder with the sizes of `config`. Raises SpecError for other models."""
-    reason = find_decoder_incompatibility(config)
-    if reason is not None:
-        raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)
-    heads = config["num_attention_heads"]
-    rope = _mapping_or_empty(config, "rope_parameters")  # transformers 5 writes the base here
-    sizes = {
-        "vocabulary": config.get("vocab_size"),
-        "d_model": config["hidden_size"],
-        "layers": config.get("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "d_ff": config.get("intermediate_size"),
-        "max_sequence": config.get("max_position_embeddings"),
-        "rope_theta": config.get("rope_theta") or rope.get("rope_theta"),
-        "norm_eps": config.get("rms_norm_eps"),
-        "tied": config.get("tie_word_embeddings", config["model_type"] == "smollm3"),
-    }
-    known = {key: value for key, value in sizes.items() if value is not None}
-    model = DecoderConfig.parse(known, source=source)
-    missing = [key for key in ("vocabulary", "layers", "d_ff") if sizes[key] is None]
-    if missing:
-        raise SpecError(f"{source}: sizes are missing.", got=f"no {' and no '.join(missing)}")
-    return DecoderApproximation(model=model, differs=tuple(_list_decoder_differences(config)))
-
-
-def _mapping_or_empty(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found: Any = config.get(key)
-    return cast(Mapping[str, Any], found) if isinstance(found, Mapping) else {}
-
-
-def _list_decoder_differences(config: Mapping[str, Any]) -> list[str]:
-    kind = config["model_type"]
-    scaling = _mapping_or_empty(config, "rope_scaling") or _mapping_or_empty(config, "rope_parameters")
-    window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
-    found = {
-        QKV_BIASES: kind == "qwen2",
-        "the biases of its attention are left out": bool(config.get("attention_bias")),
-        QK_NORMS: kind == "qwen3",
-        SOME_POSITIONS: kind == "smollm3",
-        SCALED_POSITIONS: scaling.get("rope_type", scaling.get("type", "default")) != "default",
-        f"attention sees the whole sequence, not a window of {window}": bool(window),
-    }
-    return [text for text, holds in found.items() if holds]

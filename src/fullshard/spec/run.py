@@ -3,17 +3,18 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.settings.data_section import DataSection
-from fullshard.spec.settings.fault_tolerance_section import CheckpointSection, FaultToleranceSection
-from fullshard.spec.settings.foreign_names import FOREIGN_NAMES
+from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
 from fullshard.spec.settings.train_section import (
     AdapterSection,
+    CheckpointSection,
+    FaultToleranceSection,
     OptimizerSection,
     PlanSection,
     RecomputeSection,
@@ -27,7 +28,6 @@ from fullshard.spec.value import (
     PathText,
     PositiveCount,
     PositiveInt,
-    PositiveScalar,
     Processes,
     find_key_by_name,
 )
@@ -92,20 +92,32 @@ class UnitOverride(FrozenModel):
 class UnitSection(FrozenModel):
     """Settings of the division of a model into communication units.
 
-    `policy`: `block`: the repeated blocks, detected automatically or matched by `names`; embeddings, head and
-        the experts of each block are separate units. `size`: modules of at least `min_parameters`, bottom up.
-        `names`: exactly the modules that `names` match.
+    By default, units are the repeated blocks, which are detected, embeddings, the head, and the experts of
+    each block.
+
+    `names`: exactly the modules whose names match, such as ["blocks.*"], are units instead
+    `min_parameters`: modules of at least this size, bottom up, are units instead
     """
 
-    policy: Literal["block", "size", "names"] = "block"
     names: tuple[str, ...] = ()
-    min_parameters: PositiveInt = 10_000_000
+    min_parameters: PositiveInt | None = None
     overrides: tuple[UnitOverride, ...] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_policy_of_earlier_version(cls, data: Any) -> Any:
+        """Leaves out keys that the `policy` in a plan of an earlier version did not use."""
+        if not isinstance(data, Mapping) or "policy" not in data:
+            return data
+        fields = cast(Mapping[str, Any], data)
+        unused = {"block": ("names", "min_parameters"), "size": ("names",), "names": ("min_parameters",)}
+        left_out = unused.get(str(fields["policy"]), ())
+        return {key: value for key, value in fields.items() if key not in left_out}
+
     @model_validator(mode="after")
-    def _check_names_policy(self) -> Self:
-        if self.policy == "names" and not self.names:
-            raise ValueError('policy = "names" needs names = ["blocks.*"]')
+    def _check_one_rule(self) -> Self:
+        if self.names and self.min_parameters is not None:
+            raise ValueError("names and min_parameters exclude each other")
         return self
 
 
@@ -183,7 +195,7 @@ class ShardingSection(FrozenModel):
 
 
 class PrecisionSection(FrozenModel):
-    """Settings of dtypes (of parameters, gradients, inputs, outputs, buffers) and of the fp16 loss scale.
+    """Settings of the dtypes of computation, gradients and shards.
 
     `mode`: see `fullshard.spec.plan.Precision`, also for the cost of each; `auto` is bf16 on bf16 hardware.
         `fp8` and `fp8_rowwise` (the extra `fp8`): matmuls of linear modules in the repeated blocks are in
@@ -191,16 +203,10 @@ class PrecisionSection(FrozenModel):
         (compute capability 8.9), and `run.compile` to be faster than bf16. On a CPU they are emulated.
     `fp8_min_features`: matrices with fewer input or output features stay in bf16, because casting them takes
         longer than their matmuls save; 16 at least, which fp8 matmuls need
-    `output_dtype`, `buffer_dtype`: of the model's outputs and floating-point buffers; unset, unchanged
     """
 
     mode: Literal["auto", PrecisionMode] = "auto"
     fp8_min_features: Annotated[Count, Field(ge=16)] = 2048
-    cast_inputs: bool = True
-    output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    initial_loss_scale: PositiveScalar = 65536.0
-    loss_scale_window: PositiveCount = 2000
 
 
 class PrefetchSection(FrozenModel):
@@ -297,7 +303,7 @@ class RunSetupSection(FrozenModel):
 class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
-    foreign = FOREIGN_NAMES
+    foreign = FOREIGN_NAMES | {key: answer for key, (_, answer) in REMOVED.items()}
 
     run: RunSetupSection = RunSetupSection()
     model: ModelSection = DecoderConfig()

@@ -67,7 +67,9 @@ _QUOTED = re.compile(r"'([^']*)'")
 class FrozenModel(BaseModel):
     """A pydantic model that is immutable and rejects unknown fields."""
 
-    foreign: ClassVar[Mapping[str, str]] = {}  # other tools' name of any key -> the key, for error messages
+    foreign: ClassVar[
+        Mapping[str, str]
+    ] = {}  # name in other tools, or removed dotted key -> the key, for errors
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -216,7 +218,7 @@ def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, m
     [*path, key], section = _keys_and_section(cls, location)
     known = list(section.model_fields)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if (elsewhere := find_key_by_name(cls, key)) is not None:
+    if (elsewhere := cls.foreign.get(".".join([*path, key])) or find_key_by_name(cls, key)) is not None:
         fix = elsewhere
     elif near:
         fix = ".".join([*path, near[0]])

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fullshard.errors import TrainError
-from fullshard.spec.settings.fault_tolerance_section import SLOW_PHASE_FACTOR, FaultToleranceSection
+from fullshard.spec.settings.train_section import SLOW_PHASE_FACTOR, FaultToleranceSection
 from fullshard.survival.diagnosis import (
     Diagnosis,
     RankReport,

@@ -232,13 +232,10 @@ class _SkipsInARow:
 
 def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
     """Initialises the loss scale, or keeps the scale that a checkpoint of the same precision brought."""
-    section = plan.run.precision
     if not plan.precision.loss_scaling:
         state.loss_scale = LossScale()
     elif state.loss_scale.window == 0:
-        state.loss_scale = LossScale(section.initial_loss_scale, section.loss_scale_window)
-    else:
-        state.loss_scale.window = section.loss_scale_window
+        state.loss_scale = LossScale(2.0**16, window=2000)
 
 
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:

@@ -151,8 +151,6 @@ def _optimizer_options(
     if "betas" in takes:  # Adam's family; in other optimizers, eps has another meaning
         options["betas"] = section.betas
         options |= {"eps": section.eps} if "eps" in takes else {}
-    if cls is torch.optim.SGD:
-        options |= {"momentum": section.momentum}
     # Among the fused optimizers, only Adam's has a rule for DTensors (as of torch 2.13).
     can_fuse = issubclass(cls, torch.optim.Adam) and device.type in ("cpu", "cuda")
     if can_fuse and not {"foreach", "differentiable"} & section.options.keys():

@@ -93,7 +93,7 @@ def allocated(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPE[plan.precision.param])
     units = find_units(model, plan.run.sharding.units)
-    apply_recompute(find_recompute_blocks(model, plan.run.sharding.units, units=units), plan.run.recompute)
+    apply_recompute(find_recompute_blocks(model, units=units), plan.run.recompute)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     batch = {name: torch.randint(0, vocabulary, shape) for name in ("tokens", "labels")}
     if documents:

@@ -39,7 +39,7 @@ def dropout_model(rate: float, *, width: int = 64, layers: int = 4) -> nn.Module
 
 @pytest.mark.long
 def test_dropout_is_traced_as_it_trains_though_the_model_is_in_evaluation_mode():
-    plan = plan_of("recompute.mode=none", "sharding.units.min_parameters=1", "sharding.units.policy=size")
+    plan = plan_of("recompute.mode=none", "sharding.units.min_parameters=1")
     model = dropout_model(0.1)
     spec = describe(model.eval(), plan, loss=next_token_loss)
     assert not any(module.training for module in model.modules())

@@ -35,7 +35,7 @@ class Stack(nn.Module):
 def shorten(widths: list[int], *settings: str) -> tuple[Stack, BlockTruncation]:
     model, run = Stack(widths), Run.load(overrides=settings)
     units = find_units(model, run.sharding.units)
-    blocks = find_recompute_blocks(model, run.sharding.units, units=units)
+    blocks = find_recompute_blocks(model, units=units)
     plan = Plan.from_run(run, world_size=1)
     return model, truncate_repeated_blocks(model, units, blocks=blocks, plan=plan)
 

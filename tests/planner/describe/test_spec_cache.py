@@ -151,12 +151,10 @@ CHANGES = [
     "data.document_mask=true",
     "train.microbatch=2",
     "precision.mode=bf16",
-    "precision.buffer_dtype=bf16",
-    "precision.cast_inputs=false",
     "precision.fp8_min_features=16",
     "recompute.mode=none",
     "recompute.save_matmuls=2",
-    "sharding.units.policy=size",
+    "sharding.units.min_parameters=10000000",
     "adapter.rank=4",
 ]
 

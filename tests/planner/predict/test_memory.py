@@ -182,10 +182,8 @@ def test_peak_under_prefetch(ranks, depth):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["model.tied=true", "optimizer.name=sgd", "optimizer.momentum=0.9"],
-        pytest.param(
-            ["sharding.units.policy=size", "sharding.units.min_parameters=60000"], marks=pytest.mark.long
-        ),
+        ["model.tied=true", "optimizer.name=sgd", "optimizer.options={momentum=0.9}"],
+        pytest.param(["sharding.units.min_parameters=60000"], marks=pytest.mark.long),
         [MIXED_UNITS],
     ],
     ids=["tied, sgd", "by size", "mixed units"],

@@ -21,10 +21,8 @@ from fullshard.spec.value import list_model_types
 
 CASES = [
     ("precision.fp8_min_features=64", "precision.mode=fp8_rowwise"),
-    ("precision.loss_scale_window=10", "precision.mode=fp16"),
     ("schedule.decay_fraction=0.5", "schedule.kind=wsd"),
     ("schedule.min_lr_ratio=0.5", "schedule.kind=linear"),
-    ("optimizer.momentum=0.5", "optimizer.name=SGD"),
 ]
 
 

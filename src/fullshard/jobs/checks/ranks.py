@@ -55,7 +55,6 @@ _LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
 _SGD = (
     "optimizer.name=sgd",
     f"optimizer.learning_rate={_RATE}",
-    "optimizer.momentum=0",
     "optimizer.weight_decay=0",
     "optimizer.clip_norm=0",
     "optimizer.options={}",

@@ -126,7 +126,7 @@ def _build_recorder(
 ) -> SettingsRecorder:
     section = plan.run.sharding.units
     given = find_units(model, section, predicate=units)
-    blocks = find_recompute_blocks(model, section, units=given)
+    blocks = find_recompute_blocks(model, units=given)
     divided = divided_dims(model, given, plan=plan, device=device)
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
     count, programs = len(blocks), CompiledPrograms()

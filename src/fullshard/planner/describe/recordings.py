@@ -14,7 +14,7 @@ from fullshard.distributed.tensors import is_experts, is_wrapper_class
 from fullshard.parallel.activation_offload import CpuHostCopier, FakeReportingCopier
 from fullshard.parallel.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.precision import TORCH_DTYPE, cast_buffers
+from fullshard.parallel.precision import TORCH_DTYPE
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.units import (
     Predicate,
@@ -225,7 +225,7 @@ class SettingsRecorder:
         _keep_parts_of_parameters(twin, divided, plan=plan)
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
-        repeated = find_recompute_blocks(twin, section, units=found)
+        repeated = find_recompute_blocks(twin, units=found)
         of_blocks = shortened.shorten_recompute(plan.run.recompute)
         recompute = partial(apply_recompute, repeated, of_blocks, device=self.device, copier=copier)
         pieces = find_blocks_with_units_inside(repeated, found)
@@ -268,7 +268,7 @@ class SettingsRecorder:
         There are no `repeats` if the model cannot be truncated.
         """
         section = plan.run.sharding.units
-        blocks = find_recompute_blocks(twin, section, units=found)
+        blocks = find_recompute_blocks(twin, units=found)
         shortened = truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
         if not shortened.repeats:
             return shortened, found
@@ -336,7 +336,6 @@ def _copy_model_as_fake(
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
-        cast_buffers(twin, plan.precision)
     if fp8 is not None:
         linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}
         convert_linears_to_fp8(replace(fp8, linears=linears), device=device)

@@ -232,8 +232,7 @@ class MicrobatchTracer:
 
     def _make_pre_forward_hook(self, index: int) -> Callable[..., Any]:
         unit = self.units[index]
-        precision = unit.settings(self.plan).precision
-        dtype = TORCH_DTYPE[precision.param] if precision.cast_inputs else None
+        dtype = TORCH_DTYPE[unit.settings(self.plan).precision.param]
 
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:  # signature: torch's forward pre-hook
             args, kwargs = _cast_floating_tensors(args, dtype), _cast_floating_tensors(kwargs, dtype)
@@ -246,11 +245,7 @@ class MicrobatchTracer:
         return hook
 
     def _make_post_forward_hook(self, index: int) -> Callable[..., Any]:
-        unit = self.units[index]
-        precision = unit.settings(self.plan).precision
-        output = TORCH_DTYPE[precision.output] if precision.output and unit.is_root else None
-
-        def hook(module: nn.Module, _args: Any, result: Any) -> Any:  # signature: torch's forward hook
+        def hook(module: nn.Module, _args: Any, result: Any) -> None:  # signature: torch's forward hook
             self._to_run[index].discard(module)
             # As `gather_before_backward_of_each_module`: the last module may have no backward.
             for tensor in list_tensors(result):
@@ -258,7 +253,6 @@ class MicrobatchTracer:
                     tensor.register_hook(lambda _gradient: self._pre_backward(index))
             if not self._to_run[index]:
                 self._post_forward(index)
-            return _cast_floating_tensors(result, output)
 
         return hook
 
@@ -329,9 +323,7 @@ class _NotifyWhenGradientsComplete(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _cast_floating_tensors(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return values
+def _cast_floating_tensors(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 

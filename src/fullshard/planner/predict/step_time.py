@@ -195,7 +195,7 @@ class StepTimePredictor:
         trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
-        update = (plan.run.optimizer.name, plan.run.optimizer.momentum)
+        update = (plan.run.optimizer.name, bool(plan.run.optimizer.options.get("momentum")))
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
             self._units[key] = self._compute_unit_costs(plan, trace)
@@ -401,7 +401,7 @@ def _update_accesses_per_element(plan: Plan) -> float:
     if name == "adamw8bit":
         return 4  # the least: value, gradient, and one byte of each moment, read and written
     if name == "sgd":
-        return 5 if section.momentum else 3
+        return 5 if section.options.get("momentum") else 3
     raise PlanError(
         "how long this optimizer's update takes is not known.",
         got=f"optimizer.name = {section.name!r}",

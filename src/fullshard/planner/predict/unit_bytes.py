@@ -248,7 +248,7 @@ def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     if name == "adamw8bit":
         return 2 * size.in_eight_bits + 4 * size.trained_parameters
     if name == "sgd":
-        return size.trained * size.master_itemsize if section.momentum else 0
+        return size.trained * size.master_itemsize if section.options.get("momentum") else 0
     raise PlanError(
         "the size of this optimizer's state is not known.",
         got=f"optimizer.name = {section.name!r}",

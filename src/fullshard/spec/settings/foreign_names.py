@@ -1,4 +1,6 @@
-"""Names that other trainers use for settings of a run, for the errors that name the right key."""
+"""Names of settings in other trainers and in earlier versions, for the errors that name the right key."""
+
+from typing import Any
 
 # fullshard's key (or an answer that names it) -> the names of transformers, torchtitan, nanoGPT, DeepSpeed, …
 _NAMES = {
@@ -111,6 +113,24 @@ _NAMES = {
     "log.trackers": (
         "report_to logger loggers tracker wandb mlflow tensorboard comet wandb_project use_wandb wandb_log"
         " enable_wandb"
+    ),
+}
+# Key of an earlier version -> (its default, what replaces it).
+REMOVED: dict[str, tuple[Any, str]] = {
+    "checkpoint.export": (False, "fullshard ckpt export, after the run"),
+    "fault_tolerance.collective_timeout_seconds": (600.0, "fault_tolerance.watchdog_timeout_seconds"),
+    "optimizer.momentum": (0.0, "optimizer.options = { momentum = … }"),
+    "precision.buffer_dtype": (None, "nothing instead: buffers keep their dtype"),
+    "precision.cast_inputs": (True, "nothing instead: inputs are always cast"),
+    "precision.initial_loss_scale": (65536.0, "nothing instead: the scale begins at 65536"),
+    "precision.loss_scale_window": (
+        2000,
+        "nothing instead: the scale doubles after 2000 steps without an overflow",
+    ),
+    "precision.output_dtype": (None, "train.loss, a function that casts the outputs"),
+    "sharding.units.policy": (
+        "block",
+        "sharding.units.names, or min_parameters, or neither for the repeated blocks",
     ),
 }
 FOREIGN_NAMES = {name: answer for answer, names in _NAMES.items() for name in names.split()}

@@ -3,12 +3,15 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.spec.run import Run
+from fullshard.spec.settings.foreign_names import REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel, indivisible_experts_error
 from fullshard.spec.value import FrozenModel
+from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 
 def check_data_is_given(run: Run) -> None:
@@ -128,11 +131,6 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         lambda run: run.precision.mode.startswith("fp8"),
         'precision.mode = "fp8" or "fp8_rowwise"',
     ),
-    (
-        ("precision.initial_loss_scale", "precision.loss_scale_window"),
-        lambda run: run.precision.mode == "fp16",
-        'precision.mode = "fp16"',
-    ),
     (("schedule.decay_fraction",), lambda run: run.schedule.kind == "wsd", 'schedule.kind = "wsd"'),
     (
         ("schedule.min_lr_ratio",),
@@ -161,7 +159,6 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         lambda run: run.data.source == "python" or run.data.validation_fraction > 0,
         "data.validation_fraction > 0",
     ),
-    (("optimizer.momentum",), lambda run: run.optimizer.name.lower() == "sgd", 'optimizer.name = "sgd"'),
 )
 
 
@@ -243,6 +240,22 @@ def check_plan_is_of_run(planned: Run, given: Run, *, plan: str) -> None:
                 got=f"{key} = {_setting(planned, key)!r}, not {value!r}",
                 why="a plan carries the run that it was made for",
                 fix="the plan alone; or fullshard plan with these settings and --save",
+            )
+
+
+def check_plan_has_no_removed_settings(path: str | Path) -> None:
+    """Raises SpecError if a plan of an earlier version sets, to other than its default, what is gone now."""
+    tree: Any = parse_json(read_bytes(path, most_bytes=VALUE_BYTES))
+    for key, (default, answer) in REMOVED.items():
+        value = tree["run"]
+        for name in key.split("."):
+            value = value.get(name, default) if isinstance(value, dict) else default
+        if value != default:
+            raise SpecError(
+                f"{path} is a plan of an earlier version.",
+                got=f"{key} = {value!r}",
+                why="this setting is gone",
+                fix=f"a new plan; {answer}",
             )
 
 

@@ -1,4 +1,4 @@
-"""Sections of a Run about its steps: [train], [optimizer], [schedule], [recompute], [plan] and [adapter]."""
+"""[train], [optimizer], [schedule], [recompute], [plan], [adapter], [checkpoint] and [fault_tolerance]."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
@@ -13,8 +13,10 @@ from fullshard.spec.value import (
     FrozenModel,
     NonNegativeScalar,
     Options,
+    PathText,
     PositiveCount,
     PositiveScalar,
+    Seconds,
 )
 
 
@@ -76,7 +78,8 @@ class OptimizerSection(FrozenModel):
     """Settings of the optimizer and its hyperparameters.
 
     `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
-        `torch.optim.Optimizer` (which takes `options`)
+        `torch.optim.Optimizer`
+    `options`: other keyword arguments of the optimizer's class, such as { momentum = 0.9 } of `sgd`
     `clip_norm`: the largest global gradient norm; 0 disables clipping
     """
 
@@ -85,7 +88,6 @@ class OptimizerSection(FrozenModel):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveScalar = 1e-8
     weight_decay: NonNegativeScalar = 0.1
-    momentum: Fraction = 0.0
     clip_norm: NonNegativeScalar = 1.0
     options: Options = Field(default_factory=dict[str, Any])
 
@@ -218,3 +220,56 @@ class AdapterSection(FrozenModel):
         if self.targets == ():
             raise ValueError('targets = ["q_proj", "v_proj"], or "all-linear"')
         return self
+
+
+SLOW_PHASE_FACTOR = 3.0
+"""Factor on the watchdog's time for phases without a usual length."""
+
+
+class CheckpointSection(FrozenModel):
+    """Settings of checkpoints: location, interval, format and verification.
+
+    `dir`: a directory, or the URL of an object store (s3://bucket/run); unset, in `run.dir`
+    `every`: steps between saves; 0 saves only at the end and when interrupted
+    `keep`: number of newest checkpoints to keep; 0 keeps all
+    `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
+    `mode`: `async` writes in the background, from a copy in host memory
+    `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
+    """
+
+    dir: PathText | None = None
+    every: Count = 0
+    keep: Count = 2
+    keep_every: Count = 0
+    mode: Literal["sync", "async"] = "sync"
+    storage: Literal["shared", "per_node"] = "shared"
+
+    @model_validator(mode="after")
+    def _check_dir(self) -> Self:
+        if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
+            raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
+        return self
+
+
+class FaultToleranceSection(FrozenModel):
+    """Settings of reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
+
+    `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; three
+        times as long until the first step is done, and while saving and validating; 0 disables it
+    `fingerprint`: values that ranks compare in every step; `step` leaves out the number of collectives
+        issued, for losses that send between some ranks on the CPU
+    `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last 128 steps by more
+        than 6 standard deviations. `skip` skips the step. `rollback` returns to the newest checkpoint and
+        skips the batches since then; the run ends at the fourth.
+    `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
+    """
+
+    watchdog_timeout_seconds: Seconds = 300.0
+    fingerprint: Literal["all", "step", "none"] = "all"
+    on_spike: Literal["none", "skip", "rollback"] = "none"
+    check_replicas_every: Count = 0
+
+    @property
+    def process_group_timeout_seconds(self) -> float:
+        """Timeout of collectives, s; longer than the watchdog's, whose report has more detail."""
+        return max(600.0, 1.2 * self.watchdog_timeout_seconds * SLOW_PHASE_FACTOR)
