@@ -1,6 +1,5 @@
 """`fullshard init` writes keys with their defaults, and nothing that it would overwrite."""
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from pydantic import BaseModel
 from fullshard.cli.init import COMMON_KEYS, default_run_toml_text
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
-from fullshard.spec.run import STRATEGY_ALIASES, Run
+from fullshard.spec.run import Run
 
 
 def keys(value: BaseModel, prefix: str = "") -> set[str]:
@@ -72,20 +71,3 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.
     path = tmp_path / "absent" / "run.toml"
     assert main(["init", str(path)]) == SpecError.exit_code
     assert str(path) in capsys.readouterr().err
-
-
-def test_the_schema_has_every_key_and_the_file_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    assert main(["init", str(path), "--schema"]) == 0
-    assert path.read_text().startswith("#:schema ./run.schema.json\n")
-    assert Run.load(path) == Run()
-    schema = json.loads((tmp_path / "run.schema.json").read_text())
-    sections = {key: schema["$defs"][type(value).__name__] for key, value in Run()}
-    assert set(sections) == set(schema["properties"])
-    for key, section in sections.items():
-        assert set(section["properties"]) == set(type(getattr(Run(), key)).model_fields)
-        assert section["additionalProperties"] is False
-    assert "sequences per step" in sections["train"]["properties"]["global_batch"]["description"]
-    assert {"enum": [*STRATEGY_ALIASES]} in sections["sharding"]["properties"]["strategy"]["anyOf"]
-    assert main(["init", str(tmp_path / "other.toml"), "--schema"]) == SpecError.exit_code
-    assert not (tmp_path / "other.toml").exists()

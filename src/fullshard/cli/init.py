@@ -1,6 +1,5 @@
 """`fullshard init`: a run.toml with the keys that people change, or with all, from the fields of Run."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,7 +31,6 @@ COMMON_KEYS: Mapping[str, tuple[str, ...]] = {
 _MODEL_NOTE = (
     '# Sizes of the reference decoder; or hf = "path or cached name", a model of transformers: docs/models.md'
 )
-_SCHEMA_NAME = "run.schema.json"
 _COMMENT_COLUMN = 34
 _LARGE = 10**9
 
@@ -42,49 +40,18 @@ def init(
     *,
     every: Annotated[bool, typer.Option("--all", help="Write every key, with its values.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
-    schema: Annotated[
-        bool, typer.Option("--schema", help=f"Also write {_SCHEMA_NAME} beside it, for editors of TOML.")
-    ] = False,
 ) -> None:
-    """Write a run.toml with the keys that people change.
-
-    With --schema, editors (taplo, Even Better TOML in VS Code) complete and check the keys of the file.
-    """
+    """Write a run.toml with the keys that people change."""
     from fullshard.errors import SpecError
     from fullshard.system.targets import check_output_file
 
-    texts = {path: default_run_toml_text(path.name) if every else short_run_toml_text(path.name)}
-    if schema:
-        texts[path] = f"#:schema ./{_SCHEMA_NAME}\n{texts[path]}"
-        texts[path.with_name(_SCHEMA_NAME)] = json.dumps(run_json_schema(), indent=1) + "\n"
-    for one in texts:
-        check_output_file(one, is_kind=None, force=force, streams=True)
-    for one, text in texts.items():
-        try:
-            one.write_text(text)
-        except OSError as error:
-            raise SpecError(f"{one} cannot be written.", got=error.strerror, fix="another path") from error
-        typer.echo(f"{one}")
-
-
-def run_json_schema() -> dict[str, Any]:
-    """Returns the JSON schema of a run.toml, with a description of each key that its section documents."""
-    from fullshard.spec.run import STRATEGY_ALIASES, Run
-    from fullshard.spec.value import field_descriptions, list_model_types
-
-    schema = Run.model_json_schema()
-    sections = [Run]
-    for section in sections:  # grows while it is read
-        for field in section.model_fields.values():
-            sections += [one for one in list_model_types(field.annotation) if one not in sections]
-        definition = schema if section is Run else schema["$defs"][section.__name__]
-        for key, text in field_descriptions(section).items():
-            if key in definition["properties"]:
-                definition["properties"][key].setdefault("description", text)
-    schema["$defs"]["ShardingSection"]["properties"]["strategy"]["anyOf"].append(
-        {"enum": [*STRATEGY_ALIASES]}
-    )
-    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "run.toml of fullshard"}
+    text = default_run_toml_text(path.name) if every else short_run_toml_text(path.name)
+    check_output_file(path, is_kind=None, force=force, streams=True)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
+    typer.echo(f"{path}")
 
 
 def default_run_toml_text(name: str = "run.toml") -> str:

@@ -107,7 +107,6 @@ fullshard watch runs/default --json
 fullshard init
 fullshard init experiments/small.toml
 fullshard init --all                        every key, its default and its values
-fullshard init --schema                     editors then complete and check its keys
 """,
     "convert": """
 fullshard convert ds_config.json > run.toml
