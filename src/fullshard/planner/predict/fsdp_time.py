@@ -364,10 +364,6 @@ class StreamClocks:
             self.all_reduce = end + settle
             self._record("all_reduce", "copies", length=settle, end=self.all_reduce)
 
-    def wait_for_reductions(self, *, is_sharded: bool) -> None:
-        self.stall_compute_until(self.reduce, "reduce_scatter" if is_sharded else "copy")
-        self.stall_compute_until(self.all_reduce, "all_reduce")
-
     def _add_sent_and_blocked_time(self, length: int, cause: Cause) -> None:
         self.sent += length
         if self.blocking and length:

@@ -195,8 +195,10 @@ class StepSimulation:
         elif event == "end_backward":
             self.pending.clear()
             self.put_back.clear()
-            self.streams.wait_for_reductions(is_sharded=any(cost.is_sharded for cost in self.costs))
-            self.streams.reduce_input_free = self.streams.compute
+            streams, is_sharded = self.streams, any(cost.is_sharded for cost in self.costs)
+            streams.stall_compute_until(streams.reduce, "reduce_scatter" if is_sharded else "copy")
+            streams.stall_compute_until(streams.all_reduce, "all_reduce")
+            streams.reduce_input_free = streams.compute
 
     def _simulate_pre_forward(self, unit: int, cost: UnitCost, *, program: MicrobatchSchedule) -> None:
         self._charge_hook_time(unit)
