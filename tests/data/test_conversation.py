@@ -184,3 +184,16 @@ def test_conversations_without_an_end_of_turn_are_reported_until_a_template_ends
     template.write_text(f"{CHAT}<|more|>")
     again = build_packed_data(run_of(tmp_path, **given, chat_template=str(template), validation_fraction=0))
     assert again.training_token_count > data.training_token_count
+
+
+@pytest.mark.parametrize(("length", "cut"), [(8, 9), (64, 0)])
+def test_conversations_that_are_longer_than_a_sequence_are_counted(
+    tmp_path: Path, length: int, cut: int
+) -> None:
+    path = save_tokenizer(tmp_path / "tok", template=CHAT)
+    rows = [{"messages": [ASKS, {"role": "assistant", "content": f"sat on {i} mats"}]} for i in range(9)]
+    given = {**write_rows("jsonl", tmp_path, rows), "tokenizer": path, "records": "messages"}
+    more = {"sequence_length": length, "validation_fraction": 0, "packing": "best_fit"}
+    data = build_packed_data(run_of(tmp_path, **given, **more, train_on="assistant"))
+    assert data.summary_figures()["documents cut"] == cut
+    assert ("9 of them cut: longer than a sequence" in data.describe()) == (cut > 0)

@@ -81,6 +81,13 @@ class PackedData:
         return sum(store.document_count for store in self.token_stores)
 
     @property
+    def cut_document_count(self) -> int:
+        """Number of documents with untrained parts, such as prompts, that are longer than a sequence."""
+        longest = self.sequence_length + 1  # the last token is a label alone
+        masked = [store for store in self.token_stores if store.loss_mask is not None]
+        return sum(int((store.ends - store.begins > longest).sum()) for store in masked)
+
+    @property
     def training_sequences(self) -> int:
         """Number of training rows in all pools."""
         return sum(pool.training.row_count for pool in self.pools)
@@ -169,6 +176,7 @@ class PackedData:
         return {
             "source": " + ".join(store.name for store in self.token_stores),
             "documents": self.document_count,
+            "documents cut": self.cut_document_count,
             "records left out": sum(store.notes.skipped for store in self.token_stores),
             "skip_messages": [text for store in self.token_stores for text in store.notes.skip_messages],
             "warnings": [warning for store in self.token_stores for warning in store.warnings],
@@ -197,9 +205,14 @@ class PackedData:
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         facts, entropy = self.summary_figures(), self.byte_entropy
         left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
+        cut = (
+            f", {facts['documents cut']:,} of them cut: longer than a sequence"
+            if facts["documents cut"]
+            else ""
+        )
         frequency = "" if entropy is None else f", {entropy:.3f} nats/byte by frequency"
         return (
-            f"{facts['source']}: {self.document_count:,} documents{left_out}, "
+            f"{facts['source']}: {self.document_count:,} documents{cut}{left_out}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
             f"{100 * facts['efficiency']:.2f} % full{frequency}"
