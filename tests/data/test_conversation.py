@@ -69,15 +69,12 @@ def test_variables_of_a_row_take_precedence():
     assert read([ASKS], row, **settings).template_kwargs == {"brief": True, "date": "today"}
 
 
-def test_columns_of_messages_are_rows():
-    assert read({"role": ["user", "assistant"], "content": ["a", "b"]}).messages[1]["content"] == "b"
-
-
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
         ([], "nothing"),
         (None, "nothing"),
+        ({"role": ["user"], "content": ["a"]}, "no list of messages, but dict"),
         ("text", "not JSON"),
         (["text"], "message 1 is not a table"),
         ([{"content": "a"}], "message 1 has no 'role', but content"),

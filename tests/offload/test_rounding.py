@@ -121,7 +121,9 @@ def compare() -> None:
         ours[0], kernel[0] = ours[0].to(master), kernel[0].to(master)
         seed = RoundingSeed(key, begin)
         adamw_with_stochastic_rounding(ours[:3], ours[3], step=7, options=OPTIONS, seed=seed)
-        launch_update(kernel[:3], kernel[3], scalars=update_scalars(7, OPTIONS), seed=seed)
+        launch_update(
+            kernel[:3], kernel[3], scalars=update_scalars(7, OPTIONS), key=seed.key, begin=seed.begin
+        )
         for name, one, other in zip(("value", "m", "v"), ours, kernel, strict=False):
             assert one.isnan().equal(other.isnan()), name
             assert torch.equal(one[~one.isnan()], other[~one.isnan()]), name

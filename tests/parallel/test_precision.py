@@ -89,3 +89,10 @@ def test_each_mode_keeps_computes_and_reduces_in_its_dtypes(
             "reduced": reduced,
             "buffer": FP32,
         }
+
+
+def test_inputs_are_left_as_they_are_where_casting_is_off(ranks: Callable[..., Any]) -> None:
+    (seen,) = ranks(1).run(dtypes, BF16, "precision.mode=bf16", "precision.cast_inputs=false")
+    assert seen["input"] == BF16
+    with pytest.raises(RuntimeError, match="dtype"):
+        ranks(1).run(dtypes, FP32, "precision.mode=bf16", "precision.cast_inputs=false")

@@ -128,7 +128,7 @@ def test_an_override_that_names_no_key_is_refused(override):
         ("[sharding]\nmin_parameters = 9", "try: sharding.units.min_parameters"),
         ("[sharding.units]\nnamse = []", "try: sharding.units.names"),
         ("[sharding.units]\npolicy = 'size'", "try: sharding.units.names, or min_parameters"),
-        ("[precision]\ncast_inputs = false", "try: nothing instead: inputs are always cast"),
+        ('[precision]\noutput_dtype = "fp32"', "try: train.loss, a function"),
         ("[[sharding.units.overrides]]\nmtach = 'x'", "try: sharding.units.overrides.0.match"),
         ("[data]\nevery = 1", "try: recompute.every or checkpoint.every or log.every"),
         ("steps = 1", "try: train.steps"),

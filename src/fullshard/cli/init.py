@@ -45,9 +45,10 @@ def init(
     from fullshard.errors import SpecError
     from fullshard.system.targets import check_output_file
 
+    text = default_run_toml_text(path.name) if every else short_run_toml_text(path.name)
     check_output_file(path, is_kind=None, force=force, streams=True)
     try:
-        path.write_text(default_run_toml_text(path.name) if every else short_run_toml_text(path.name))
+        path.write_text(text)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     typer.echo(f"{path}")

@@ -89,7 +89,7 @@ def read_conversation(row: Mapping[str, Any], messages: Any, *, fields: DataSour
 
     Raises UntokenizableRecordError for a field that cannot be part of a conversation.
     """
-    rows = _rows_from_columns(_decode_json(messages, "the messages"))
+    rows = _decode_json(messages, "the messages")
     if not isinstance(rows, list) or not rows:
         raise UntokenizableRecordError(f"no list of messages, but {_type_name(rows)}")
     _reject_unnamed_sharegpt(cast(list[Any], rows), fields)
@@ -223,14 +223,6 @@ def _decode_json(value: Any, what: str) -> Any:
         return parse_json(value)
     except ValueError as error:
         raise UntokenizableRecordError(f"{what} are text that is not JSON: {error}") from error
-
-
-def _rows_from_columns(value: Any) -> Any:
-    """Returns a list of messages, for one that earlier versions of `datasets` keep as a dict of columns."""
-    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):  # pyright: ignore
-        columns = cast(dict[str, list[Any]], value)
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return value
 
 
 def _look_up_optional(row: Mapping[str, Any], name: str) -> Any:

@@ -261,7 +261,7 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=columns):
             for value in _iterate_arrow_rows(batch, paths if fields.records == "tokens" else None):
-                yield _record_of(value, lambda row=row: f"{place} row {row}", fields)
+                yield _record_of(value, lambda row=row: f"{place} row {row}", fields=fields)
                 row += 1
     except (ExplainedOSError, FileNotFoundError) as error:  # the store's, not the content's
         raise unreadable_path_error(shard.path, error) from error
@@ -309,13 +309,15 @@ def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
             with ForeignErrorTranslator(UntokenizableRecordError):  # `datasets` decodes as it iterates
                 for value in part.select(range(row, shard.end)):
                     row += 1
-                    yield _record_of(value, lambda row=row: f"{name} row {row - 1}", fields)
+                    yield _record_of(value, lambda row=row: f"{name} row {row - 1}", fields=fields)
         except UntokenizableRecordError as error:
             row += 1
-            yield _record_of(error, lambda row=row: f"{name} row {row - 1}", fields)
+            yield _record_of(error, lambda row=row: f"{name} row {row - 1}", fields=fields)
 
 
-def _record_of(value: _Row, where: Callable[[], str], fields: DataSourceFields) -> TextRecord | CorruptRecord:
+def _record_of(
+    value: _Row, where: Callable[[], str], *, fields: DataSourceFields
+) -> TextRecord | CorruptRecord:
     if isinstance(value, UntokenizableRecordError):
         return CorruptRecord(where, value.what)
     if fields.records == "messages":

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,49 +58,27 @@ class EncodedText:
         return (self.begins < end) & ((self.ends > begin) | (self.begins >= begin))
 
 
-class Tokenizer(Protocol):
-    """Converts text to tokens and back.
-
-    vocabulary_size: largest token that the tokenizer can produce, plus one
-    tokens_before_document: tokens placed in front of each document
-    tokens_after_document: tokens placed behind each document
-    """
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    @property
-    def tokens_before_document(self) -> tuple[int, ...]: ...
-
-    @property
-    def tokens_after_document(self) -> tuple[int, ...]: ...
-
-    def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Returns the tokens of each text, without those around a document."""
-        ...
-
-    def encode_texts_with_offsets(self, texts: Sequence[str]) -> list[EncodedText]:
-        """Returns the tokens of each text, as `encode_texts`, with the characters that each stands for."""
-        ...
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the text of `tokens`."""
-        ...
-
-
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Encodes text as UTF-8 bytes, with SEPARATOR after each document."""
+    """Encodes text as UTF-8 bytes, with SEPARATOR after each document.
+
+    vocabulary_size: largest token that the tokenizer can produce, plus one
+    tokens_before_document, tokens_after_document: tokens placed around each document
+    """
 
     vocabulary_size: int = BYTES
     tokens_before_document: tuple[int, ...] = ()
     tokens_after_document: tuple[int, ...] = (SEPARATOR,)
 
     def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Returns the bytes of each text. Raises DataError for a SEPARATOR or half a surrogate pair."""
+        """Returns the tokens of each text, without those around a document.
+
+        Raises DataError for a SEPARATOR or half a surrogate pair.
+        """
         return [self._encode_text(text) for text in texts]
 
     def encode_texts_with_offsets(self, texts: Sequence[str]) -> list[EncodedText]:
+        """Returns the tokens of each text, as `encode_texts`, with the characters that each stands for."""
         found: list[EncodedText] = []
         for tokens in self.encode_texts(texts):
             begins = np.cumsum((tokens & 0xC0) != 0x80) - 1  # other bytes continue a character
@@ -129,7 +107,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer read from a tokenizer.json."""
+    """A tokenizer read from a tokenizer.json, with the members of ByteTokenizer."""
 
     backend: "Backend"
     tokens_before_document: tuple[int, ...]
@@ -153,6 +131,9 @@ class FileTokenizer:
         known = self.vocabulary_size
         with _convert_backend_errors():
             return self.backend.decode([t for t in tokens if t < known], skip_special_tokens=False)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokenizer:

@@ -1,11 +1,11 @@
 """Checkpoints written during a run, synchronously or in the background."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
@@ -15,17 +15,11 @@ from fullshard.training.resume import make_checkpoint_location
 from fullshard.training.state import TrainState
 
 
-class RecordEvent(Protocol):
-    """A function that records an event of the run: `fullshard.observe.run_log.RunLog.record_event`."""
-
-    def __call__(self, event: str, *, step: int, details: Mapping[str, object]) -> object: ...
-
-
 class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
     """Saves checkpoints of a run into `directory`. Collective.
 
     say: prints a message about each save
-    record: records an event for each save; by default, none are recorded
+    record: `RunLog.record_event`, called with the event of each save
 
     last: the newest checkpoint that was written
     postponed: whether a save is due that was not made because steps were skipped
@@ -37,7 +31,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         plan: Plan,
         *,
         say: Callable[[str], None],
-        record: RecordEvent = lambda event, *, step, details: None,
+        record: Callable[..., object] = lambda event, *, step, details: None,
     ) -> None:
         self._directory, self._plan = make_checkpoint_location(directory, plan), plan
         self._say, self._record = say, record

@@ -67,7 +67,10 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     plain = Plan.from_run(run, world_size=ranks, device=device)
     for note in unused_setting_notes(run):
         _print_note_on_rank_0(note)
-    _check_checkpoint_dir(run)
+    if run.checkpoint.dir is not None:
+        from fullshard.checkpoint.location import location_of
+
+        location_of(run.checkpoint.dir)  # raises for a location that is not valid, before the model is built
     # A model of this package imports only torch, if anything.
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
         model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
@@ -161,14 +164,6 @@ def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
             fix=f"start {plan.world_size}, or make a plan for {ranks}",
         )
     return plan.world_size == ranks
-
-
-def _check_checkpoint_dir(run: Run) -> None:
-    """Raises an error if the checkpoint location is not valid, before the model is built."""
-    if run.checkpoint.dir is not None:
-        from fullshard.checkpoint.location import location_of
-
-        location_of(run.checkpoint.dir)
 
 
 def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> _PlanChoice:

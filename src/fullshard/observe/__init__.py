@@ -1,1 +1,1 @@
-"""Observation of a run: its log, progress, live status, trackers, profiles, memory, and slow ranks."""
+"""Observation of a run: its log, progress, trackers, profiles, memory, and slow ranks."""

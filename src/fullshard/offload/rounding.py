@@ -110,7 +110,7 @@ def adamw_with_stochastic_rounding(
     if gradient.is_cuda and _has_triton() and seed.begin % 2 == 0 and all(map(_fits_kernel, tensors)):
         from fullshard.offload.rounding_kernel import launch_update
 
-        launch_update(state, gradient, scalars=scalars, seed=seed)
+        launch_update(state, gradient, scalars=scalars, key=seed.key, begin=seed.begin)
         return
     if gradient.ndim == 0 or all(one.is_contiguous() for one in tensors):
         tensors = tuple(one.view(-1) for one in tensors)

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fullshard.offload.rounding import RoundingSeed
-
 _PAIRS = 512  # of elements, in one program
 
 
@@ -55,14 +53,19 @@ def _update(  # signature: the arguments of a launch  # noqa: PLR0913, PLR0917
 
 
 def launch_update(
-    state: tuple[Tensor, Tensor, Tensor], gradient: Tensor, *, scalars: tuple[float, ...], seed: RoundingSeed
+    state: tuple[Tensor, Tensor, Tensor],
+    gradient: Tensor,
+    *,
+    scalars: tuple[float, ...],
+    key: int,
+    begin: int,
 ) -> None:
     """Updates contiguous `state`, in bf16 or fp32, in place: see `rounding.adamw_with_stochastic_rounding`.
 
     scalars: as `rounding.update_scalars` returns them
+    key, begin: of a `RoundingSeed`; `begin` is even
     """
     count = gradient.numel()
     grid = (triton.cdiv(count, 2 * _PAIRS),)
     launch = _update[grid]  # pyright: ignore[reportIndexIssue]
-    pairs_before = seed.begin // 2
-    launch(*state, gradient, count, seed.key, pairs_before, *scalars, PAIRS=_PAIRS, enable_fp_fusion=False)
+    launch(*state, gradient, count, key, begin // 2, *scalars, PAIRS=_PAIRS, enable_fp_fusion=False)

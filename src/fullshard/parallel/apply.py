@@ -234,7 +234,9 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
             mesh=mesh,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=TORCH_DTYPE[dtypes.param], reduce_dtype=TORCH_DTYPE[dtypes.reduce]
+                param_dtype=TORCH_DTYPE[dtypes.param],
+                reduce_dtype=TORCH_DTYPE[dtypes.reduce],
+                cast_forward_inputs=dtypes.cast_inputs,
             ),
             ignored_params=scalars or None,
             shard_placement_fn=partial(_shard_experts, degree=settings.shard_degree)

@@ -245,7 +245,7 @@ class _ModelValueSetter:
         """Runs the initialisers of these parameters. Returns whole values by name, in fp32 if trainable."""
         if not names:
             return {}
-        self.register_parameters({name: self._make_nan_parameter(self.parameters[name]) for name in names})
+        self.register_parameters({name: _nan_parameter(self.parameters[name], self.device) for name in names})
         holders = {module for name in names for module, _ in self.slots[name]}
         self._run_initialisers(_with_ancestors(holders, self.parents))
         whole: dict[str, Tensor] = {}
@@ -256,11 +256,6 @@ class _ModelValueSetter:
         self.register_parameters(self.stand_ins)
         self._check_initialised(whole)
         return whole
-
-    def _make_nan_parameter(self, like: nn.Parameter) -> nn.Parameter:
-        dtype = torch.float32 if like.requires_grad else like.dtype
-        data = _fill_nan(torch.empty(like.shape, dtype=dtype, device=self.device))
-        return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
         """Initialises the modules `concerned`, children before parents, as `nn.Module.apply` does."""
@@ -443,6 +438,11 @@ def local_device(plan: Plan) -> torch.device:
 def _fill_nan(tensor: Tensor) -> Tensor:
     """Fills a tensor with NaN, which marks it as not initialised, and returns it. Integers stay unchanged."""
     return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def _nan_parameter(like: nn.Parameter, device: torch.device) -> nn.Parameter:
+    dtype = torch.float32 if like.requires_grad else like.dtype
+    return nn.Parameter(_fill_nan(torch.empty(like.shape, dtype=dtype, device=device)), requires_grad=False)
 
 
 def _has_nan(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from fullshard.errors import SpecError
 from fullshard.quantities import format_seconds
 from fullshard.report.profiled_step import DeviceWork, HostOperation, KernelTrace, read_kernel_trace
 from fullshard.report.step_traces import list_profiles
-from fullshard.report.table import percent_text, show_table
+from fullshard.report.table import percent_text, show_labelled_lines, show_table
 from fullshard.spec.records.step_spans import COLLECTIVES, RANGE_PREFIX
 
 
@@ -249,5 +249,4 @@ def kernel_sentences(summary: KernelSummary) -> Iterable[str]:
 def show_kernels(summary: KernelSummary) -> None:
     """Prints the table and the sentences."""
     show_table(KERNEL_HEADER, kernel_table(summary))
-    for sentence in kernel_sentences(summary):
-        print(sentence)
+    show_labelled_lines([("", sentence) for sentence in kernel_sentences(summary)])

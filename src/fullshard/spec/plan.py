@@ -56,6 +56,7 @@ class Precision(FrozenModel):
     param: Dtype
     reduce: Dtype
     master: Dtype
+    cast_inputs: bool = True
     loss_scaling: bool = False
     stochastic_rounding: bool = False
     fp8: Fp8Matmuls | None = None
@@ -69,6 +70,7 @@ class Precision(FrozenModel):
             param=param,
             reduce=reduce,
             master=master,
+            cast_inputs=section.cast_inputs,
             loss_scaling=mode == "fp16",
             stochastic_rounding=mode == "bf16_pure",
             fp8=Fp8Matmuls(scaling=_FP8[mode], min_features=section.fp8_min_features)

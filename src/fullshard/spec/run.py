@@ -203,10 +203,13 @@ class PrecisionSection(FrozenModel):
         (compute capability 8.9), and `run.compile` to be faster than bf16. On a CPU they are emulated.
     `fp8_min_features`: matrices with fewer input or output features stay in bf16, because casting them takes
         longer than their matmuls save; 16 at least, which fp8 matmuls need
+    `cast_inputs`: floating-point inputs of the model and of units are cast to the dtype of the parameters;
+        false for inputs that bf16 would round, such as times or positions
     """
 
     mode: Literal["auto", PrecisionMode] = "auto"
     fp8_min_features: Annotated[Count, Field(ge=16)] = 2048
+    cast_inputs: bool = True
 
 
 class PrefetchSection(FrozenModel):

@@ -4,10 +4,10 @@ Replicas start equal and take the same updates, so they stay equal bit for bit. 
 computed, stored or received something wrong (arXiv:2407.21783, section 3.3.4, counts such faults).
 """
 
+import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,26 +27,6 @@ logger = logging.getLogger("fullshard")
 # Elements summed at once; each takes 24 bytes of temporary memory.
 _CHUNK = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-@dataclass
-class _ReplicaGroup:
-    """A group of ranks, and the names and checksums of the tensors that these ranks replicate."""
-
-    ranks: tuple[int, ...]
-    group: Any
-    names: list[str] = field(default_factory=list[str])
-    checksums: list[Tensor] = field(default_factory=list[Tensor])
-
-
-@dataclass(frozen=True)
-class _MismatchedChecksum:
-    """The checksum on `rank` of `name`, the first tensor that differs among the ranks `holders`."""
-
-    holders: tuple[int, ...]
-    rank: int
-    name: str
-    checksum: int
 
 
 class ReplicaCheck:
@@ -74,13 +54,16 @@ class ReplicaCheck:
         if self._world_size == 1 or not self._every or step % self._every:
             return
         where.enter(RunPhase.REDUCE)
-        groups = _group_replicated_tensors(model, tensors())
-        device = next(model.parameters()).device
-        found = [one for group in groups for one in _find_first_mismatch(group)]
-        count = torch.tensor([len(found)], device=device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        if count.item():
-            raise _replica_mismatch_error(step, [one for each in all_gather_object(found) for one in each])
+        own = _checksums_by_holders(model, tensors())
+        # Two groups of replicas never have the same two first ranks and the same length.
+        digests = all_gather_object(
+            {(*ranks[:2], len(ranks)): _digest(found.values()) for ranks, found in own.items()}
+        )
+        counts = Counter(key for key, _ in {item for one in digests for item in one.items()})
+        differing = {key for key, count in counts.items() if count > 1}
+        if differing:
+            named = {ranks: found for ranks, found in own.items() if (*ranks[:2], len(ranks)) in differing}
+            raise _replica_mismatch_error(step, all_gather_object(named))
 
 
 @torch.no_grad()
@@ -100,20 +83,27 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _group_replicated_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGroup]:
-    """Groups the replicated tensors by the ranks that hold the same part, in one order on all ranks."""
+def _checksums_by_holders(
+    model: nn.Module, tensors: Mapping[str, Tensor]
+) -> dict[tuple[int, ...], dict[str, int]]:
+    """Returns the checksums of replicated tensors by the ranks that hold the same part, and by name."""
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}
     device = next(model.parameters()).device
-    groups: dict[tuple[int, ...], _ReplicaGroup] = {}
+    found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name not in parameters and not name.startswith("optimizer."):
             continue  # buffers and random states are each rank's own
         for group in _replicating_process_groups(tensor):
             ranks = tuple(dist.get_process_group_ranks(group))
-            holders = groups.setdefault(ranks, _ReplicaGroup(ranks, group))
-            holders.names.append(name)
-            holders.checksums.append(tensor_checksum(tensor).to(device))
-    return list(groups.values())
+            found.setdefault(ranks, {})[name] = tensor_checksum(tensor).to(device)
+    return {
+        ranks: dict(zip(sums, cast(list[int], torch.stack([*sums.values()]).tolist()), strict=True))
+        for ranks, sums in found.items()
+    }
+
+
+def _digest(checksums: Iterable[int]) -> str:
+    return hashlib.blake2b(repr([*checksums]).encode(), digest_size=16).hexdigest()
 
 
 def _replicating_process_groups(tensor: Tensor) -> list[Any]:
@@ -128,26 +118,19 @@ def _replicating_process_groups(tensor: Tensor) -> list[Any]:
     return [mesh.get_group(axis) for axis in replicated]
 
 
-def _find_first_mismatch(holders: _ReplicaGroup) -> list[_MismatchedChecksum]:
-    """Compares checksums within one group. Returns at most one mismatch, of the first differing tensor."""
-    own = torch.stack(holders.checksums)
-    bounds = torch.cat([own, ~own])  # the least of ~x is ~ the greatest of x
-    dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=holders.group)
-    least, greatest = bounds[: len(own)], ~bounds[len(own) :]
-    differing = cast(list[int], (least != greatest).nonzero().flatten().tolist())
-    return [
-        _MismatchedChecksum(holders.ranks, dist.get_rank(), holders.names[index], int(own[index].item()))
-        for index in differing[:1]
-    ]
+def _replica_mismatch_error(
+    step: int, found: Sequence[Mapping[tuple[int, ...], Mapping[str, int]]]
+) -> TrainError:
+    """Returns the error that names, for each group of replicas, the tensor and the ranks that differ.
 
-
-def _replica_mismatch_error(step: int, found: Sequence[_MismatchedChecksum]) -> TrainError:
-    """Returns the error that names, for each group of replicas, the tensor and the ranks that differ."""
+    found: the checksums of each rank in the groups that differ
+    """
     lines: list[str] = []
-    for holders in sorted({one.holders for one in found}):
-        ours = [one for one in found if one.holders == holders]
-        (usual, votes), *others = Counter(one.checksum for one in ours).most_common()
-        odd, name = [one.rank for one in ours if one.checksum != usual], ours[0].name
+    for holders in sorted({holders for one in found for holders in one}):
+        sums = {rank: found[rank][holders] for rank in holders}
+        name = next(name for name in sums[holders[0]] if len({one[name] for one in sums.values()}) > 1)
+        (usual, votes), *others = Counter(one[name] for one in sums.values()).most_common()
+        odd = [rank for rank in holders if sums[rank][name] != usual]
         if others[0][1] == votes:  # a tie
             lines.append(f"{rank_list_text(holders)} differ in {name}, none more than another")
         else:

@@ -86,10 +86,9 @@ def shard(
         gathers these as for `forward`
     offload: other settings of the offloaded state than `offload_settings` returns for the plan
 
-    Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
-    sharded like this; that model cannot be used any more. Raises OffloadError on all ranks if the drive of
-    any rank lacks space, before the parameters have values. Warns of a model that lacks some of its weights
-    (MissingWeightsWarning).
+    Raises PlanError for another number of ranks, ShardError for a model that cannot be sharded like this
+    (it cannot be used any more), and OffloadError on all ranks if the drive of any rank lacks space, before
+    parameters have values. Warns of a model that lacks some of its weights (MissingWeightsWarning).
 
     >>> with torch.device("meta"):  # each rank then allocates its own shards alone
     ...     model = fs.DecoderModel(run.decoder_config)
@@ -106,13 +105,12 @@ def shard(
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
     apply_recompute_and_fsdp(model, prepared)
-    state = None
+    state, order, keep = None, prepared.units, None
     if plan.run.offload.offloads_optimizer:
         state = OffloadedState(offload or offload_settings(plan, SYSTEM))
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
         state.set_up_for_model(model, unset=init == "none" and not given_some)
-    order = prepared.units if state is None else sort_units_in_forward_order(model, prepared.units)
-    keep = None if state is None else state.offload_unit_shards
+        order, keep = sort_units_in_forward_order(model, order), state.offload_unit_shards
     allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if state is not None:
         state.finish_offloading_shards()

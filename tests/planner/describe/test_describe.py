@@ -5,8 +5,6 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
@@ -20,7 +18,6 @@ from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.spec.model import LiveTensorBytes, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
-from fullshard.spec.records.measurement import model_flops_per_token
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.architectures import LENGTH, loss_of, on_meta
@@ -366,31 +363,6 @@ def test_two_sizes_of_microbatch_tell_all(microbatch, device_type):
     assert [max(at(moment, microbatch) for moment in phase.peaks) for phase in ours.phases] == [
         max(at(moment, microbatch) for moment in phase.peaks) for phase in theirs.phases
     ]
-
-
-def test_the_flops_are_those_of_the_formula():
-    spec, section = specify(plan_of()), plan_of().run.decoder_config
-    multiplied = spec.numel - section.vocabulary * section.d_model  # the table is looked up
-    norms = section.d_model * (2 * section.layers + 1)
-    formula = model_flops_per_token(
-        multiplied - norms, layers=section.layers, d_model=section.d_model, sequence_length=64
-    )
-    assert spec.active_numel == multiplied - norms
-    assert spec.flops_per_token == pytest.approx(formula, rel=0.01)  # the diagonal is not masked
-
-
-@pytest.mark.parametrize("trained", ["", "blocks.2", "feed_forward.up", "embedding"])
-def test_the_flops_leave_out_the_gradients_of_frozen_parameters(trained: str) -> None:
-    plan = plan_of("train.loss_chunk=0")
-    model = decoder(plan)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    flops = describe(model, plan, loss=next_token_loss).flops_per_token
-    real = model.to_empty(device="cpu")
-    tokens = torch.zeros(1, 64, dtype=torch.int64)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # two counted matmuls
-        next_token_loss(real, {"tokens": tokens, "labels": tokens})[0].backward()
-    assert flops == pytest.approx(counter.get_total_flops() / 64, rel=0.06)
 
 
 def test_units_carry_names_shapes_ties_and_what_is_frozen():

@@ -26,7 +26,7 @@ def measure_link(mesh: DeviceMesh, meter: RateMeter, *, name: str, seconds: floa
     """
     kinds = _build_collectives(mesh)
     part = seconds / len(kinds)
-    rates = {kind: _measure_collective(work, mesh, meter, seconds=part) for kind, work in kinds.items()}
+    rates = {kind: _measure_collective(work, mesh, meter=meter, seconds=part) for kind, work in kinds.items()}
     return Link(
         name=name,
         bytes_per_second=max(rate.bytes_per_second for rate in rates.values()),
@@ -36,7 +36,7 @@ def measure_link(mesh: DeviceMesh, meter: RateMeter, *, name: str, seconds: floa
 
 
 def _measure_collective(
-    collective: Collective, mesh: DeviceMesh, meter: RateMeter, *, seconds: float
+    collective: Collective, mesh: DeviceMesh, *, meter: RateMeter, seconds: float
 ) -> CollectiveRate:
     """Returns the rate of a collective, by the bytes that a rank receives.
 

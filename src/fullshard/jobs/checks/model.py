@@ -3,17 +3,15 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fullshard.distributed.agreement import ErrorCapture
 from fullshard.jobs.checks.model_trial import IGNORED, ModelTrial
 from fullshard.models.build import build_model
 from fullshard.quantities import join_names
 from fullshard.spec.records.finding import Finding
-from fullshard.spec.settings.model_section import HuggingFaceModel, PythonModel
+from fullshard.spec.settings.model_section import PythonModel
 from fullshard.system.dotted import import_callable
 from fullshard.torch_private.tensors import BatchNorm
 
@@ -251,7 +249,7 @@ def _step_gradient(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dic
 
 
 def check_tied_parameters(trial: ModelTrial) -> Finding:
-    """Looks for parameters that share memory without being one parameter, and for ties that are missing."""
+    """Looks for parameters that share memory without being one parameter."""
     section = trial.run.model
     if isinstance(section, PythonModel):
         # As the user's function makes it: on the meta device nothing has memory to share.
@@ -263,17 +261,10 @@ def check_tied_parameters(trial: ModelTrial) -> Finding:
                 why="sharding copies each into shards of its own, so they are no longer tied",
                 fix="one nn.Parameter for both: head.weight = embedding.weight, without .data",
             )
-    model = build_model(trial.run)
     names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in build_model(trial.run).named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     tied = [" = ".join(found) for found in names.values() if len(found) > 1]
-    if isinstance(section, HuggingFaceModel) and _lacks_tie(model):
-        return Finding.warning(
-            "the config has tie_word_embeddings, and the head has weights of its own",
-            why="the weights of the checkpoint are for a tied head",
-            fix="model.architecture as in the config, or model.options.tie_word_embeddings = false",
-        )
     return Finding.ok(f"tied: {'; '.join(tied[:2])}" if tied else "no tied parameters")
 
 
@@ -283,17 +274,6 @@ def _names_that_share_memory(model: nn.Module) -> list[str]:
         if not parameter.is_meta and parameter.numel():
             places[parameter.untyped_storage().data_ptr()][id(parameter)] = name
     return next((list(found.values()) for found in places.values() if len(found) > 1), [])
-
-
-def _lacks_tie(model: nn.Module) -> bool:
-    config: Any = getattr(model, "config", None)
-    wanted = bool(getattr(config, "tie_word_embeddings", False))
-    attempt = ErrorCapture()
-    with attempt:  # some models of transformers do not implement these methods
-        ends: list[Any] = [getattr(model, f"get_{end}_embeddings")() for end in ("input", "output")]
-        weights = [getattr(end, "weight", None) for end in ends]
-        return wanted and all(isinstance(one, Tensor) for one in weights) and weights[0] is not weights[1]
-    return False
 
 
 def check_initial_values(trial: ModelTrial) -> Finding:

@@ -22,7 +22,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 
 IGNORED = -100
-ROWS, _LENGTH = 4, 32
+_ROWS, _LENGTH = 4, 32
 # A larger copy would take a minute on two cores.
 _MOST_PARAMETERS = 150_000_000
 
@@ -172,7 +172,7 @@ def _choose_batches(run: Run) -> Batches:
     """Returns the first microbatches of data from Python, else random tokens of the model's vocabulary."""
     if run.data.source == "python":
         data = build_data(run)
-        plan = plain_plan(run, ranks=1, rows=ROWS)
+        plan = Plan.from_run(plain_run(run, rows=_ROWS, microbatch=_ROWS), world_size=1)
         return lambda number: next(iter(data.microbatches(number, rank=0, plan=plan)))
     vocabulary = find_vocabulary_rows(None, run) or tokenizer_vocabulary_size(run.data) or 256
     return partial(random_token_batch, run, vocabulary=vocabulary)
@@ -182,18 +182,13 @@ def random_token_batch(run: Run, number: int, *, vocabulary: int) -> dict[str, T
     """Returns a batch of random tokens with the keys that the run's data has: one document in each row."""
     length = min(run.data.sequence_length, _LENGTH)
     random = torch.Generator().manual_seed(number)
-    drawn = torch.randint(0, vocabulary, (ROWS, length + 1), generator=random)
+    drawn = torch.randint(0, vocabulary, (_ROWS, length + 1), generator=random)
     batch = {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
     if run.data.document_mask:
         batch["documents"] = torch.zeros_like(batch["tokens"])
-        batch["positions"] = torch.arange(length).expand(ROWS, length).contiguous()
-        batch["document_ends"] = torch.full((ROWS, 1), length, dtype=torch.int32)
+        batch["positions"] = torch.arange(length).expand(_ROWS, length).contiguous()
+        batch["document_ends"] = torch.full((_ROWS, 1), length, dtype=torch.int32)
     return batch
-
-
-def plain_plan(run: Run, *, ranks: int, rows: int) -> Plan:
-    """Returns a plan of `run` with `rows` sequences per rank and step, in fp32, sharded over all ranks."""
-    return Plan.from_run(plain_run(run, rows=rows * ranks, microbatch=rows), world_size=ranks)
 
 
 def plain_run(run: Run, *, rows: int, microbatch: int) -> Run:

@@ -232,7 +232,8 @@ class MicrobatchTracer:
 
     def _make_pre_forward_hook(self, index: int) -> Callable[..., Any]:
         unit = self.units[index]
-        dtype = TORCH_DTYPE[unit.settings(self.plan).precision.param]
+        precision = unit.settings(self.plan).precision
+        dtype = TORCH_DTYPE[precision.param] if precision.cast_inputs else None
 
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:  # signature: torch's forward pre-hook
             args, kwargs = _cast_floating_tensors(args, dtype), _cast_floating_tensors(kwargs, dtype)
@@ -323,7 +324,10 @@ class _NotifyWhenGradientsComplete(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _cast_floating_tensors(values: Any, dtype: torch.dtype) -> Any:
+def _cast_floating_tensors(values: Any, dtype: torch.dtype | None) -> Any:
+    """Casts the floating-point tensors in `values`, unless `dtype` is None."""
+    if dtype is None:
+        return values
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 

@@ -118,16 +118,20 @@ _NAMES = {
 # Key of an earlier version -> (its default, what replaces it).
 REMOVED: dict[str, tuple[Any, str]] = {
     "checkpoint.export": (False, "fullshard ckpt export, after the run"),
+    "data.attention_mask_field": ("attention_mask", "a column of that name: rename yours"),
+    "data.chat_template_kwargs_field": ("chat_template_kwargs", "a column of that name: rename yours"),
+    "data.labels_field": ("labels", "a column of that name: rename yours"),
+    "data.loss_mask_field": ("loss_mask", "a column of that name: rename yours"),
     "fault_tolerance.collective_timeout_seconds": (600.0, "fault_tolerance.watchdog_timeout_seconds"),
     "optimizer.momentum": (0.0, "optimizer.options = { momentum = … }"),
     "precision.buffer_dtype": (None, "nothing instead: buffers keep their dtype"),
-    "precision.cast_inputs": (True, "nothing instead: inputs are always cast"),
     "precision.initial_loss_scale": (65536.0, "nothing instead: the scale begins at 65536"),
     "precision.loss_scale_window": (
         2000,
         "nothing instead: the scale doubles after 2000 steps without an overflow",
     ),
     "precision.output_dtype": (None, "train.loss, a function that casts the outputs"),
+    "sharding.context_method": ("gather", "nothing instead: ranks gather keys and values"),
     "sharding.units.policy": (
         "block",
         "sharding.units.names, or min_parameters, or neither for the repeated blocks",
