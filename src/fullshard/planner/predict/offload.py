@@ -256,6 +256,20 @@ def host_busy_ticks(
     return HostBusyTicks(max(0, disk), update + norm, into, out)
 
 
+def least_shard_bytes_read(plan: Plan, units: Sequence[tuple[UnitCost, int, int]]) -> int:
+    """Returns a lower bound on the bytes of shards that the drive reads per step.
+
+    Each pass over the units starts with those that the previous pass left in memory. `units`: as `costs` in
+    `host_busy_ticks`.
+    """
+    there = 2 * plan.accumulation * UNIT_BUFFERS  # units left in memory before a pass, over all passes
+    read = 0
+    for sizes in ([u[0].shards_on_disk for u in units], [u[0].frozen_on_disk for u in units]):
+        whole = sum(gathers * size for size, (*_, gathers) in zip(sizes, units, strict=True))
+        read += max(0, whole - there * max(sizes, default=0))
+    return read
+
+
 class SlotBytesAtUpdateStart(NamedTuple):
     """Bytes of offloaded state in the three slots when an update begins."""
 

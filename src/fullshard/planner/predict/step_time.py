@@ -42,6 +42,7 @@ from fullshard.planner.predict.offload import (
     has_activation_copies,
     host_busy_ticks,
     host_norm_ticks,
+    least_shard_bytes_read,
     offload_time_per_byte,
     predict_activation_offload_terms,
     predict_offload_terms,
@@ -325,13 +326,14 @@ class StepTimePredictor:
         longer = _sum_compute_ticks(own, serial=self._serial) - _sum_compute_ticks(other, serial=self._serial)
         return max(0, longer) * plan.accumulation
 
-    def _host_busy_ticks(self, plan: Plan, *, shards_read: int = 0) -> HostBusyTicks:
-        """Returns the busy ticks of the host's streams. `shards_read`: bytes that the drive reads."""
+    def _host_busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> HostBusyTicks:
+        """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
         units = self.unit_costs(plan)
         reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
         gathers = count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
         each = list(zip(units.costs, units.counts, gathers, strict=True))
-        disk = to_ticks(offload_time_per_byte(plan, self.hardware).disk * shards_read) - units.spared
+        read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
+        disk = to_ticks(offload_time_per_byte(plan, self.hardware).disk * read) - units.spared
         return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
     def _time_terms(self, plan: Plan, streams: StreamClocks) -> TimeTerms:
