@@ -92,7 +92,8 @@ def float_options(app: typer.Typer, words: tuple[str, ...] = ()) -> Iterator[tup
         for one in inspect.signature(command.callback).parameters.values():
             kind, option = get_args(one.annotation)[:2]
             if float in (kind, *get_args(kind)):
-                yield (*words, command.name), option.default  # typer takes the first name for it
+                # typer takes the first name for it
+                yield (*words, command.name), f"--{one.name}" if option.default is ... else option.default
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0"])

@@ -26,7 +26,7 @@ def test_own_seconds_leave_out_waiting_the_run_queue_and_collections():
         with TimedRange("gather_sequence"), TimedRange("all_gather"):  # within it: counted once
             hands.now += 30
             hands.queued += 5
-            assert clock.current_wait() == "wait for exchange of heads"
+            assert clock.current_wait() == "wait for gather of sequences"
             clock.note_collection("start", {})
             hands.now += 2
             clock.note_collection("stop", {})

@@ -275,10 +275,14 @@ def make_converted(seeds: Path, directory: Path, rng: Random) -> None:
 
 
 def read_converted(directory: Path) -> None:
-    from fullshard.cli.convert import _read_config_text
+    from fullshard.system.small_files import SETTINGS_BYTES, read_text
 
     (path,) = directory.iterdir()
-    convert_config(_read_config_text(str(path)), name=path.name).run_toml_text()
+    try:
+        text = read_text(path, most_bytes=SETTINGS_BYTES)
+    except ValueError as error:  # as the command does
+        raise SpecError(f"{path} is not text.") from error
+    convert_config(text, name=path.name).run_toml_text()
 
 
 # --- data --------------------------------------------------------------------------------------------------

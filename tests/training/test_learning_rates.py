@@ -15,15 +15,14 @@ from fullshard.errors import CheckpointError, TrainError
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import ScheduleSection
 from fullshard.training.learning_rates import (
-    learning_rate_factor,
     rates_set_by_others,
     restore_rates_set_by_others,
     set_learning_rates,
-    warmup_warning,
     warn_of_schedule,
     warn_of_unused_settings,
 )
 from fullshard.training.loop import train
+from fullshard.training.schedule import learning_rate_factor, warmup_warning
 from fullshard.training.state import TrainState
 from tests.training.runs import local_bits, mean_square, run_of, sharded
 

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.errors import ShardError, SpecError, TrainError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.learning_rates import learning_rate_factor
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.models import OddModel

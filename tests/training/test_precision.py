@@ -15,9 +15,9 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import DeviceType, Plan, Precision
 from fullshard.spec.run import Run
-from fullshard.training.learning_rates import learning_rate_factor
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 

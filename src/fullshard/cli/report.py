@@ -29,7 +29,10 @@ def report(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was predicted and measured, as text or as a page, also while a run trains."""
+    """Show what was predicted and measured, as text or a page.
+
+    The run may be training still, or have died.
+    """
     if html_path is not None and as_json:
         raise typer.BadParameter("--html writes a page, and --json prints values: give one of them")
     if html_path is not None:

@@ -18,7 +18,7 @@ from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.system.process import count_usable_cores
-from fullshard.training.learning_rates import learning_rate_factor, warmup_warning
+from fullshard.training.schedule import learning_rate_factor, warmup_warning
 
 _COMMAND_SECONDS = 20
 
