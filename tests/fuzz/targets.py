@@ -32,6 +32,7 @@ from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.token_store import make_cache_directory, no_heartbeat
 from fullshard.data.tokenizer import open_tokenizer
+from fullshard.errors import SpecError
 from fullshard.models.huggingface import build_hf_model
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import read_config
