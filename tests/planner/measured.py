@@ -14,6 +14,9 @@ from fullshard.observe.memory import PeakMemory, measure_peak_memory
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.memory import peak_bytes
+from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.search import predict
+from fullshard.spec.machine.hardware import CollectiveRate, Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms
@@ -23,6 +26,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
+from tests.fakes.hardware import cpu_of
 
 # Large enough that scalars and scratch are nothing, small enough for a step in a tenth of a second.
 SHAPES = ["model.d_model=128", "model.layers=3", "model.d_ff=384", "model.vocabulary=1024"]
@@ -72,6 +76,21 @@ def evenly_routed(spec: ModelSpec) -> ModelSpec:
 
 def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
     return peak_bytes(described(plan, frozen=frozen), plan, rank=rank)
+
+
+def hardware_of_one_byte_per_second(ranks: int) -> Hardware:
+    """CPU ranks whose gathers and reduce-scatters take a second per byte: predicted seconds are bytes."""
+    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
+    free = rate.model_copy(update={"bytes_per_second": 1e30})
+    hardware = cpu_of(ranks)
+    link = hardware.within.model_copy(update={"all_gather": rate, "reduce_scatter": rate, "all_reduce": free})
+    return hardware.model_copy(update={"within": link})
+
+
+def model_parallel_bytes(plan: Plan) -> float:
+    """Bytes that the plan counts for collectives among ranks that share work."""
+    hardware = hardware_of_one_byte_per_second(plan.world_size)
+    return require_prediction(predict(described(plan), plan, hardware)).time.model_parallel
 
 
 def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:

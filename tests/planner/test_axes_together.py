@@ -9,9 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.models.loss import next_token_loss
-from fullshard.planner.predict.unit_bytes import unit_bytes
-from fullshard.planner.search.search import list_offload_targets, predict
-from fullshard.spec.machine.hardware import CollectiveRate
+from fullshard.planner.search.search import list_offload_targets
 from fullshard.spec.plan import Plan
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -19,8 +17,7 @@ from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
 from tests.planner.dry_step import dry_peak_bytes
-from tests.planner.measured import described, meta_model, microbatches, plan_of, predicted
-from tests.planner.search.test_search import prediction_of
+from tests.planner.measured import meta_model, microbatches, model_parallel_bytes, plan_of, predicted
 
 LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 2, 4, 8, 2, 64
 
@@ -70,14 +67,8 @@ def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Callable[..., Any])
     for own in counts:
         assert own["gather_sequence"] + own["reduce_sequence"] == shared
     assert sum(own["exchange_rows"] for own in counts) == RANKS * rows
-    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
-    free = rate.model_copy(update={"bytes_per_second": 1e30})
-    hardware = cpu_of(RANKS)
-    link = hardware.within.model_copy(update={"all_gather": rate, "reduce_scatter": rate, "all_reduce": free})
-    hardware = hardware.model_copy(update={"within": link})
     numbers = 8 * EXPERTS * LAYERS * plan.accumulation
-    found = prediction_of(predict(described(plan), plan, hardware)).time.model_parallel
-    assert found == pytest.approx(shared / 2 + (rows + numbers) * 3 / 4, rel=1e-9)
+    assert model_parallel_bytes(plan) == pytest.approx(shared / 2 + (rows + numbers) * 3 / 4, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +86,6 @@ def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Callable[..., Any])
 def test_a_rank_holds_what_the_plan_says(plan: Plan) -> None:
     """As the dry step, which runs the same code as training, if rows are balanced."""
     assert predicted(plan).total == pytest.approx(dry_peak_bytes(meta_model(plan), plan), rel=0.01)
-
-
-@pytest.mark.parametrize("expert", [1, 2, 4])
-def test_experts_are_sharded_over_all_ranks(expert: int) -> None:
-    """Also over those that share matmuls, whose experts are whole."""
-    plan = mixed_plan("model.layers=1", expert=expert)
-    unit = next(one for one in described(plan).units if one.has_experts)
-    size = unit_bytes(unit, plan)
-    assert size.shards * RANKS == 4 * unit.numel
-    assert size.gathered * expert == 4 * unit.numel
 
 
 def test_targets_that_the_search_tries_can_be_trained() -> None:

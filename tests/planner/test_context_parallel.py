@@ -5,17 +5,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.models.loss import next_token_loss
-from fullshard.planner.search.search import predict
-from fullshard.spec.machine.hardware import CollectiveRate
 from fullshard.spec.plan import Plan
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
-from tests.fakes.hardware import cpu_of
 from tests.planner.dry_step import dry_peak_bytes
-from tests.planner.measured import described, measured, meta_model, microbatches, plan_of, predicted
-from tests.planner.search.test_search import prediction_of
+from tests.planner.measured import (
+    measured,
+    meta_model,
+    microbatches,
+    model_parallel_bytes,
+    plan_of,
+    predicted,
+)
 
 LAYERS, RANKS = 2, 4
 
@@ -61,12 +64,7 @@ def test_ranks_send_what_the_plan_counts(kv_heads: int, ranks) -> None:
     tensors = 4 * keys_bytes(plan, heads=kv_heads)  # keys and values, and their gradients back
     expected = tensors * (RANKS - 1) // RANKS * LAYERS * plan.accumulation
     assert ranks(RANKS).run(sent_bytes, plan) == [expected] * RANKS
-    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
-    hardware = cpu_of(RANKS)
-    link = hardware.within.model_copy(update={"all_gather": rate, "reduce_scatter": rate})
-    hardware = hardware.model_copy(update={"within": link})
-    found = prediction_of(predict(described(plan), plan, hardware)).time.model_parallel
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert model_parallel_bytes(plan) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
@@ -75,19 +73,3 @@ def test_a_rank_holds_what_the_plan_and_the_dry_step_say(recompute: str, ranks) 
     real = sum(ranks(RANKS).run(measured, plan)[0].values())
     assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.002)
     assert predicted(plan).total == pytest.approx(real, rel=0.01)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kv_heads", [2, 8])
-def test_activations_are_divided_but_for_gathered_keys(kv_heads: int) -> None:
-    """A quarter, to a few percent: attention within documents keeps other small tensors than torch's own."""
-
-    def saved(context: int = RANKS) -> int:
-        settings = ["recompute.mode=none", f"model.kv_heads={kv_heads}"]
-        plan = context_plan(*settings, context=context, length=4096)
-        assert predicted(plan).moment.endswith("end forward")
-        return predicted(plan).activations
-
-    plan, whole = context_plan(f"model.kv_heads={kv_heads}", length=4096), saved(1)
-    gathered = 2 * LAYERS * keys_bytes(plan, heads=kv_heads)
-    assert saved() - gathered == pytest.approx((whole - gathered) / RANKS, rel=0.04)

@@ -189,7 +189,3 @@ def test_bytes_that_a_rung_frees_are_negative() -> None:
 def test_a_setting_of_a_rung_is_not_the_users(setting: str) -> None:
     with pytest.raises(SpecError, match="sets .* itself"):
         check_rungs_are_open(["train.steps=3", setting])
-
-
-def test_other_settings_are_the_users() -> None:
-    check_rungs_are_open(["train.steps=3", "precision.mode=bf16_reduce"])

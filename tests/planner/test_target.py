@@ -31,17 +31,6 @@ def test_what_the_user_sets_goes_before_what_the_name_says():
     assert (run.data.sequence_length, run.decoder_config.layers, run.decoder_config.d_model) == (512, 2, 4096)
 
 
-def test_a_config_is_found_by_its_path_its_directory_or_its_name_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    path = write_config(tmp_path / "models--org--model" / "snapshots" / "abc", {"model_type": "llama"})
-    for name in (str(path), str(path.parent), "org/model"):
-        model = resolve_plan_target(name).load_run([]).model
-        assert isinstance(model, HuggingFaceModel)
-        assert model.hf == str(path)
-
-
 def test_a_config_gives_the_length_of_sequences(tmp_path: Path):
     path = write_config(tmp_path, {"model_type": "gpt2", "n_positions": 1024})
     subject = resolve_plan_target(str(path))

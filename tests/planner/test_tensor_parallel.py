@@ -7,13 +7,10 @@ from fullshard.planner.predict.memory import (
     peak_bytes,
 )
 from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.search.search import predict
-from fullshard.spec.machine.hardware import CollectiveRate
 from fullshard.spec.plan import Plan
-from tests.fakes.hardware import cpu_of, hardware_of
+from tests.fakes.hardware import hardware_of
 from tests.planner.dry_step import dry_peak_bytes
-from tests.planner.measured import described, measured, meta_model, plan_of, predicted
-from tests.planner.search.test_search import prediction_of
+from tests.planner.measured import described, measured, meta_model, model_parallel_bytes, plan_of, predicted
 from tests.planner.test_context_parallel import sent_bytes
 from tests.planner.test_memory_bound import bound_of
 
@@ -40,13 +37,7 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
     hidden = 4 * plan.microbatch * LENGTH * plan.run.decoder_config.d_model
     expected = times * hidden * (RANKS - 1) // RANKS * plan.accumulation
     assert ranks(RANKS).run(sent_bytes, plan) == [expected] * RANKS
-    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
-    hardware = cpu_of(RANKS)
-    free = rate.model_copy(update={"bytes_per_second": 1e30})
-    link = hardware.within.model_copy(update={"all_gather": rate, "reduce_scatter": rate, "all_reduce": free})
-    hardware = hardware.model_copy(update={"within": link})
-    found = prediction_of(predict(described(plan), plan, hardware)).time.model_parallel
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert model_parallel_bytes(plan) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -75,28 +66,6 @@ def test_a_rank_holds_what_the_plan_and_the_dry_step_say(overrides: list[str], r
     real = sum(ranks(RANKS).run(measured, plan)[0].values())
     assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.005)
     assert predicted(plan).total == pytest.approx(real, rel=0.01)
-
-
-# Described once for both tests.
-HALF = ("recompute.mode=none", "model.kv_heads=8", "precision.mode=bf16", "model.layers=3")
-
-
-def test_activations_without_recompute_are_divided() -> None:
-    """All of them: a gathered input is not saved, but gathered again. Tables of positions are whole."""
-
-    def saved(tensor: int) -> float:
-        plan = tensor_plan(*HALF, tensor=tensor)
-        (end,) = [p.end for p in described(plan).trace_for_plan(plan).phases if p.event == "end_forward"]
-        return end.activations.per_sequence
-
-    assert saved(RANKS) == pytest.approx(saved(1) / RANKS, rel=0.05)
-
-
-def test_shards_of_matrices_stay_and_vectors_are_on_every_rank() -> None:
-    plans = [tensor_plan(*HALF, tensor=t) for t in (1, RANKS)]
-    one, divided = (predicted(plan).parameter_shards for plan in plans)
-    vectors = sum(p.numel for unit in described(plans[0]).units for p in unit.parameters if len(p.shape) == 1)
-    assert divided - one == 4 * vectors * (RANKS - 1) // RANKS
 
 
 @pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.long), "full"])

@@ -284,13 +284,6 @@ def test_of_what_moves_two_blocks_are_on_the_gpu_at_most():
     assert backward[0].waits
 
 
-def test_what_moves_does_not_depend_on_the_microbatch():
-    """So that the trace of two sizes tells all."""
-    one = on_gpu("recompute.mode=offload")
-    assert one.microbatch is None
-    assert len(of_forward(one, 3).out) == len(of_forward(on_gpu("recompute.mode=offload", batch=64), 3).out)
-
-
 def test_a_finished_microbatch_leaves_nothing_alive():
     for overrides in ([], ["recompute.mode=selective"], ["recompute.mode=offload"]):
         phases = only_trace(plan_of(*overrides)).phases
@@ -448,24 +441,6 @@ def test_only_attention_has_the_width_of_a_head():
     spec, _ = matmuls_of_a_gpu("precision.mode=bf16")
     widths = {kernel.kind: kernel.head_dim for kernel in spec.kernels if kernel.kind != "elementwise"}
     assert widths == {"matmul": 0, "attention": 16, "attention_backward": 16}
-
-
-@pytest.mark.long
-def test_casts_to_fp8_are_fused_where_blocks_are_compiled():
-    pytest.importorskip("torchao")
-    moved: dict[bool, float] = {}
-    for compiled in (False, True):
-        settings = (
-            *("precision.mode=fp8", "precision.fp8_min_features=16", "model.layers=1"),
-            *("recompute.mode=none", f"run.compile={str(compiled).lower()}"),
-        )
-        plan = plan_of(*settings)
-        spec = describe(decoder(plan), plan, loss=next_token_loss, device_type="cuda")
-        trace = spec.choose_trace(plan.run.recompute, 2, compiled=compiled)
-        launches = [(spec.kernels[one.kernel], one.times) for phase in trace.phases for one in phase.work]
-        elementwise = (n * kernel.bytes.value_at(2) for kernel, n in launches if kernel.kind == "elementwise")
-        moved[compiled] = sum(elementwise)
-    assert moved[True] < 0.5 * moved[False]
 
 
 def test_each_unit_with_a_backward_is_gathered_for_it_wherever_its_modules_are_frozen():

@@ -134,13 +134,6 @@ def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Ru
 
 
 @pytest.mark.long
-def test_dense_blocks_before_those_of_a_mixture_do_not_make_all_be_traced(tmp_path: Path) -> None:
-    pins = ("recompute.mode=selective", "run.compile=true")
-    run = mixture_run("deepseek_v3", tmp_path, *pins, num_hidden_layers=12, first_k_dense_replace=3)
-    assert all(trace.repeats for trace in describe_run(run, "cuda", cached=False).traces)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled_blocks_with_experts_are_as_if_they_were_traced_alone(mode: str, tmp_path: Path) -> None:
     run = mixture_run("granitemoe", tmp_path, f"recompute.mode={mode}")

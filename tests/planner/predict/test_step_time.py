@@ -211,15 +211,6 @@ def test_recompute_is_told_apart():
     assert full.compute == pytest.approx(none.compute, rel=0.01)
 
 
-def test_the_compiler_saves_elementwise_traffic():
-    hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B, compiled=True)
-    eager, compiled = (
-        predict_terms(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"run.compile={c}"), hardware)
-        for c in ("false", "true")
-    )
-    assert compiled.compute < eager.compute
-
-
 def test_stragglers_are_a_part_of_everything_else():
     spec, plan = decoder_spec(LLAMA_8B), plan_for(LLAMA_8B, 16, "train.global_batch=16")
     terms = predict_terms(spec, plan, hardware_of(2, 8))

@@ -17,14 +17,10 @@ def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> PlanExpla
     return explain_plan(search(spec, hardware, run, with_front=True), hardware, spec=spec, run=run)
 
 
-def test_plenty_of_all_leaves_computing_to_bind():
-    hardware = hardware_of(1, 8, gib=4000, scale=10)
-    hardware = hardware.model_copy(update={"contention": 0.0})
-    assert explained(hardware).binds == "computing"
-
-
-def test_slow_links_bind():
-    assert explained(hardware_of(1, 8, gib=4000, scale=0.01)).binds == "links"
+@pytest.mark.parametrize(("scale", "limit"), [(10, "computing"), (0.01, "links")])
+def test_with_enough_memory_the_limit_is_computing_or_slow_links(scale: float, limit: str):
+    hardware = hardware_of(1, 8, gib=4000, scale=scale).model_copy(update={"contention": 0.0})
+    assert explained(hardware).binds == limit
 
 
 def test_memory_binds_where_more_of_it_would_be_faster():
