@@ -345,17 +345,6 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert rates(section("cosine", warmup=10, final=0.2), 31)[20] == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_of_one_step_takes_it_at_the_peak(kind: str) -> None:
-    assert rates(section(kind), 1) == [1.0]
-    assert rates(section(kind, warmup=3), 4)[-1] == 1.0  # the only step after the warmup
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_shorter_than_its_warmup_never_reaches_the_peak(kind: str) -> None:
-    assert rates(section(kind, warmup=20), 5) == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25])
-
-
 @given(st.integers(1, 10**9), st.integers(0, 10**9))
 def test_a_run_that_ends_before_its_warmup_says_so(steps: int, warmup: int) -> None:
     run = Run.load(overrides=[f"train.steps={steps}", f"schedule.warmup_steps={warmup}"])

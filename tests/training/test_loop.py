@@ -62,17 +62,6 @@ def test_a_step_tells_what_it_did(ranks: Any) -> None:
     assert first[0][0].tokens == BATCH * 4, "a row counts as data.sequence_length"
 
 
-def learns() -> tuple[float, float]:
-    state, plan = sharded(run_of("train.steps=60", "optimizer.learning_rate=3e-2"), data=[pairs(0)] * 60)
-    losses = [step.loss for step in train(state, plan, loss=mean_square)]
-    return losses[0], losses[-1]
-
-
-def test_any_module_learns_with_any_loss(ranks: Any) -> None:
-    first, last = ranks(1).run(learns)[0]
-    assert last < 0.2 * first
-
-
 # Data
 
 
@@ -274,12 +263,9 @@ def modes(*, root: bool) -> list[list[bool]]:
     return seen
 
 
-def test_modules_train_in_the_modes_that_the_user_chose(ranks: Any) -> None:
-    assert ranks(1).run(partial(modes, root=True)) == [[[False, True]] * 4]
-
-
-def test_a_model_in_evaluation_mode_is_put_into_training_mode(ranks: Any) -> None:
-    assert ranks(1).run(partial(modes, root=False)) == [[[True, True]] * 4]
+@pytest.mark.parametrize("root", [True, False], ids=["training", "evaluation"])
+def test_modules_keep_their_modes_unless_the_model_is_in_evaluation_mode(root: bool, ranks: Any) -> None:
+    assert ranks(1).run(partial(modes, root=root)) == [[[not root, True]] * 4]
 
 
 def freezes_in_the_loop() -> list[bool]:

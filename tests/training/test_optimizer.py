@@ -1,6 +1,7 @@
 """The optimizer that a run names: its class, its options, its groups, and that it updates what is trained."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,11 +125,6 @@ def test_a_class_that_cannot_update_shards_is_refused_before_the_first_step(
             assert said == "trained" or "cannot train these parameters" in said or "names no" in said
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has none")
-def test_muon_which_takes_matrices_alone_is_refused_for_biases(ranks: Any) -> None:
-    assert "Muon only supports 2D parameters" in ranks(1).run(refused, "optimizer.name=torch.optim.Muon")[0]
-
-
 def test_pure_bf16_takes_adamw_alone(ranks: Any) -> None:
     pure = "precision.mode=bf16_pure"
     assert ranks(1).run(described, pure)[0][0] == "StochasticAdamW"
@@ -209,62 +205,51 @@ def test_norms_and_biases_of_two_dims_do_not_decay(ranks: Any) -> None:
 # Order: sharded, then built, before any forward
 
 
-def built_on_the_unsharded() -> str:
+def build_unsharded() -> None:
     plan = Plan.from_run(run_of(), world_size=1)
-    with pytest.raises(ShardError) as raised:
-        build_optimizer(unsharded(plan.run), plan)
-    return raised.value.what
+    build_optimizer(unsharded(plan.run), plan)
 
 
-def built_while_gathered() -> str:
+def build_while_gathered() -> None:
     state, plan = sharded(run_of("sharding.strategy=shard_grad_op"))
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    with pytest.raises(ShardError) as raised:
-        build_optimizer(state.model, plan)
-    return raised.value.what
+    build_optimizer(state.model, plan)
 
 
-def built_before_sharding() -> str:
+def build_before_sharding() -> None:
     plan = Plan.from_run(run_of(), world_size=1)
     model = unsharded(plan.run)
     optimizer = torch.optim.AdamW(model.parameters())
-    model = shard(model, plan)
-    with pytest.raises(TrainError) as raised:
-        TrainState(model, optimizer)
-    return raised.value.what
+    TrainState(shard(model, plan), optimizer)
 
 
-def built_on_the_frozen() -> str:
+def build_for_frozen_parameters() -> None:
     plan = Plan.from_run(run_of(), world_size=1)
-    model = shard(meta(Regression).requires_grad_(False), plan)
-    with pytest.raises(ShardError) as raised:
-        build_optimizer(model, plan)
-    return raised.value.what
+    build_optimizer(shard(meta(Regression).requires_grad_(False), plan), plan)
 
 
-def step_with_a_closure() -> str:
+def step_with_a_closure() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(TrainError) as raised:
-        TrainState(model, torch.optim.LBFGS(model.parameters()))
-    return raised.value.what
+    TrainState(model, torch.optim.LBFGS(model.parameters()))
 
 
 @pytest.mark.parametrize(
-    ("attempt", "what"),
+    ("attempt", "message"),
     [
         (step_with_a_closure, "the step of LBFGS needs arguments."),
-        (built_on_the_unsharded, "Regression is not sharded."),
-        (built_while_gathered, "is gathered at the moment."),
-        (built_before_sharding, "the optimizer holds parameters that are not the model's."),
-        (built_on_the_frozen, "Regression has no trainable parameter."),
+        (build_unsharded, "Regression is not sharded."),
+        (build_while_gathered, "is gathered at the moment."),
+        (build_before_sharding, "the optimizer holds parameters that are not the model's."),
+        (build_for_frozen_parameters, "Regression has no trainable parameter."),
     ],
 )
 def test_an_optimizer_that_would_not_update_the_shards_is_refused(
-    attempt: Any, what: str, ranks: Any
+    attempt: Any, message: str, ranks: Any
 ) -> None:
-    assert what in ranks(1).run(attempt)[0]
+    with pytest.raises((ShardError, TrainError), match=re.escape(message)):
+        ranks(1).run(attempt)
 
 
 def test_a_step_that_a_scheduler_or_a_decorator_wraps_needs_no_arguments() -> None:

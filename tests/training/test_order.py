@@ -24,60 +24,27 @@ from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, ru
 # The fake device notices what it is there for
 
 
-def read_item(x: Tensor) -> object:
-    return x.sum().item()
-
-
-def read_bool(x: Tensor) -> object:
-    return bool(x.sum() > 0)
-
-
-def read_list(x: Tensor) -> object:
-    return x.tolist()
-
-
-def read_format(x: Tensor) -> object:
-    return f"{x[0]:.3f}"
-
-
-def read_mask(x: Tensor) -> object:
-    return x[x > 0]
-
-
-def read_nonzero(x: Tensor) -> object:
-    return x.nonzero()
-
-
-def read_equal(x: Tensor) -> object:
-    return torch.equal(x, x)
-
-
-def copy_list(x: Tensor) -> object:
-    return torch.tensor([1.0, 2.0], device=x.device)
-
-
-def copy_to(x: Tensor) -> object:
-    return torch.ones(3).to(x.device)
-
-
-def copy_into_slice(x: Tensor) -> object:
+def copy_into_slice(x: Tensor) -> None:
     x[:2] = torch.tensor([1.0, 2.0])
-    return x
 
 
-def copy_to_host(x: Tensor) -> object:
-    return torch.empty(3).copy_(x)
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.sum() > 0),
+    "list": lambda x: x.tolist(),
+    "format": lambda x: f"{x[0]:.3f}",
+    "mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "equal": lambda x: torch.equal(x, x),
+    "tensor of a list": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "to the device": lambda x: torch.ones(3).to(x.device),
+    "into a slice": copy_into_slice,
+    "to the host": lambda x: torch.empty(3).copy_(x),
+    "read before the copy is done": lambda x: torch.empty(3).copy_(x, non_blocking=True).tolist(),
+}
 
 
-def read_at_once(x: Tensor) -> object:
-    return torch.empty(3).copy_(x, non_blocking=True).tolist()
-
-
-WAITS = [read_item, read_bool, read_list, read_format, read_mask, read_nonzero, read_equal]
-WAITS += [copy_list, copy_to, copy_into_slice, copy_to_host, read_at_once]
-
-
-@pytest.mark.parametrize("act", WAITS)
+@pytest.mark.parametrize("act", WAITS.values(), ids=list(WAITS))
 def test_the_fake_device_notes_each_wait(act: Callable[[Tensor], object]) -> None:
     x = torch.randn(3)
     with FakeDevice() as device:

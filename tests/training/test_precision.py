@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.parallel.materialize import materialize
-from fullshard.spec.plan import DeviceType, Plan, Precision
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.learning_rates import learning_rate_factor
 from fullshard.training.loop import train
@@ -213,18 +213,3 @@ def test_pure_bf16_losses_are_at_most_three_times_as_far_from_fp32_as_bf16_ones(
 ) -> None:
     """The weights themselves have 8 bits; factors of 0.8 to 1.6 were seen."""
     assert distance_to_fp32(run_case(case, ranks, mode="bf16_pure")) < 3 * distance_to_fp32(five_bf16_runs())
-
-
-def test_the_automatic_precision_is_bf16_where_the_hardware_has_it() -> None:
-    fp32, bf16 = Precision.from_mode("fp32"), Precision.from_mode("bf16")
-
-    def chosen(device: DeviceType, mode: str = "auto", *, bf16_hardware: bool | None = None) -> Precision:
-        run = make_run(mode)
-        return Plan.from_run(run, world_size=1, device=device, bf16_hardware=bf16_hardware).precision
-
-    assert chosen("cpu") == fp32
-    assert chosen("cuda") == bf16
-    assert chosen("cuda", bf16_hardware=False) == fp32
-    assert chosen("cpu", bf16_hardware=True) == bf16
-    assert chosen("cpu", "bf16") == bf16
-    assert chosen("cuda", "fp32", bf16_hardware=True) == fp32

@@ -13,18 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import TrainError
 from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.gradients import (
-    local_gradient_norms,
-    local_share_of_squared_norm,
-    tensors_counted_here,
-)
 from fullshard.training.loop import Step, train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -84,11 +79,6 @@ def counted_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor
     return ((model(x) - y).square().sum(1) * counted).sum(), counted.sum()
 
 
-def counted_rows_as_int(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    total, count = counted_rows(model, batch)
-    return total, int(count)
-
-
 @pytest.mark.parametrize(("n", "microbatch"), [(1, 3), (2, 2), (3, 1), (3, 4)])
 def test_a_sum_is_divided_by_the_count_over_ranks_and_microbatches(
     n: int, microbatch: int, ranks: Any
@@ -106,13 +96,6 @@ def test_a_sum_is_divided_by_the_count_over_ranks_and_microbatches(
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
         assert step.loss == pytest.approx(mean, rel=1e-5)
         assert (step.tokens, step.trained_tokens) == (run.tokens_per_step, count)
-
-
-def test_a_count_may_be_an_int(ranks: Any) -> None:
-    results = [
-        ranks(2).run(gradient_of_a_step, unclipped(2), f)[0] for f in (counted_rows, counted_rows_as_int)
-    ]
-    assert same_bits(results[0][0], results[1][0])
 
 
 def mean_of_counted_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -424,36 +407,6 @@ def test_no_objects_pile_up_from_step_to_step(more: tuple[str, ...], ranks: Any)
     for (objects, tensors), (objects_later, tensors_later) in ranks(2).run(live_objects, more):
         assert tensors_later == tensors
         assert objects_later - objects < 20
-
-
-# Gradients #
-SIZES = (7, 3, 1, 8, 2, 5, 4, 6)
-
-
-def counted_and_norms() -> tuple[int, float, float]:
-    """Returns the number of elements that this rank counts, the sum of all shares, and what it should be."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    placements = ((Replicate(), Replicate()), (Replicate(), Shard(0)), (Shard(0), Replicate()))
-    wholes = [torch.randn(4, size) for size in SIZES for _ in placements] + [torch.randn(())]
-    gradients = [
-        distribute_tensor(whole, mesh, placements[number % len(placements)])
-        for number, whole in enumerate(wholes[:-1])
-    ]
-    counted = tensors_counted_here([*gradients, wholes[-1]])
-    share = torch.as_tensor(local_share_of_squared_norm(local_gradient_norms(counted)), dtype=torch.float64)
-    dist.all_reduce(share)
-    expected = sum(whole.double().square().sum().item() for whole in wholes)
-    return sum(tensor.numel() for tensor in counted), share.item(), expected
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_each_part_of_a_gradient_is_counted_by_one_of_the_ranks_that_have_it(world_size, ranks):
-    found = ranks(world_size).run(counted_and_norms)
-    for _, norm, expected in found:
-        assert norm == pytest.approx(expected, rel=1e-6)
-    counts = [count for count, *_ in found]
-    assert max(counts) - min(counts) <= 2 * 3 * 4 * max(SIZES)  # a largest tensor more or less, of each kind
 
 
 # Tokens #

@@ -77,13 +77,6 @@ def test_consecutive_seeds_give_independent_noise() -> None:
     assert abs(float(neighbours)) < 5 / math.sqrt(15 * n)
 
 
-def test_other_dtypes_are_copied() -> None:
-    exact = torch.tensor([1.0001, -3.3])
-    out = torch.empty(2)
-    round_stochastically(exact.clone(), out=out, halfwords=torch.tensor([3, 65535], dtype=torch.int32))
-    assert torch.equal(out, exact)
-
-
 # The optimizer
 
 
