@@ -319,8 +319,3 @@ def test_of_keys_that_contradict_each_other_the_first_counts_and_the_other_is_to
     assert conversion.run.sharding.strategy is Strategy.NO_SHARD
     assert conversion.key_results[1].verdict is KeyVerdict.NOT_SUPPORTED
     assert "distributed_type" in conversion.key_results[1].why
-
-
-def test_a_program_is_refused_with_the_formats_that_are_read():
-    with pytest.raises(SpecError, match="a DeepSpeed JSON, or a torchtitan TOML"):
-        convert_config("FSDP(model)", name="train.py")

@@ -375,12 +375,6 @@ def test_epochs_are_a_duration_unless_steps_are():
     assert verdict_of(both, "num_train_epochs") is KeyVerdict.NOT_NEEDED
 
 
-def test_a_warmup_that_is_a_fraction_needs_the_number_of_steps():
-    text = "output_dir: a\nmodel_name_or_path: b\nwarmup_ratio: 0.1\n"
-    assert converted(f"{text}max_steps: 200").run.schedule.warmup_steps == 20
-    assert verdict_of(converted(text), "warmup_ratio") is KeyVerdict.NOT_SUPPORTED
-
-
 def test_a_decoder_has_positions_for_the_sequences():
     assert (
         converted(

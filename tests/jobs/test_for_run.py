@@ -53,14 +53,6 @@ def test_what_is_left_open_is_the_best_of_all_that_the_planner_knows() -> None:
     assert planned() == best
 
 
-def test_the_choice_is_the_same_each_time_and_is_predicted() -> None:
-    first = planned()
-    assert first == planned()
-    assert first.prediction is not None
-    assert first.world_size == 2
-    assert "auto" not in (first.run.sharding.strategy, first.run.recompute.mode, first.run.prefetch.mode)
-
-
 def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> None:
     (tmp_path / "a.txt").write_text("some words " * 200)
     data = ("data.source=text", f'data.paths=["{tmp_path}/a.txt"]', f"data.cache={tmp_path}/cache")

@@ -43,13 +43,6 @@ def test_an_attempt_goes_on_with_what_its_own_launch_has_written(tmp_path: Path)
     assert (root / METRICS).read_text() == "a step\n" * 2
 
 
-def test_another_launch_sets_it_aside(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    attempt(root, ONE)
-    other = attempt(root, OTHER)
-    assert (other.previous_attempt, other.previous_run) == (None, tmp_path / "run.1")
-
-
 def test_what_an_earlier_launch_left_is_set_aside_once(tmp_path: Path) -> None:
     root = tmp_path / "run"
     attempt(root, OTHER)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.errors import ShardError
-from fullshard.parallel.blocks import called_modules_with_parameters
 from fullshard.parallel.units import ROOT, Unit, find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import ARCHITECTURES, WIDTH, Block, Encoder, Repeating, on_meta
@@ -54,14 +53,6 @@ def reachable(module: nn.Module, *, stop: set[nn.Module]) -> list[nn.Module]:
 def test_every_parameter_is_in_exactly_one_unit(name: str, section: dict[str, Any]) -> None:
     model = on_meta(name)
     check_partition(model, find_units(model, UnitSection(**section)))
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_parameter_is_in_exactly_one_unit_of_a_predicate(name: str) -> None:
-    model = on_meta(name)
-    for offset in range(3):
-        wanted = list(called_modules_with_parameters(model))[offset::3]
-        check_partition(model, find_units(model, UnitSection(), predicate=lambda n, _, w=wanted: n in w))
 
 
 @pytest.mark.parametrize(

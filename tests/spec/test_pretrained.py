@@ -12,7 +12,6 @@ from fullshard.spec.pretrained import (
     preset_or_none,
     read_config,
     read_presets,
-    similar_preset_names,
 )
 from fullshard.spec.settings.model_section import DecoderConfig
 
@@ -137,9 +136,3 @@ def test_a_model_that_cannot_be_expressed_says_why(name):
     with pytest.raises(SpecError, match="reference decoder cannot express it: ") as raised:
         preset_or_none(name)
     assert "fullshard[hf]" in str(raised.value)
-
-
-def test_a_name_that_is_nearly_one_is_answered_with_it():
-    assert preset_or_none("lama3-8b") is None
-    assert "llama3-8b" in similar_preset_names("lama3-8b")
-    assert similar_preset_names("#") == [preset.name for preset in read_presets()]

@@ -14,15 +14,6 @@ from fullshard.spec.machine.hardware_text import hardware_on
 CURVE = (RatePoint(1e3, 1e9), RatePoint(1e6, 4e9), RatePoint(1e9, 8e9))
 
 
-@pytest.mark.parametrize("text", ["2x8xH100", "MI300X", "4xL4"])
-def test_a_saved_file_reads_back_equal(text: str, tmp_path: Path):
-    hardware = hardware_on(text).model_copy(
-        update={"source": 'a "quoted" \\ line\nand another', "price_per_hour": 2.5, "stragglers": 1 / 3}
-    )
-    hardware.save(tmp_path / "hardware.toml")
-    assert Hardware.load(tmp_path / "hardware.toml") == hardware
-
-
 @given(
     figure=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     name=st.text(st.characters(exclude_categories=["Cs"])),
