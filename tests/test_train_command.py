@@ -14,16 +14,9 @@ from fullshard.errors import INTERRUPTED_EXIT_CODE
 from fullshard.spec.records.measurement import Measurement
 
 TINY = [
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=12",
-    "train.validate_every=0",
-    "train.validate_sequences=4",
-    "log.sample_tokens=5",
-    "run.device=cpu",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=12", "train.validate_every=0"),
+    *("train.validate_sequences=4", "log.sample_tokens=5", "run.device=cpu"),
 ]
 
 

@@ -21,14 +21,8 @@ from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
 
 SMALL = (
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=12",
-    "run.device=cpu",
-    "precision.mode=bf16",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=12", "run.device=cpu", "precision.mode=bf16"),
 )
 
 
@@ -160,13 +154,9 @@ def test_a_tier_of_another_optimizer_is_refused_before_ranks_start() -> None:
 
 
 BRANCHING = (
-    "model.python=tests.models.own:Branching",
-    "train.loss=tests.models.own:square_loss",
-    "data.source=python",
-    "data.factory=tests.models.own:Given",
-    "data.options.name=pyramid",
-    "train.global_batch=12",
-    "run.device=cpu",
+    *("model.python=tests.models.own:Branching", "train.loss=tests.models.own:square_loss"),
+    *("data.source=python", "data.factory=tests.models.own:Given", "data.options.name=pyramid"),
+    *("train.global_batch=12", "run.device=cpu"),
 )
 
 

@@ -14,13 +14,8 @@ from fullshard.jobs.train import run_job
 from fullshard.spec.run import Run
 
 TINY = [
-    "model.layers=1",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=2",
-    "train.validate_every=0",
+    *("model.layers=1", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=2", "train.validate_every=0"),
     "log.sample_tokens=0",
 ]
 

@@ -20,19 +20,10 @@ from tests.launch.command import performed
 
 # Of 20 equal blocks of 3 million parameters, of a few tokens: the state is all there is.
 MANY_LAYERS = (
-    "model.d_model=512",
-    "model.heads=8",
-    "model.d_ff=1536",
-    "model.vocabulary=256",
-    "model.layers=20",
-    "data.sequence_length=32",
-    "sharding.strategy=full_shard",
-    "precision.mode=fp32",
-    "recompute.mode=none",
-    "offload.sub_group_parameters=1000000",
-    "offload.host_bytes=1000000000",
-    "train.microbatch=1",
-    "run.device=cpu",
+    *("model.d_model=512", "model.heads=8", "model.d_ff=1536", "model.vocabulary=256"),
+    *("model.layers=20", "data.sequence_length=32", "sharding.strategy=full_shard"),
+    *("precision.mode=fp32", "recompute.mode=none", "offload.sub_group_parameters=1000000"),
+    *("offload.host_bytes=1000000000", "train.microbatch=1", "run.device=cpu"),
 )
 STEPS = 4
 # What the whole command has beside a model, in address space: data and imports 80 MB, the memory meter 50,

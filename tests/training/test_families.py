@@ -32,20 +32,11 @@ from tests.fakes.families import AUDIO, FAMILIES, MIXTURES, STATE_SPACE, VISION_
 
 STEPS, RATE, MOMENTUM = 2, 0.1, 0.9
 SETTINGS = (
-    "data.source=python",
-    "data.factory=tests.models.own:Given",
-    "sharding.strategy=full_shard",
-    "precision.mode=fp32",
-    f"train.steps={STEPS}",
-    "train.global_batch=4",
-    "train.microbatch=2",
-    "optimizer.name=sgd",
-    f"optimizer.learning_rate={RATE}",
-    f"optimizer.options={{momentum={MOMENTUM}}}",
-    "optimizer.weight_decay=0",
-    "optimizer.clip_norm=0",
-    "schedule.kind=constant",
-    "schedule.warmup_steps=0",
+    *("data.source=python", "data.factory=tests.models.own:Given", "sharding.strategy=full_shard"),
+    *("precision.mode=fp32", f"train.steps={STEPS}", "train.global_batch=4", "train.microbatch=2"),
+    *("optimizer.name=sgd", f"optimizer.learning_rate={RATE}"),
+    *(f"optimizer.options={{momentum={MOMENTUM}}}", "optimizer.weight_decay=0"),
+    *("optimizer.clip_norm=0", "schedule.kind=constant", "schedule.warmup_steps=0"),
 )
 KINDS = {
     "audio": list(AUDIO),

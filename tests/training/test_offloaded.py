@@ -85,14 +85,8 @@ def adapted(run: Run) -> tuple[TrainState, Plan]:
 
 
 ADAPTERS = (
-    "adapter.rank=4",
-    "adapter.alpha=12",
-    "adapter.base_dtype=bf16",
-    "model.d_model=32",
-    "model.layers=2",
-    "model.d_ff=48",
-    f"model.vocabulary={VOCABULARY}",
-    "data.sequence_length=9",
+    *("adapter.rank=4", "adapter.alpha=12", "adapter.base_dtype=bf16", "model.d_model=32"),
+    *("model.layers=2", "model.d_ff=48", f"model.vocabulary={VOCABULARY}", "data.sequence_length=9"),
 )
 
 

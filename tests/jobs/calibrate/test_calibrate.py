@@ -58,11 +58,7 @@ def test_the_file_reads_back_equal_and_the_table_names_every_kind(found: list[Ha
     assert Hardware.load(tmp_path / "hardware.toml") == found[0]
     table = dict(calibration_rows(found[0]))
     for label in (
-        "matmul fp32",
-        "attention bf16",
-        "memory",
-        "fused AdamW",
-        "AdamW on the host",
+        *("matmul fp32", "attention bf16", "memory", "fused AdamW", "AdamW on the host"),
         "reduce-scatter within",
     ):
         assert label in table

@@ -21,33 +21,16 @@ from fullshard.spec.run import Run
 from tests.fakes.specs import phases_with_kernels
 
 SMALL = (
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=12",
-    "precision.mode=bf16",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=12", "precision.mode=bf16"),
 )
 # Settings that are in no key.
 OTHERS = (
-    "train.global_batch=96",
-    "train.steps=7",
-    "train.gradient_sync=last_microbatch",
-    "optimizer.name=sgd",
-    "schedule.warmup_steps=1",
-    "sharding.strategy=hybrid_shard",
-    "sharding.shard_degree=1",
-    "prefetch.mode=none",
-    "offload.update=device",
-    "checkpoint.keep=3",
-    "fault_tolerance.on_spike=skip",
-    "log.every=3",
-    "run.dir=elsewhere",
-    "run.seed=4",
-    "run.device=cuda",
-    "data.packing=best_fit",
-    "data.validation_fraction=0.2",
+    *("train.global_batch=96", "train.steps=7", "train.gradient_sync=last_microbatch"),
+    *("optimizer.name=sgd", "schedule.warmup_steps=1", "sharding.strategy=hybrid_shard"),
+    *("sharding.shard_degree=1", "prefetch.mode=none", "offload.update=device", "checkpoint.keep=3"),
+    *("fault_tolerance.on_spike=skip", "log.every=3", "run.dir=elsewhere", "run.seed=4"),
+    *("run.device=cuda", "data.packing=best_fit", "data.validation_fraction=0.2"),
 )
 
 

@@ -144,18 +144,10 @@ def test_the_cache_keeps_what_was_used_last_and_has_a_limit(environment: dict[st
 
 
 CHANGES = [
-    "model.layers=5",
-    "model.tied=true",
-    "model.rope_theta=500000",
-    "data.sequence_length=32",
-    "data.document_mask=true",
-    "train.microbatch=2",
-    "precision.mode=bf16",
-    "precision.fp8_min_features=16",
-    "recompute.mode=none",
-    "recompute.save_matmuls=2",
-    "sharding.units.min_parameters=10000000",
-    "adapter.rank=4",
+    *("model.layers=5", "model.tied=true", "model.rope_theta=500000", "data.sequence_length=32"),
+    *("data.document_mask=true", "train.microbatch=2", "precision.mode=bf16"),
+    *("precision.fp8_min_features=16", "recompute.mode=none", "recompute.save_matmuls=2"),
+    *("sharding.units.min_parameters=10000000", "adapter.rank=4"),
 ]
 
 
