@@ -14,14 +14,7 @@ from fullshard.cli.main import _COMMANDS, EXAMPLES, _build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
 
 VERBS = [
-    [],
-    ["train"],
-    ["plan"],
-    ["calibrate"],
-    ["report"],
-    ["init"],
-    ["ckpt"],
-    ["ckpt", "list"],
+    *([], ["train"], ["plan"], ["calibrate"], ["report"], ["init"], ["ckpt"], ["ckpt", "list"]),
     ["ckpt", "export"],
 ]
 HEAVY = ("torch", "numpy", "fullshard.spec.run")

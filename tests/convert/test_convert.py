@@ -148,27 +148,8 @@ def test_a_key_that_is_no_key_is_never_passed_over(path, section):
 
 
 ODD = [
-    None,
-    "",
-    [],
-    {},
-    -1,
-    0,
-    1,
-    3.5,
-    True,
-    False,
-    "auto",
-    "none",
-    "1e-4",
-    [1, 2],
-    [0.9, 0.99],
-    10**30,
-    10**400,
-    float("nan"),
-    float("inf"),
-    -8,
-    "a\nb",
+    *(None, "", [], {}, -1, 0, 1, 3.5, True, False, "auto", "none", "1e-4", [1, 2], [0.9, 0.99]),
+    *(10**30, 10**400, float("nan"), float("inf"), -8, "a\nb"),
 ]
 
 

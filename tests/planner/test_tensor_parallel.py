@@ -50,11 +50,8 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
         ),
         pytest.param(
             [
-                "recompute.mode=full",
-                "sharding.tensor_parallel=2",
-                "precision.mode=fp8",
-                "precision.fp8_min_features=16",
-                "model.kv_heads=1",
+                *("recompute.mode=full", "sharding.tensor_parallel=2", "precision.mode=fp8"),
+                *("precision.fp8_min_features=16", "model.kv_heads=1"),
             ],
             marks=pytest.mark.long,
         ),

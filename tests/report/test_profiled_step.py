@@ -10,10 +10,7 @@ from tests.report.nesting import overlaps_in_part
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step
 
 KINDS = (
-    "pre_forward (a)",
-    "post_forward (a)",
-    "pre_backward (b)",
-    "post_backward_reduce (b)",
+    *("pre_forward (a)", "post_forward (a)", "pre_backward (b)", "post_backward_reduce (b)"),
     "all_gather (a)",
 )
 RANGES = (*(f"FSDP::{kind}" for kind in KINDS), "fullshard::all_gather", "fullshard::all_reduce", "aten::mm")

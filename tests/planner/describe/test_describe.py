@@ -29,10 +29,7 @@ RANDOM_STATE_BYTES = 5056
 # What bf16 attention allocates and frees within one operation, which fake tensors do not show.
 SCRATCH_BYTES = 16 * 1024
 SHAPES = [
-    "model.d_model=64",
-    "model.layers=3",
-    "model.d_ff=160",
-    "model.vocabulary=256",
+    *("model.d_model=64", "model.layers=3", "model.d_ff=160", "model.vocabulary=256"),
     "data.sequence_length=64",
 ]
 
