@@ -83,10 +83,7 @@ def test_a_saved_plan_is_the_one_that_was_shown(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_a_mistake_says_what_to_try(
-    arguments: list[str],
-    error: type[SpecError],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], error: type[SpecError], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     assert main(["plan", *arguments]) == error.exit_code

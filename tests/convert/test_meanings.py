@@ -141,10 +141,7 @@ def test_torchtitans_decay_ratio_of_zero_is_a_constant_rate():
     [
         ("[model]\nconverters = ['float8']\n[float8]\nrecipe_name = 'rowwise'\n[training]", "fp8_rowwise"),
         ("[model]\nconverters = ['quantize.linear.float8']\n[training]", "fp8"),
-        (
-            "[model]\nconverters = ['float8']\n[training]\nenable_cpu_offload = true",
-            "fp8_rowwise",
-        ),
+        ("[model]\nconverters = ['float8']\n[training]\nenable_cpu_offload = true", "fp8_rowwise"),
         ("distributed_type: FSDP\nmixed_precision: fp8", "fp8"),
     ],
 )

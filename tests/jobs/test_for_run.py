@@ -222,11 +222,7 @@ def test_the_named_settings_need_less_than_the_rank_had():
     failed = plan(spec, hardware, run)
     needed = prediction_of(failed).memory.total
     text = choose_fitting_settings(
-        spec,
-        hardware,
-        run=run,
-        plan=failed,
-        failures=[failure(held=needed // 2, requested=needed // 8)],
+        spec, hardware, run=run, plan=failed, failures=[failure(held=needed // 2, requested=needed // 8)]
     )
     assert "(was " in text
     found = {change.split(" = ")[0] for change in text.partition(":")[0].split(", ")}

@@ -2,7 +2,6 @@
 
 import io
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import pytest
 
 from fullshard.checkpoint.location import newest_complete_step
 from fullshard.errors import CheckpointError
-from fullshard.jobs.run_start import (
-    find_unusable_state,
-    unusable_state_message,
-)
+from fullshard.jobs.run_start import find_unusable_state, unusable_state_message
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import (
     DataFileRegion,
@@ -137,9 +133,7 @@ def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: 
 
 
 @pytest.mark.parametrize("tier", sampled(["none", "optimizer:nvme"], here=["optimizer:nvme"]))
-def test_a_resume_tells_of_the_step_that_it_leaves(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_resume_tells_of_the_step_that_it_leaves(tier: str, ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(ran, str(tmp_path), 2, False)
     state = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     said = ranks(2).run(ran, str(tmp_path), 3, True, f"offload.tier={tier}")[0]
@@ -158,7 +152,7 @@ def test_a_resume_tells_of_the_step_that_it_leaves(
     ),
 )
 def test_a_run_that_is_through_leaves_no_empty_directory_of_its_own(
-    what: str, ranks: Callable[..., Any], tmp_path: Path
+    what: str, ranks: Any, tmp_path: Path
 ) -> None:
     root, nvme = tmp_path / "run", tmp_path / "nvme"
     (root / "deep").mkdir(parents=True)

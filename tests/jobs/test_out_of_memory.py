@@ -82,10 +82,7 @@ def test_a_rank_without_memory_leaves_a_report_of_what_it_held(ranks, tmp_path: 
     ("message", "size"),
     [
         ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB", 20 * MIB),
-        (
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes.",
-            4 * MIB,
-        ),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes.", 4 * MIB),
         ("std::bad_alloc", None),
     ],
 )

@@ -425,7 +425,7 @@ def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: Callable[..., Any]) -> None:
+def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: Any) -> None:
     """Of two blocks one moves: input, norm and tanh. Weights, which are larger, are freed and gathered."""
     settings = (*STRATEGIES[strategy], f"precision.mode={precision}")
     for sizes, numel in ranks(2).run(moved_bytes, "gpt2", *settings):
@@ -446,21 +446,12 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: C
     ],
 )
 def test_training_is_bitwise_that_of_mode_none(
-    model: str,
-    strategy: str,
-    accumulation: tuple[int, str],
-    extra: tuple[str, ...],
-    ranks: Callable[..., Any],
+    model: str, strategy: str, accumulation: tuple[int, str], extra: tuple[str, ...], ranks: Any
 ) -> None:
     """Parameters, losses and norms of a few steps."""
     runs = [
         make_run(
-            model=model,
-            ranks=2,
-            strategy=strategy,
-            recompute=mode,
-            accumulation=accumulation,
-            extra=extra,
+            model=model, ranks=2, strategy=strategy, recompute=mode, accumulation=accumulation, extra=extra
         )
         for mode in ("none", "offload")
     ]

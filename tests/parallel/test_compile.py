@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ def train(name: str, *settings: str) -> Results:
     return list(model.state_dict()), losses, gradients, graphs, told
 
 
-def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: Callable[..., Any]) -> None:
+def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: Any) -> None:
     eager = ranks(2, timeout_seconds=400).run(train, name, *settings)
     compiled = ranks(2, timeout_seconds=400).run(train, name, *settings, "run.compile=true")
     for (names, losses, gradients, none, _), (names_, losses_, gradients_, graphs, told) in zip(
@@ -77,19 +77,17 @@ def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: Ca
         ("fused_experts", "offload"),
     ],
 )
-def test_compiled_blocks_compute_what_eager_ones_do(
-    name: str, recompute: str, ranks: Callable[..., Any]
-) -> None:
+def test_compiled_blocks_compute_what_eager_ones_do(name: str, recompute: str, ranks: Any) -> None:
     assert_compiled_equals_eager(name, (f"recompute.mode={recompute}",), ranks)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "hybrid_shard"])
-def test_under_every_strategy(strategy: str, ranks: Callable[..., Any]) -> None:
+def test_under_every_strategy(strategy: str, ranks: Any) -> None:
     assert_compiled_equals_eager("decoder", STRATEGIES[strategy], ranks)
 
 
-def test_a_block_that_gathers_runs_eagerly_under_selective_recompute(ranks: Callable[..., Any]) -> None:
+def test_a_block_that_gathers_runs_eagerly_under_selective_recompute(ranks: Any) -> None:
     eager = ranks(2).run(train, "fused_experts", "recompute.mode=selective")
     asked = ranks(2).run(train, "fused_experts", "recompute.mode=selective", "run.compile=true")
     for (_, losses, *_), (_, losses_, _, graphs, told) in zip(eager, asked, strict=True):

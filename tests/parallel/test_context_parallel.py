@@ -1,6 +1,6 @@
 """Attention of a rank's part of each sequence is that part of attention over whole sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def check_parts_add_up(name: str, documents: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_parts_of_models_of_transformers_add_up(name: str, ranks: Callable[..., Any]) -> None:
+def test_parts_of_models_of_transformers_add_up(name: str, ranks: Any) -> None:
     ranks(2).run(check_parts_add_up, name, True)
     ranks(2).run(check_parts_add_up, name, False)
 

@@ -1,6 +1,5 @@
 """Ranks, and the meshes they are laid out in."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -33,11 +32,7 @@ def mesh_of(*settings: str) -> tuple[tuple[str, ...], tuple[int, ...], list[int]
     ],
 )
 def test_the_mesh_is_the_plans(
-    strategy: str,
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    shard_groups: list[list[int]],
-    ranks: Callable[..., Any],
+    strategy: str, axes: tuple[str, ...], shape: tuple[int, ...], shard_groups: list[list[int]], ranks: Any
 ) -> None:
     seen = ranks(4).run(mesh_of, *STRATEGIES[strategy])
     assert seen == [(axes, shape, group) for group in shard_groups]
@@ -53,9 +48,7 @@ def groups_of(models: list[int], *settings: str) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard", "hpz"])
-def test_process_groups_do_not_grow_with_the_number_of_blocks_or_models(
-    strategy: str, ranks: Callable[..., Any]
-) -> None:
+def test_process_groups_do_not_grow_with_the_number_of_blocks_or_models(strategy: str, ranks: Any) -> None:
     few, many = (ranks(4).run(groups_of, models, *STRATEGIES[strategy]) for models in ([2], [7, 2]))
     assert few == many
 
@@ -85,7 +78,7 @@ def group_that_is_there() -> tuple[int, int, bool]:
     return mine.rank, mine.world_size, dist.is_initialized()
 
 
-def test_a_group_that_is_there_is_used_and_left(ranks: Callable[..., Any]) -> None:
+def test_a_group_that_is_there_is_used_and_left(ranks: Any) -> None:
     assert ranks(2).run(group_that_is_there) == [(0, 2, True), (1, 2, True)]
 
 

@@ -89,7 +89,7 @@ def ahead(depth: int) -> list[int]:
     ],
 )
 def test_so_many_units_are_gathered_ahead(
-    settings: tuple[str, ...], forward: int, backward: int, ranks: Callable[..., Any]
+    settings: tuple[str, ...], forward: int, backward: int, ranks: Any
 ) -> None:
     for seen in ranks(2).run(gathered_at_once, *settings):
         assert seen == (ahead(forward), ahead(backward))

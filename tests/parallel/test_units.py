@@ -13,10 +13,7 @@ from fullshard.parallel.units import ROOT, Unit, find_recompute_blocks, find_uni
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import ARCHITECTURES, WIDTH, Block, Encoder, Repeating, on_meta
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "block": {},
-    "size": {"min_parameters": 60},
-}
+POLICIES: dict[str, dict[str, Any]] = {"block": {}, "size": {"min_parameters": 60}}
 
 
 def units_of(model: nn.Module, **section: Any) -> dict[str, Unit]:
@@ -181,11 +178,7 @@ def test_a_dense_head_of_two_layers_is_no_pair_of_blocks() -> None:
         (nn.Tanh(), {}, "no parameters"),
         (nn.Linear(2, 2), {}, "no repeated block"),
         (nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2)), {}, "without a shape"),
-        (
-            Repeating(),
-            {"names": ("blocks.*",)},
-            "no module that is called matches 'blocks",
-        ),
+        (Repeating(), {"names": ("blocks.*",)}, "no module that is called matches 'blocks"),
         (Repeating(), {"names": ("layers",)}, "no module that is called matches 'layers'"),
         (Repeating(), {"overrides": ({"match": "head"},)}, "no unit matches 'head'"),
     ],

@@ -1,7 +1,6 @@
 """Ranks that share matmuls and sequences and divide experts: what a rank sends and holds, as planned."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def moved_bytes(plan: Plan) -> Counter[str]:
     return count.bytes
 
 
-def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Callable[..., Any]) -> None:
+def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Any) -> None:
     """Tokens between matmuls, and rows of each rank's part of the tokens; attention alone is divided."""
     plan = mixed_plan("recompute.mode=none", "train.loss_chunk=0")
     hidden = 4 * plan.microbatch * LENGTH * plan.run.decoder_config.d_model * plan.accumulation

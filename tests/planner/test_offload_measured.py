@@ -20,10 +20,7 @@ from tests.fakes.hardware import cpu_of
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of
 
 BASE = "*[ndg].*"  # all but the norms
-QUICK = {
-    ("optimizer:cpu", "bf16", "device"),
-    ("params+optimizer:nvme", "bf16", "host"),
-}
+QUICK = {("optimizer:cpu", "bf16", "device"), ("params+optimizer:nvme", "bf16", "host")}
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.memory import (
-    peak_bytes,
-)
+from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of

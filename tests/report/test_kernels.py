@@ -11,12 +11,7 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from fullshard.errors import SpecError
-from fullshard.report.kernels import (
-    KernelSummary,
-    kernel_sentences,
-    kernel_table,
-    summarise_kernels,
-)
+from fullshard.report.kernels import KernelSummary, kernel_sentences, kernel_table, summarise_kernels
 from fullshard.report.profiled_step import parse_kernel_trace, read_kernel_trace
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile
 

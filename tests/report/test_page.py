@@ -77,7 +77,7 @@ def test_a_finished_run_has_every_section(tmp_path: Path):
     assert "Finished all 100 steps. Validation loss 2.1300." in page.text
     assert all(name in page.text for name in CHARTS)
     assert page.headings == [
-        *("Predicted and measured", "Events", "The plan", "Settings that are not at their defaults"),
+        *("Predicted and measured", "Events", "The plan", "Settings that are not at their defaults")
     ]
     assert sum(tag == "svg" for tag, _ in page.tags) == len(CHARTS)
     assert "planned" in page.text

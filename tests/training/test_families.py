@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def failures_of_families(names: Sequence[str], directory: Path) -> dict[str, str
     ],
 )
 def test_a_family_trains_as_unsharded_and_comes_back_bit_for_bit(
-    names: Sequence[str], ranks: Callable[..., Any], tmp_path: Path
+    names: Sequence[str], ranks: Any, tmp_path: Path
 ) -> None:
     assert ranks(2).run(failures_of_families, names, tmp_path) == [{}, {}]
 

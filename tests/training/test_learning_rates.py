@@ -175,11 +175,7 @@ def test_settings_that_the_optimizer_does_not_have_are_logged(
 
 # On ranks
 
-PATHS = (
-    ("optimizer.name=sgd",),
-    ("offload.tier=optimizer:cpu",),
-    ("precision.mode=bf16_pure",),
-)
+PATHS = (("optimizer.name=sgd",), ("offload.tier=optimizer:cpu",), ("precision.mode=bf16_pure",))
 
 
 def moved(*more: str) -> set[str]:

@@ -174,8 +174,7 @@ def stopped_on_rank_one(device: str, *more: str) -> tuple[list[tuple[int, bool]]
 
 
 @pytest.mark.parametrize(
-    ("device", "more", "last"),
-    [("cpu", (), 4), ("fake", ("optimizer.name=sgd",), 4), ("fake", (), 5)],
+    ("device", "more", "last"), [("cpu", (), 4), ("fake", ("optimizer.name=sgd",), 4), ("fake", (), 5)]
 )
 def test_a_stop_on_one_rank_ends_all_after_the_same_step(
     device: str, more: tuple[str, ...], last: int, ranks: Any

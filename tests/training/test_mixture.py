@@ -1,7 +1,6 @@
 """The mixture form of the reference decoder: its numbers, its balance, and what is known about it."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ COMPILED = (2, "biased_mixture_decoder", "no_shard", {"extra": ["run.compile=tru
 
 
 @pytest.mark.parametrize("case", [*CASES, pytest.param(COMPILED, marks=pytest.mark.long)], ids=str)
-def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> None:
+def test_the_same_numbers(case: tuple[Any, ...], ranks: Any) -> None:
     count, model, strategy, more = case
     run = make_run(model=model, ranks=count, strategy=strategy, **more)
     assert_same_numbers(model, ranks(count).run(train_sharded, model, run))
@@ -60,7 +59,7 @@ def biases_after_each_step() -> list[list[float]]:
     return [biases(), *(biases() for _, _ in zip(range(2), train(state, plan, loss=loss), strict=False))]
 
 
-def test_a_skipped_step_leaves_the_balance_biases(ranks: Callable[..., Any]) -> None:
+def test_a_skipped_step_leaves_the_balance_biases(ranks: Any) -> None:
     for before, after, skipped in ranks(2).run(biases_after_each_step):
         assert before != after
         assert skipped == after

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -143,10 +143,7 @@ SAMPLE = {
         Case("odd", (PURE,), WHOLE),
         Case("odd", ("sharding.strategy=zero1", "train.microbatch=2", EACH, ON_DEVICE), WHOLE),
     ],
-    4: [
-        Case("odd", ("precision.mode=bf16", *FEWER)),
-        Case("odd", (*HYBRID, "train.microbatch=1", EACH)),
-    ],
+    4: [Case("odd", ("precision.mode=bf16", *FEWER)), Case("odd", (*HYBRID, "train.microbatch=1", EACH))],
 }
 
 
@@ -154,7 +151,7 @@ FEW_STEPS = "train.steps=5"
 
 
 @pytest.mark.parametrize("n", SAMPLE)
-def test_a_run_is_bit_for_bit_that_without_a_tier(n: int, ranks: Callable[..., Any], tmp_path: Any) -> None:
+def test_a_run_is_bit_for_bit_that_without_a_tier(n: int, ranks: Any, tmp_path: Any) -> None:
     cases = [replace(case, settings=(*case.settings, FEW_STEPS)) for case in SAMPLE[n]]
     for i, case in enumerate(cases):  # each tier with a part of them; with all in the full cross
         tiers = TIERS[i % 2 :: 2]
@@ -196,7 +193,7 @@ def cases_of(precision: str, n: int, strategy: str) -> list[Case]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("n", "strategy"), WORLDS)
 def test_a_run_is_bit_for_bit_that_without_a_tier_in_the_full_cross(
-    n: int, strategy: str, *, precision: str, ranks: Callable[..., Any], tmp_path: Any
+    n: int, strategy: str, *, precision: str, ranks: Any, tmp_path: Any
 ) -> None:
     cases = cases_of(precision, n, strategy)
     assert ranks(n, timeout_seconds=800).run(differences, cases, TIERS, str(tmp_path)) == [[]] * n
@@ -208,7 +205,7 @@ def tiers_agree(case: Case, directory: str) -> list[bool]:
     return [steps == found[0][0] and same_bits(bits, found[0][1]) for steps, bits in found]
 
 
-def test_moments_in_bf16_are_rounded_alike_on_every_tier(ranks: Callable[..., Any], tmp_path: Any) -> None:
+def test_moments_in_bf16_are_rounded_alike_on_every_tier(ranks: Any, tmp_path: Any) -> None:
     case = Case("odd", ("offload.moments=bf16", "precision.mode=bf16", FEW_STEPS))
     assert ranks(3).run(tiers_agree, case, str(tmp_path)) == [[True] * len(TIERS)] * 3
 
@@ -230,9 +227,7 @@ def drawn(tier: str, directory: str) -> tuple[Tensor, Tensor]:
     return before, validate()
 
 
-def test_what_is_computed_beside_training_follows_the_last_update(
-    ranks: Callable[..., Any], tmp_path: Any
-) -> None:
+def test_what_is_computed_beside_training_follows_the_last_update(ranks: Any, tmp_path: Any) -> None:
     expected = ranks(2).run(drawn, "none", str(tmp_path))
     for tier in TIERS:
         for own, other in zip(expected, ranks(2).run(drawn, tier, str(tmp_path)), strict=True):
@@ -273,5 +268,5 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     return early, waits, late
 
 
-def test_a_gather_waits_for_its_own_part_of_an_update_alone(ranks: Callable[..., Any], tmp_path: Any) -> None:
+def test_a_gather_waits_for_its_own_part_of_an_update_alone(ranks: Any, tmp_path: Any) -> None:
     assert ranks(1).run(gathers_in_an_update, str(tmp_path)) == [(True, True, True)]

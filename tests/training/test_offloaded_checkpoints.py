@@ -1,6 +1,5 @@
 """State of any tier goes into, and comes out of, the one reshardable checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ HOPS = [
 ]
 
 
-def test_state_goes_from_any_ranks_and_tier_to_any_others(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_state_goes_from_any_ranks_and_tier_to_any_others(ranks: Any, tmp_path: Path) -> None:
     """Bit for bit, and on along the curve of the run that stays where it is."""
     saved = str(tmp_path / "checkpoints")
     before: Bits | None = None
@@ -105,7 +104,7 @@ QUICK = [("optimizer:cpu", BEFORE), ("params+optimizer:nvme", AMID)]
     ],
 )
 def test_a_state_that_loads_goes_on_as_the_one_that_saved(
-    tier: str, more: tuple[Any, ...], ranks: Callable[..., Any], tmp_path: Path
+    tier: str, more: tuple[Any, ...], ranks: Any, tmp_path: Path
 ) -> None:
     """Also from before the first step, when there are no moments."""
     for saved, loaded, on, loaded_on in ranks(3).run(after_loading, tier, str(tmp_path), *more):
@@ -124,7 +123,7 @@ def exported(tier: str, directory: str) -> Bits:
 
 @pytest.mark.parametrize("tiers", [TIERS[-1:], pytest.param(TIERS[:-1], marks=pytest.mark.long)])
 def test_an_export_is_that_of_a_state_without_a_tier(
-    tiers: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
+    tiers: tuple[str, ...], ranks: Any, tmp_path: Path
 ) -> None:
     whole = [ranks(2).run(exported, tier, str(tmp_path))[0] for tier in ("none", *tiers)]
     files = [load_file(tmp_path / tier / "model.safetensors") for tier in ("none", *tiers)]
@@ -150,8 +149,6 @@ def saved_beside(tier: str, directory: str) -> tuple[Bits, Bits]:
 
 
 @pytest.mark.parametrize("tier", ["optimizer:cpu", "params+optimizer:cpu"])
-def test_what_is_saved_beside_further_steps_is_what_was_there(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_is_saved_beside_further_steps_is_what_was_there(tier: str, ranks: Any, tmp_path: Path) -> None:
     for when, loaded in ranks(2).run(saved_beside, tier, str(tmp_path)):
         assert same_bits(when, loaded)

@@ -1,6 +1,6 @@
 """What is frozen, with the tiers that keep parameters: outside like what is trained, and never another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +132,7 @@ STRATEGIES = {
     ],
 )
 def test_a_base_outside_of_the_device_is_trained_on_bit_for_bit(
-    n: int, more: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
+    n: int, more: tuple[str, ...], ranks: Any, tmp_path: Path
 ) -> None:
     """And kept bit for bit, in fp32 too where it is computed in bf16."""
     more = (*more, STRATEGIES[n])
@@ -164,18 +164,14 @@ def saved_and_loaded(
 
 
 @pytest.mark.parametrize("tier", [DRIVE, HOST, pytest.param("none", marks=pytest.mark.long)])
-def test_a_checkpoint_brings_the_base_to_wherever_it_is(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_checkpoint_brings_the_base_to_wherever_it_is(tier: str, ranks: Any, tmp_path: Path) -> None:
     for saved, before, after, losses, on in ranks(2).run(saved_and_loaded, tier, str(tmp_path)):
         assert not same_bits(frozen(before), frozen(saved))
         assert same_bits(after, saved)
         assert losses == on
 
 
-def test_a_checkpoint_of_adapters_alone_leaves_the_base_as_it_is(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_adapters_alone_leaves_the_base_as_it_is(ranks: Any, tmp_path: Path) -> None:
     for saved, before, after, losses, on in ranks(2).run(saved_and_loaded, DRIVE, str(tmp_path), "trained"):
         assert saved.keys().isdisjoint(f"model.{name}" for name in FROZEN)
         assert not same_bits(before, saved)
@@ -194,7 +190,7 @@ def imported(tier: str, directory: str) -> tuple[Bits, Tensor]:
     return local_bits(state), computed(state)
 
 
-def test_weights_are_read_into_a_base_wherever_it_is(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_weights_are_read_into_a_base_wherever_it_is(ranks: Any, tmp_path: Path) -> None:
     write_weights(tmp_path)
     expected = ranks(3).run(imported, "none", str(tmp_path))
     for tier in (DRIVE, HOST):
@@ -225,9 +221,7 @@ def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
     return step, same, losses, advance(undisturbed, plan, to=4)[2:]
 
 
-def test_a_run_on_weights_goes_on_from_its_drive_with_the_weights(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_on_weights_goes_on_from_its_drive_with_the_weights(ranks: Any, tmp_path: Path) -> None:
     """Which a tier does not keep, since no step changes them."""
     write_weights(tmp_path)
     for step, same, losses, undisturbed in ranks(2).run(gone_on, str(tmp_path)):
@@ -256,9 +250,7 @@ def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("tier", [DRIVE, pytest.param("optimizer:nvme", marks=pytest.mark.long)])
-def test_what_a_load_will_bring_is_not_written_before_nor_used(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_a_load_will_bring_is_not_written_before_nor_used(tier: str, ranks: Any, tmp_path: Path) -> None:
     (found,) = ranks(1).run(without_values, tier, str(tmp_path))
     written, said = found
     assert written < PAGE_BYTES  # a manifest
@@ -298,7 +290,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.parametrize("has_weights", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_step_that_is_damaged_while_a_run_starts_leaves_what_there_was_before(
-    has_weights: bool, ranks: Callable[..., Any], tmp_path: Path
+    has_weights: bool, ranks: Any, tmp_path: Path
 ) -> None:
     weights = write_weights(tmp_path) if has_weights else None
     for step, losses, undisturbed in ranks(2).run(gone_on_from_damage, str(tmp_path), weights):
@@ -319,9 +311,7 @@ def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
     return again.step, same_bits(local_bits(again), bits)
 
 
-def test_a_run_goes_on_from_its_drive_with_the_base_of_its_checkpoint(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_from_its_drive_with_the_base_of_its_checkpoint(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(gone_on_elsewhere, str(tmp_path)) == [(3, True)] * 2
 
 
@@ -351,9 +341,7 @@ LACKING = "layers.3.up"
 
 
 @pytest.mark.parametrize("tier", [DRIVE, pytest.param(HOST, marks=pytest.mark.long)])
-def test_an_import_that_broke_off_can_be_repeated(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_import_that_broke_off_can_be_repeated(tier: str, ranks: Any, tmp_path: Path) -> None:
     write_weights(tmp_path, without=LACKING)
     ((_, expected),) = ranks(1).run(imported, tier, str(tmp_path))
     (found,) = ranks(1).run(loaded_twice, tier, str(tmp_path))
@@ -401,7 +389,7 @@ def refusal_of_integers() -> str:
     return str(raised.value)
 
 
-def test_integers_are_frozen_outside_as_well(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_integers_are_frozen_outside_as_well(ranks: Any, tmp_path: Path) -> None:
     if ranks(1).run(shards_integers) == [False]:
         assert "cannot shard the integer parameters of layers.0" in ranks(1).run(refusal_of_integers)[0]
         pytest.skip("this torch cannot shard parameters of integers")

@@ -74,7 +74,7 @@ def gone_on(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]
     return step, bits, [(one.loss, local_bits(state)) for one in train(state, plan, loss=mean_square)]
 
 
-def check(n: int, ranks: Callable[..., Any], directory: Path) -> int | None:
+def check(n: int, ranks: Any, directory: Path) -> int | None:
     """Goes on, and holds it against the run that was not disturbed. Returns where it went on from."""
     expected = ranks(n).run(undisturbed)
     found = ranks(n).run(gone_on, str(directory))
@@ -110,16 +110,14 @@ def flip(path: Path, at: int) -> None:
     [(1, True), (3, False), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, False), (3, True)))],
 )
 def test_a_run_that_dies_goes_on_from_a_step_that_all_ranks_have(
-    n: int, settled: bool, ranks: Callable[..., Any], tmp_path: Path
+    n: int, settled: bool, ranks: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailed, match=r"died \(exit code 1\)"):
         ranks(n).run(killed, 4, str(tmp_path), settled)
     assert check(n, ranks, tmp_path) in ({4} if settled and n == 1 else {3, 4})
 
 
-def test_the_newest_step_that_is_whole_on_all_ranks_is_taken(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_newest_step_that_is_whole_on_all_ranks_is_taken(ranks: Any, tmp_path: Path) -> None:
     ranks(3).run(until, 4, str(tmp_path))
     assert all(manifests(tmp_path, rank).keys() == {3, 4} for rank in range(3))
     manifests(tmp_path, 1)[4].unlink()  # as if it had died before
@@ -131,13 +129,13 @@ def begun(directory: str) -> None:
     state_on(directory)
 
 
-def test_a_run_that_dies_before_it_goes_on_loses_nothing(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_that_dies_before_it_goes_on_loses_nothing(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(until, 4, str(tmp_path))
     ranks(2).run(begun, str(tmp_path))
     assert check(2, ranks, tmp_path) == 4
 
 
-def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     """Then the older one is taken, and where that is damaged too, none: the state is as it began."""
     for damaged, expected in (({4}, 3), ({3, 4}, None)):
         directory = tmp_path / str(expected)
@@ -147,13 +145,13 @@ def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Callable[..., Any],
         assert check(2, ranks, directory) == expected
 
 
-def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(until, 4, str(tmp_path))
     flip(manifests(tmp_path, 0)[4].with_suffix(".payload"), at=100)
     assert check(2, ranks, tmp_path) == 3
 
 
-def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Any, tmp_path: Path) -> None:
     """What is there is no part of it."""
     ranks(2).run(until, 4, str(tmp_path))
     ranks(2).run(until, 2, str(tmp_path))
@@ -163,7 +161,7 @@ def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Callable[..., Any]
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_files_of_another_number_of_ranks_make_room(
-    before: int, after: int, ranks: Callable[..., Any], tmp_path: Path
+    before: int, after: int, ranks: Any, tmp_path: Path
 ) -> None:
     """Nodes have left or come: what was kept are parts for other ranks, and the checkpoint has all."""
     ranks(before).run(until, 1, str(tmp_path))
@@ -187,9 +185,7 @@ def opened_after_a_failure(directory: str) -> None:
     close_offloaded_state(shard(meta(Regression), plan), plan=plan, finished=True)
 
 
-def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(opened_after_a_failure, str(tmp_path))
 
 
@@ -222,7 +218,7 @@ def breaks_in(step: int, directory: str) -> None:
 
 @pytest.mark.parametrize("act", [skips_all_from, breaks_in])
 def test_a_generation_that_cannot_be_trained_on_is_not_resumed_from(
-    act: Callable[..., None], ranks: Callable[..., Any], tmp_path: Path
+    act: Callable[..., None], ranks: Any, tmp_path: Path
 ) -> None:
     ranks(2).run(act, 4, str(tmp_path))
     assert check(2, ranks, tmp_path) == 3

@@ -151,10 +151,7 @@ def groups_of(run: Run, model: type[nn.Module]) -> list[Group]:
 
 
 def test_matrices_decay_alone_and_a_group_is_of_one_mesh_and_dtype(ranks: Any) -> None:
-    run = run_of(
-        "data.sequence_length=9",
-        'sharding.units.overrides=[{match="*head*", strategy="no_shard"}]',
-    )
+    run = run_of("data.sequence_length=9", 'sharding.units.overrides=[{match="*head*", strategy="no_shard"}]')
     groups = ranks(2).run(groups_of, run, OddModel)[0]
     assert len(groups) == 5  # matrices and vectors on two meshes, and the scalar
     for decay, kinds in groups:

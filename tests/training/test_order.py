@@ -122,12 +122,7 @@ def test_a_step_on_an_iterable_waits_for_no_more_than_the_comparison_of_the_firs
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        ("fault_tolerance.on_spike=rollback",),
-        ("optimizer.name=sgd",),
-        ("precision.mode=fp16",),
-    ],
+    "more", [("fault_tolerance.on_spike=rollback",), ("optimizer.name=sgd",), ("precision.mode=fp16",)]
 )
 def test_the_strict_order_waits_once_for_each_decision(more: tuple[str, ...], ranks: Any) -> None:
     for waits in ranks(2).run(waits_of_steps, more):

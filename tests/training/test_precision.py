@@ -1,6 +1,6 @@
 """What a run computes in bf16 and fp16, against plain unsharded loops of the same precision."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -175,7 +175,7 @@ def distance_to_fp32(losses: Sequence[float] | Tensor) -> float:
     return float((torch.as_tensor(losses, dtype=torch.float64) - exact).abs().max())
 
 
-def run_case(case: Case, ranks: Callable[..., Any], *, mode: str) -> list[float]:
+def run_case(case: Case, ranks: Any, *, mode: str) -> list[float]:
     n, microbatches, overrides = case
     run = make_run(mode, [f"train.microbatch={BATCH // n // microbatches}", *overrides])
     first, *others = ranks(n).run(sharded_losses, run)

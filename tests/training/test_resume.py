@@ -1,6 +1,6 @@
 """A run that stops and goes on is the run that did not stop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import (
-    changed_settings,
-    check_can_continue,
-    continue_run,
-    result_settings,
-)
+from fullshard.training.resume import changed_settings, check_can_continue, continue_run, result_settings
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState, rows_in_values
 from tests.fakes.data import Rows
@@ -58,11 +53,7 @@ def train_part(
 
 
 def run_parts(
-    ranks: Callable[..., Any],
-    directory: Path,
-    parts: list[tuple[int, str, int]],
-    *extra: str,
-    model: str = "odd_tied",
+    ranks: Any, directory: Path, parts: list[tuple[int, str, int]], *extra: str, model: str = "odd_tied"
 ) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
     """Each part: (ranks, strategy, last step). Every rank's losses, all parts joined; the last weights."""
     curves: list[list[float]] = []
@@ -84,7 +75,7 @@ def part(directory: Path, strategy: str, until: int, extra: list[str], model: st
 PRECISIONS = ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure")
 
 
-def test_resumed_run_equals_undisturbed_run_bitwise(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_resumed_run_equals_undisturbed_run_bitwise(ranks: Any, tmp_path: Path) -> None:
     assert_bitwise(ranks, tmp_path, "hybrid_shard", "bf16")
 
 
@@ -92,12 +83,12 @@ def test_resumed_run_equals_undisturbed_run_bitwise(ranks: Callable[..., Any], t
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_resumed_run_equals_undisturbed_run_bitwise_in_the_full_cross(
-    strategy: str, precision: str, ranks: Callable[..., Any], tmp_path: Path
+    strategy: str, precision: str, ranks: Any, tmp_path: Path
 ) -> None:
     assert_bitwise(ranks, tmp_path, strategy, precision)
 
 
-def assert_bitwise(ranks: Callable[..., Any], path: Path, strategy: str, precision: str) -> None:
+def assert_bitwise(ranks: Any, path: Path, strategy: str, precision: str) -> None:
     n = 4 if STRATEGIES[strategy] else 2
     mode = f"precision.mode={precision}"
     whole_curve, expected = run_parts(ranks, path / "whole", [(n, strategy, STEPS)], mode)
@@ -120,7 +111,7 @@ def assert_bitwise(ranks: Callable[..., Any], path: Path, strategy: str, precisi
     ids=["ranks 2→3→1→4", "full→no→hybrid", "hpz→zero1→hybrid_zero2"],
 )
 def test_other_ranks_and_strategies_go_on_alike(
-    parts: list[tuple[int, str, int]], ranks: Callable[..., Any], tmp_path: Path
+    parts: list[tuple[int, str, int]], ranks: Any, tmp_path: Path
 ) -> None:
     whole_curve, expected = run_parts(ranks, tmp_path / "whole", [(1, "no_shard", STEPS)])
     curve, moved = run_parts(ranks, tmp_path / "parts", parts)

@@ -164,10 +164,7 @@ def parts_after_a_run(strategy: tuple[str, ...]) -> dict[str, tuple[int, Tensor]
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        ("sharding.strategy=no_shard",),
-        ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
-    ],
+    [("sharding.strategy=no_shard",), ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")],
     ids=["no_shard", "hybrid_shard"],
 )
 def test_replicas_agree_bit_for_bit(strategy: tuple[str, ...], ranks: Any) -> None:

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.memory import (
-    peak_bytes,
-)
+from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.offload import TIERS, device_update_buffer_bytes, with_infinitely_fast_drive
 from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.planner.search.candidates import build_plan, iterate_candidates

@@ -60,12 +60,7 @@ def test_a_dtype_without_a_rate_takes_the_nearest():
 def test_a_phase_is_the_sum_of_its_launches():
     kernels = (matmul(1e12), Kernel(kind="elementwise", dtype="bf16", bytes=LinearInMicrobatch(1e9, 0)))
     work = (KernelIndexAndCount(0, 2), KernelIndexAndCount(1, 10))
-    phase = TracePhase(
-        event="start",
-        peaks=(LiveTensorBytes(),),
-        end=LiveTensorBytes(),
-        work=work,
-    )
+    phase = TracePhase(event="start", peaks=(LiveTensorBytes(),), end=LiveTensorBytes(), work=work)
     one, each = 1e12 / 5e14, 1e9 / 2e12
     (cost,) = phase_costs([phase], kernels, rates=RATES, microbatch=1)
     assert cost.launches == 12
@@ -121,10 +116,7 @@ def test_the_pieces_of_a_launch_are_timed_one_by_one():
     each = kernel_seconds(piece, RATES, microbatch=2)
     assert kernel_seconds(pieces, RATES, microbatch=2) == pytest.approx(4 * each)
     phase = TracePhase(
-        event="start",
-        peaks=(LiveTensorBytes(),),
-        end=LiveTensorBytes(),
-        work=(KernelIndexAndCount(0, 3),),
+        event="start", peaks=(LiveTensorBytes(),), end=LiveTensorBytes(), work=(KernelIndexAndCount(0, 3),)
     )
     (cost,) = phase_costs([phase], (pieces,), rates=RATES, microbatch=2)
     assert cost.launches == 12

@@ -101,8 +101,7 @@ def seconds(plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(
-    ("offloading", "sharing", "chosen"),
-    [(10.0, 9.0, 2), (10.0, 10.2, 2), (10.0, 10.4, 1), (10.0, 10.0, 2)],
+    ("offloading", "sharing", "chosen"), [(10.0, 9.0, 2), (10.0, 10.2, 2), (10.0, 10.4, 1), (10.0, 10.0, 2)]
 )
 def test_a_plan_offloads_only_if_it_is_notably_faster(offloading: float, sharing: float, chosen: int) -> None:
     """Whole sequences with state on the host, or sequences that two ranks share with state on the device."""

@@ -36,12 +36,7 @@ def test_a_saved_file_says_its_units_and_leaves_nothing_beside_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("name = ", "is not TOML"),
-        ("nodse = 2", "nodes"),
-        ('name = "x"', "is missing"),
-    ],
+    ("text", "said"), [("name = ", "is not TOML"), ("nodse = 2", "nodes"), ('name = "x"', "is missing")]
 )
 def test_a_wrong_file_is_an_error_that_names_it(text: str, said: str, tmp_path: Path):
     path = tmp_path / "hardware.toml"
