@@ -14,7 +14,7 @@ def test_a_plain_number_is_bytes(count):
 
 
 @given(st.integers(0, 1023), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB", "PiB"]))
-def test_what_is_printed_can_be_read(count, unit):
+def test_printed_bytes_can_be_parsed(count, unit):
     size = parse_bytes(f"{count} {unit}")
     assert parse_bytes(format_bytes(size)) == size
 
@@ -40,7 +40,7 @@ def test_units_are_read_in_any_case(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "1.5.2 GB", "-1 GB", "12 parsecs", "1 GB extra", "nan"])
-def test_what_is_no_number_of_bytes_is_refused_with_the_units(text):
+def test_invalid_bytes_are_refused(text):
     with pytest.raises(SpecError, match="one of B, KiB, MiB"):
         parse_bytes(text)
 
@@ -100,6 +100,6 @@ def test_a_number_of_more_than_64_bits_is_refused():
 
 
 @pytest.mark.parametrize("text", ["", "many", "4MiB", "-3", "4 M M"])
-def test_what_is_no_count_is_refused(text):
+def test_invalid_counts_are_refused(text):
     with pytest.raises(SpecError, match="not a count"):
         parse_count(text)

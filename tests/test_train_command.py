@@ -58,7 +58,7 @@ def interruptible() -> Iterator[None]:
     ],
     ids=["SIGINT", "SIGTERM", "SIGINT, then torchrun"],
 )
-def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
+def test_stopped_run_resumes_with_other_ranks_and_strategy(
     number: signal.Signals, before: int, after: int, *, by: tuple[str, ...], tmp_path: Path
 ) -> None:
     """With ranks of its own, and with those that torchrun gives."""

@@ -162,7 +162,7 @@ def test_the_checkpoint_of_another_model_is_refused_and_kept(capfd: pytest.Captu
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_second_run_in_the_same_directory_is_refused_while_the_first_goes_on(
+def test_second_run_in_the_same_directory_is_refused(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     from fullshard.jobs.run_directory import open_run_directory

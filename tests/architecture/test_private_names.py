@@ -60,7 +60,7 @@ def test_private_names_of_torch_are_used_in_one_package():
     ] == []
 
 
-def test_a_private_name_elsewhere_is_found():
+def test_private_names_elsewhere_are_reported():
     texts = [
         *("from torch._guards import x", "import torch._dynamo", "y = state._fsdp_param_group"),
         *("import torch", "f = torch.ops.aten._to_copy"),

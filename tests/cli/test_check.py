@@ -7,7 +7,7 @@ from fullshard.cli.main import main
 from fullshard.spec.records.finding import CheckReport, Finding
 
 
-def test_a_run_that_cannot_be_planned_is_a_failure_with_its_own_exit_code(
+def test_run_that_cannot_be_planned_fails_the_check(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["check", "--set", "run.ranks=5", "--set", "run.device=cpu"]
@@ -18,7 +18,7 @@ def test_a_run_that_cannot_be_planned_is_a_failure_with_its_own_exit_code(
     assert "try: train.global_batch = 20 or 25" in capsys.readouterr().out
 
 
-def test_a_group_is_one_line_with_the_reasons_of_what_was_skipped() -> None:
+def test_group_is_one_line_with_reasons_of_skipped_checks() -> None:
     found = [
         Finding.ok("a").model_copy(update={"check": "first_loss"}),
         Finding.skipped("no GPU").model_copy(update={"check": "other_processes"}),

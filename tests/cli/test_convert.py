@@ -17,7 +17,7 @@ def test_the_run_goes_to_output_and_the_words_to_error(capsys):
     assert "40 keys" in shown.err
 
 
-def test_wrong_words_are_told(capsys, tmp_path):
+def test_wrong_arguments_are_refused(capsys, tmp_path):
     assert main(["convert", str(tmp_path / "absent.json")]) == SpecError.exit_code
     assert main(["convert", str(CONFIG), "--from", "megatron"]) == SpecError.exit_code
     assert "torchtitan" in capsys.readouterr().err

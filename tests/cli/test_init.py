@@ -35,7 +35,7 @@ def written_keys(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("options", [[], ["--all"]])
-def test_what_init_writes_is_the_default_run(tmp_path: Path, options: list[str]) -> None:
+def test_init_writes_the_default_run(tmp_path: Path, options: list[str]) -> None:
     path = tmp_path / "run.toml"
     assert main(["init", str(path), *options]) == 0
     assert Run.load(path) == Run()
@@ -44,7 +44,7 @@ def test_what_init_writes_is_the_default_run(tmp_path: Path, options: list[str])
     assert len(expected) == 20
 
 
-def test_every_key_stands_there_once_with_what_it_may_be() -> None:
+def test_every_key_has_a_comment() -> None:
     text = default_run_toml_text()
     values = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
     assert all("  # " in line or " # " in line for line in values)

@@ -44,7 +44,7 @@ def test_help_imports_little_and_nothing_heavy(verb: list[str]) -> None:
         (["ckpt", "export", "only-one"], "OUT"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_names_the_nearest(
+def test_wrong_usage_names_the_nearest_and_exits_with_2(
     wrong: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(wrong) == 2
@@ -67,7 +67,7 @@ def test_wrong_usage_exits_with_2_and_names_the_nearest(
         (["train", "--set", "run.ranks=5", "--set", "run.device=cpu"], PlanError, "20 or 25"),
     ],
 )
-def test_a_mistake_exits_with_the_code_of_its_error_and_its_message_alone(
+def test_mistake_exits_with_the_code_of_its_error(
     arguments: list[str], error: type[SpecError], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == error.exit_code
@@ -89,7 +89,7 @@ def float_options(app: typer.Typer, words: tuple[str, ...] = ()) -> Iterator[tup
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0"])
-def test_an_option_takes_no_number_that_is_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_refuse_numbers_that_are_not_positive(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = list(float_options(_build_app()))
     assert (("plan",), "--price") in options
     for words, option in options:
@@ -127,7 +127,7 @@ def test_every_command_has_examples_and_each_of_them_parses(words: str) -> None:
             assert rest[0] in {name for option in root.params for name in option.opts}
 
 
-def test_help_shows_examples_line_by_line_and_no_summary_cut_short(
+def test_help_shows_examples_by_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words in ("", "ckpt", "data"):
@@ -148,7 +148,7 @@ def test_help_shows_examples_line_by_line_and_no_summary_cut_short(
         ("plan llama3-7", {"llama3-70b"}),
     ],
 )
-def test_the_shell_completes_commands_options_settings_and_presets(
+def test_shell_completion(
     typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("_FULLSHARD_COMPLETE", "complete_bash")
@@ -158,7 +158,7 @@ def test_the_shell_completes_commands_options_settings_and_presets(
     assert set(capsys.readouterr().out.split()) == completed
 
 
-def test_versions_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["fullshard", "torch", "python"]

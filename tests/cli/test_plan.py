@@ -21,7 +21,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, ob
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_page_fits_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", PRESET, "--on", "8xH100", "--compare", "--budget", "15T"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -30,7 +30,7 @@ def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(capsys: pytest.
     assert sum(line.endswith("chosen") for line in lines) == 1
 
 
-def test_what_is_pinned_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pinned_settings_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     pins = ("sharding.strategy=zero2", "prefetch.mode=none", "train.global_batch=16")
     data = planned(capsys, PRESET, "--on", "4xH100", *(part for pin in pins for part in ("--set", pin)))
     best = Plan.parse(data["best"], source="--json")  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_ranks_of_the_hardware_can_be_chosen(capsys: pytest.CaptureFixture[str])
         assert data["hardware"]["ranks"] == 4  # type: ignore[index]
 
 
-def test_a_saved_plan_is_the_one_that_was_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_plan_equals_the_printed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     data = planned(capsys, PRESET, "--on", "8xH100", "--save", str(path))
     assert Plan.load(path).model_dump(mode="json") == data["best"]
@@ -92,7 +92,7 @@ def test_a_mistake_says_what_to_try(
     assert "Traceback" not in err
 
 
-def test_why_and_the_runners_up_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reason_and_runners_up_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", PRESET, "--on", "2xH100", "--compare"]) == 0
     out = capsys.readouterr().out
     assert "\nwhy " in out
@@ -101,7 +101,7 @@ def test_why_and_the_runners_up_are_told(capsys: pytest.CaptureFixture[str]) -> 
     assert {"binds", "runners_up"} <= set(data["why"])  # type: ignore[call-overload]
 
 
-def test_machines_are_rows_with_their_own_ranks_and_prices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_are_rows_with_ranks_and_prices(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--machines", "2xH100@3, 2x8xA100", "--budget", "1B"]
     rows = planned(capsys, PRESET, *asked)["machines"]
     assert [row["ranks"] for row in rows] == [2, 16]  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def test_a_budget_adds_its_time_to_each_number_of_ranks(capsys: pytest.CaptureFi
     assert "time: of 1.00T tokens" in lines[-1]
 
 
-def test_the_rate_of_a_drive_can_be_given_with_hardware_that_nobody_has_yet(
+def test_drive_rate_is_an_option(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pins = ("offload.tier=optimizer:nvme", "sharding.strategy=full_shard", "train.global_batch=16")

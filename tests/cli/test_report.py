@@ -22,7 +22,7 @@ def run_directory(path: Path, *, predicted: bool = True) -> Path:
     return path
 
 
-def test_runs_stand_below_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_printed_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = run_directory(tmp_path / "one"), run_directory(tmp_path / "other")
     assert main(["report", str(one), str(other)]) == 0
     text = capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_runs_stand_below_one_another(tmp_path: Path, capsys: pytest.CaptureFixt
     assert text.index(str(one)) < text.index(str(other))
 
 
-def test_json_has_what_was_said_what_was_seen_and_the_error(
+def test_json_has_prediction_measurement_and_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = run_directory(tmp_path / "run")
@@ -49,7 +49,7 @@ def test_json_has_what_was_said_what_was_seen_and_the_error(
 
 
 @pytest.mark.parametrize("has_plan", [True, False])
-def test_a_run_without_a_prediction_shows_what_was_measured_and_says_so(
+def test_run_without_a_prediction_shows_its_measurement(
     tmp_path: Path, has_plan: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = run_directory(tmp_path / "run", predicted=False)
@@ -70,7 +70,7 @@ def test_a_run_without_a_prediction_shows_what_was_measured_and_says_so(
         (["measurement.json"], "holds no run"),
     ],
 )
-def test_a_directory_without_a_run_is_refused(
+def test_directory_without_a_run_is_refused(
     tmp_path: Path, left: list[str] | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "run"
@@ -82,9 +82,7 @@ def test_a_directory_without_a_run_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_run_that_died_is_shown_with_what_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_a_run_that_died(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = died(tmp_path / "run")
     (run / "plan.json").write_text('{"version": 99}')
     assert main(["report", str(run)]) == 0
@@ -120,7 +118,7 @@ def test_a_page_is_written_and_replaces_only_a_page(
         (["--html", "page.html", "--json"], "give one of them"),
     ],
 )
-def test_a_page_that_cannot_be_written_is_refused(
+def test_unwritable_page_is_refused(
     tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished(tmp_path / "run")

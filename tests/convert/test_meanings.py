@@ -58,7 +58,7 @@ def test_a_template_is_refused(text):
         converted(text)
 
 
-def test_auto_is_open_with_the_value_that_counts_here_and_loses_nothing():
+def test_auto_is_open_and_loses_nothing():
     text = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto",
@@ -76,7 +76,7 @@ def test_auto_is_open_with_the_value_that_counts_here_and_loses_nothing():
     assert conversion.lost_keys == ()
 
 
-def test_accelerate_fills_in_what_its_deepspeed_file_leaves_out():
+def test_accelerate_completes_its_deepspeed_config():
     conversion = converted("distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: true}")
     assert conversion.run.optimizer.clip_norm == 1.0
     assert conversion.run.sharding.strategy == "shard_grad_op"
@@ -270,7 +270,7 @@ def test_a_config_of_another_tool_is_of_no_known_format(text):
         ('[training]\nsteps = 9\n[optimizer]\nname = "Lion"', ["optimizer.name"]),
     ],
 )
-def test_the_exit_code_says_whether_the_run_trains_as_the_config_does(text, lost, tmp_path, capsys):
+def test_exit_code_reports_lost_keys(text, lost, tmp_path, capsys):
     path = tmp_path / "config"
     path.write_text(text)
     assert main(["convert", str(path)]) == (SpecError.exit_code if lost else 0)

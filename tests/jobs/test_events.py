@@ -89,7 +89,7 @@ def test_a_launcher_records_nothing_in_the_directory_of_another_run(tmp_path: Pa
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_rank_of_another_launcher_records_its_own_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rank_of_another_launcher_records_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     for process in ("elsewhere:1", OwnFaultRecorder(tmp_path).process):
         started(tmp_path, process=process)

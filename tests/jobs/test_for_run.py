@@ -41,7 +41,7 @@ def planned(*overrides: str) -> Plan:
     return plan
 
 
-def test_what_is_left_open_is_the_best_of_all_that_the_planner_knows() -> None:
+def test_open_settings_are_the_best_plan() -> None:
     run = request().run
     best = search(describe_run(run, "cpu"), detect_hardware("cpu", ranks=2), run).best
     assert planned() == best
@@ -62,14 +62,14 @@ def test_a_setting_without_effect_is_noted_before_ranks_start(capsys) -> None:
 
 
 @pytest.mark.parametrize("url", ["foo://bar", "s3://", "s3:///run", "s3:/bucket/run", "gs://bucket"])
-def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: str) -> None:
+def test_unusable_checkpoint_directory_is_refused(url: str) -> None:
     if url.startswith("gs:") and find_spec("gcsfs") is not None:
         pytest.skip("gcsfs is installed")
     with pytest.raises((CheckpointError, SpecError), match=url):
         planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
 
 
-def test_what_is_pinned_is_kept_and_predicted() -> None:
+def test_pinned_settings_are_kept_and_predicted() -> None:
     pins = ("sharding.strategy=zero1", "recompute.mode=full", "prefetch.mode=none", "train.microbatch=3")
     plan = planned(*pins, "run.ranks=2")
     assert (plan.strategy, plan.run.recompute.mode, plan.run.prefetch.mode) == ("zero1", "full", "none")
@@ -116,7 +116,7 @@ def test_settings_that_do_not_work_together_are_refused_before_ranks_start() -> 
         request_with_plan(request("sharding.tensor_parallel=2", "sharding.expert_parallel=2", styles))
 
 
-def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
+def test_unmeasured_drive_is_planned_without_its_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = planned("offload.tier=optimizer:nvme")
@@ -133,13 +133,15 @@ def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
     [pytest.param("optimizer:cpu", marks=pytest.mark.long), "optimizer:nvme"]
     + [pytest.param("params+optimizer:nvme", marks=pytest.mark.long)],
 )
-def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) -> None:
+def test_host_limit_without_calibration(tier: str) -> None:
     with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
         # One recompute mode: each is traced by itself.
         request_with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
 
 
-def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_limit_that_cannot_be_checked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken.toml").write_text("ranks_per_node = 0", encoding="utf-8")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
     assert planned("offload.tier=optimizer:cpu").prediction is None

@@ -20,7 +20,7 @@ TINY = [
 ]
 
 
-def train_there_and_go_on(directory: str, saved_to: str) -> list[int]:
+def train_and_resume(directory: str, saved_to: str) -> list[int]:
     """Steps at the end of a run, and of the same run resumed; a new one is refused between."""
     ends: list[int] = []
     for steps, resume in ((2, False), (3, False), (3, True)):
@@ -38,9 +38,9 @@ def train_there_and_go_on(directory: str, saved_to: str) -> list[int]:
 
 
 @pytest.mark.parametrize("place", ["directory", "store"])
-def test_checkpoints_lie_where_the_run_says(ranks, tmp_path, place):
+def test_checkpoint_dir_is_used(ranks, tmp_path, place):
     elsewhere = f"memory://runs/{time.monotonic_ns()}" if place == "store" else str(tmp_path / "elsewhere")
-    assert ranks(1).run(train_there_and_go_on, str(tmp_path / "run"), elsewhere) == [[2, 3]]
+    assert ranks(1).run(train_and_resume, str(tmp_path / "run"), elsewhere) == [[2, 3]]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

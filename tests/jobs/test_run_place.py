@@ -114,7 +114,7 @@ def test_runs_within_a_run_are_not_renamed_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", ["launch.json", "plan.json"])
-def test_what_a_run_has_left_is_set_aside_whole(tmp_path: Path, record: str) -> None:
+def test_earlier_run_is_set_aside_whole(tmp_path: Path, record: str) -> None:
     root = ran_in(tmp_path / "run")
     (root / "tensorboard").mkdir()
     (root / "state").mkdir()

@@ -43,11 +43,11 @@ def peak_of_known_tensors() -> int:
     return peak.bytes
 
 
-def test_the_peak_is_the_largest_sum_of_what_is_alive():
+def test_peak_is_the_largest_sum_of_live_tensors():
     assert peak_of_known_tensors() == 8 * KIB
 
 
-def test_what_is_resized_or_moved_counts_as_it_is():
+def test_resized_storage_counts_its_size():
     with measure_peak_memory(CPU) as peak:
         tensor = kibibytes(1)
         tensor.untyped_storage().resize_(4 * KIB)  # the old KiB stands beside the new four while it is copied
@@ -76,7 +76,7 @@ def own_part_of_a_distributed_tensor() -> int:
     )
 
 
-def test_of_a_dtensor_the_own_part_counts(ranks):
+def test_local_part_of_a_dtensor_counts(ranks):
     assert ranks(2).run(own_part_of_a_distributed_tensor) == [4 * KIB, 4 * KIB]
 
 
@@ -111,7 +111,7 @@ def one_step_of_a_small_model():
     return model, peak
 
 
-def test_parts_are_told_apart_and_sum_to_the_peak():
+def test_parts_sum_to_the_peak():
     model, peak = one_step_of_a_small_model()
     parts, weights = peak.parts, sum(p.numel() for p in model.parameters()) * 4
     assert parts is not None
@@ -136,7 +136,7 @@ def test_a_block_that_raises_ends_the_measurement():
     assert not torch.autograd._profiler_enabled()
 
 
-def test_the_meter_says_nothing(capfd):
+def test_meter_prints_nothing(capfd):
     peak_of_known_tensors()
     assert capfd.readouterr() == ("", "")
 

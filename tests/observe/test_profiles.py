@@ -70,9 +70,7 @@ def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_files_of_old_samples_are_removed_and_failures_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_old_profiles_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     profiler = made_profiler(tmp_path, "log.profile=[1]")
     for step in range(1, 14):
         with profiler.profile_step(step):
@@ -112,7 +110,7 @@ def profile_last_step(directory: str, settings: tuple[str, ...]) -> dict[str, fl
         ),
     ],
 )
-def test_the_trace_of_a_step_has_the_exposed_communication_of_each_unit(
+def test_trace_has_exposed_communication_of_each_unit(
     ranks, tmp_path: Path, count: int, settings: tuple[str, ...], waits: set[str]
 ):
     for names in ranks(count).run(profile_last_step, str(tmp_path), settings):
@@ -157,7 +155,7 @@ GATHERED = {("parts of sequences", "gather of sequences"), ("parts of sequences"
         ),
     ],
 )
-def test_collectives_of_shared_sequences_matmuls_and_experts_have_names_and_one_term(
+def test_collectives_of_model_parallel_axes_have_one_term(
     ranks, tmp_path: Path, model: str, axis: dict[str, Any], names: set[tuple[str, str]]
 ):
     assert {(track, wait.removeprefix("wait for ")) for track, wait in COLLECTIVES.values()} >= names

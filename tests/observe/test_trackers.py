@@ -80,7 +80,7 @@ def tell(opened: list[TrackerThread], *, exit_code: int = 0, after_step: int = 0
     assert [tracker.take_messages() for tracker in opened] == [[]] * len(opened)
 
 
-def test_an_unknown_tracker_is_answered_with_those_there_are():
+def test_unknown_tracker_is_refused_with_known_ones():
     with pytest.raises(SpecError, match="no tracker 'no_such_tracker'") as raised:
         check_trackers_installed(["no_such_tracker"])
     assert "there are tensorboard, wandb" in str(raised.value)
@@ -92,7 +92,7 @@ def test_no_tracker_needs_no_package():
     assert open_trackers(Run()) == []
 
 
-def test_a_tracker_of_another_package_is_used_by_its_name_and_continued_by_its_id(notebook: Path):
+def test_tracker_of_another_package_is_continued_by_its_id(notebook: Path):
     check_trackers_installed(["notebook"])
     for after_step in (0, 2):
         tell(open_trackers(run(notebook.parent, "notebook"), after_step=after_step), after_step=after_step)
@@ -115,7 +115,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_have_everything(no
     assert {"1: 3.0", "1: 11.0", "2: 12.0", "3: 13.0", "ended 0"} == set(lines)
 
 
-def test_a_slow_tracker_delays_no_step_and_what_it_lacks_is_reported(notebook: Path):
+def test_slow_tracker_delays_no_step(notebook: Path):
     [slow] = open_trackers(run(notebook.parent, "notebook"))
     slow.log(1, {"loss": -2})
     for step in range(2, MOST_WAITING + 10):

@@ -108,7 +108,7 @@ def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("copier", LANES)
 @pytest.mark.parametrize("least", [0.0, HALF])
-def test_gradients_are_bitwise_those_of_what_stays(copier: str, least: float) -> None:
+def test_gradients_are_bitwise_equal_with_offload(copier: str, least: float) -> None:
     model, lanes = blocks(), LANES[copier]()
     twin = offloaded(model, lanes, least=least)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_gradients_are_bitwise_those_of_what_stays(copier: str, least: float) ->
         assert lanes.idle
 
 
-def test_of_each_block_but_the_last_the_large_storages_move_once() -> None:
+def test_large_storages_of_all_blocks_except_the_last_move_once() -> None:
     """Its input, what its norm gives and its tanh; of parameters, and of a row's mean and deviation, none."""
     moves = told(blocks(3))
     each = [ROWS * WIDTH * 4, ROWS * WIDTH * 4, ROWS * 3 * WIDTH * 4]
@@ -184,9 +184,7 @@ class Deaths:
 @pytest.mark.parametrize(
     ("copier", "during"), [("plain", [False, False, False]), ("late", [False, False, True])]
 )
-def test_on_the_device_is_at_most_the_block_that_computes_and_the_one_that_leaves(
-    copier: str, during: list[bool]
-) -> None:
+def test_at_most_two_blocks_are_on_the_device(copier: str, during: list[bool]) -> None:
     model = blocks(5)
     twin = offloaded(model, LANES[copier]())
     deaths, seen = Deaths(twin), list[list[bool]]()
@@ -211,7 +209,7 @@ def test_nothing_that_moved_outlives_the_graph() -> None:
         assert not any(deaths.there())
 
 
-def test_backward_may_go_twice_over_what_is_retained() -> None:
+def test_backward_may_run_twice_over_a_retained_graph() -> None:
     model = blocks()
     plain, moved = model, offloaded(model, LateLane())
     found = []
@@ -290,7 +288,7 @@ class Mutating(Block):
 
 @pytest.mark.parametrize("copier", LANES)
 @pytest.mark.parametrize("least", [0.0, 100.0])
-def test_what_was_saved_must_not_be_changed_in_place(copier: str, least: float) -> None:
+def test_in_place_change_of_saved_tensors_is_refused(copier: str, least: float) -> None:
     """As without hooks, whether it moves or stays."""
     model = blocks(3, Mutating)
     model[0].changes = "own"
@@ -300,7 +298,7 @@ def test_what_was_saved_must_not_be_changed_in_place(copier: str, least: float) 
             gradients(one, one)
 
 
-def test_what_is_leaving_must_not_be_changed_in_place() -> None:
+def test_in_place_change_of_leaving_tensors_is_refused() -> None:
     model = blocks(3, Mutating)
     model[1].changes = "before"
     twin = offloaded(model, LateLane())
@@ -341,7 +339,7 @@ def test_a_step_that_failed_leaves_the_next_one_whole(copier: str, fails: str, a
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_what_a_compiled_block_saves_moves_too() -> None:
+def test_tensors_saved_by_compiled_blocks_move() -> None:
     """Of weights none, though compiled code saves views of them that do not say whose they are."""
     torch._dynamo.reset()
     moves: list[tuple[str, int]] = []
@@ -372,7 +370,7 @@ def test_without_gradients_nothing_moves() -> None:
     assert copier.log == []
 
 
-def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
+def test_copier_follows_the_device_of_the_plan() -> None:
     assert isinstance(choose_host_copier("cpu", torch.device("cpu")), CpuHostCopier)
     assert isinstance(
         choose_host_copier("cuda", torch.device("cpu")), FakeReportingCopier
@@ -380,7 +378,7 @@ def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_gradients_are_those_of_what_stays_too() -> None:
+def test_gradients_on_a_gpu_are_bitwise_equal_with_offload() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(6))).cuda()
     twin = copy.deepcopy(model)
@@ -445,7 +443,7 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: A
         ),
     ],
 )
-def test_training_is_bitwise_that_of_mode_none(
+def test_training_with_offload_is_bitwise_equal(
     model: str, strategy: str, accumulation: tuple[int, str], extra: tuple[str, ...], ranks: Any
 ) -> None:
     """Parameters, losses and norms of a few steps."""

@@ -152,21 +152,21 @@ def overrides_of(text: str) -> str:
     return f"sharding.units.overrides=[{text}]"
 
 
-def test_without_overrides_all_units_are_alike_but_the_last(ranks: Any) -> None:
+def test_without_overrides_all_units_except_the_last_are_alike(ranks: Any) -> None:
     for seen in ranks(2).run(settings_in_effect):
         alike = {"rows": 0.5, "mesh": (2,), "dtype": "torch.float32"}
         assert seen["blocks.0"] == seen["blocks.1"] == {**alike, "gathered": False, "kept_over": 2}
         assert seen["head"]["gathered"]  # its backward comes next
 
 
-def test_a_unit_has_its_own_reshard_policy(ranks: Any) -> None:
+def test_reshard_policy_of_a_unit(ranks: Any) -> None:
     text = '{match="blocks.0", reshard_after_forward=false}, {match="head", reshard_after_forward=true}'
     for seen in ranks(2).run(settings_in_effect, overrides_of(text)):
         gathered = {name for name, found in seen.items() if found["gathered"]}
         assert gathered == {"blocks.0"}
 
 
-def test_a_unit_has_its_own_precision(ranks: Any) -> None:
+def test_precision_of_a_unit(ranks: Any) -> None:
     text = '{match="blocks.0", precision="fp32"}, {match="*head", precision="fp32"}'
     for seen in ranks(2).run(settings_in_effect, overrides_of(text), "precision.mode=bf16"):
         full = {name for name, found in seen.items() if found["dtype"] == "torch.float32"}
@@ -191,9 +191,7 @@ def test_a_unit_is_kept_over_fewer_ranks_after_forward(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("kept_over", "message"), [(3, "cannot be kept over 3"), (1, "1 would be false"), (4, "all of them true")]
 )
-def test_a_unit_cannot_be_kept_over_ranks_that_do_not_divide(
-    kept_over: int, message: str, ranks: Any
-) -> None:
+def test_indivisible_reshard_of_a_unit_is_refused(kept_over: int, message: str, ranks: Any) -> None:
     with pytest.raises(PlanError, match=message):
         ranks(4).run(settings_in_effect, overrides_of(f'{{match="*.0", reshard_after_forward={kept_over}}}'))
 
@@ -235,7 +233,7 @@ def test_a_named_method_is_gathered_for_as_forward_is(ranks: Any) -> None:
         assert torch.equal(sharded, plain)
 
 
-def test_a_method_that_is_not_there_is_refused(ranks: Any) -> None:
+def test_absent_method_is_refused(ranks: Any) -> None:
     with pytest.raises(ShardError, match="no method 'speak'"):
         ranks(1).run(generated, ("speak",))
 
@@ -303,7 +301,7 @@ def shard_for_other_ranks() -> None:
         (shard_for_other_ranks, PlanError, "the plan is for 3 ranks"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(
+def test_sharded_models_and_other_world_sizes_are_refused(
     function: Callable[[], None], error: type[Exception], message: str, ranks: Any
 ) -> None:
     with pytest.raises(error, match=message):

@@ -77,7 +77,7 @@ def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: An
         ("fused_experts", "offload"),
     ],
 )
-def test_compiled_blocks_compute_what_eager_ones_do(name: str, recompute: str, ranks: Any) -> None:
+def test_compiled_blocks_equal_eager_ones(name: str, recompute: str, ranks: Any) -> None:
     assert_compiled_equals_eager(name, (f"recompute.mode={recompute}",), ranks)
 
 
@@ -125,7 +125,7 @@ def stack(kind: type[nn.Module], *, layers: int = 3) -> nn.Sequential:
     return nn.Sequential(*(kind() for _ in range(layers))).double()
 
 
-def test_a_block_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
+def test_block_that_cannot_be_compiled_runs_eagerly() -> None:
     blocks = stack(Breaking)
     expected = run(copy.deepcopy(blocks))
     forwards = compile_blocks(list(blocks), pieces=())
@@ -155,7 +155,7 @@ def fail_in_backward(graph: torch.fx.Graph) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_block_whose_backward_cannot_be_compiled_runs_eagerly_and_is_named_once(whole: bool) -> None:
+def test_block_without_compiled_backward_runs_eagerly(whole: bool) -> None:
     blocks = stack(Block)
     expected = run(copy.deepcopy(blocks))
     forwards = compile_blocks(list(blocks), pieces=() if whole else set(blocks))
@@ -216,7 +216,7 @@ def test_equal_blocks_share_a_graph_and_another_shape_is_a_recompilation() -> No
         assert tally.of_blocks(forwards) == counts
 
 
-def test_too_many_shapes_are_run_eagerly_and_told() -> None:
+def test_too_many_shapes_run_eagerly_with_a_warning() -> None:
     blocks = stack(Deciding, layers=1)
     with torch._dynamo.config.patch(recompile_limit=1):
         forwards = compile_blocks(list(blocks), pieces=())
@@ -227,7 +227,7 @@ def test_too_many_shapes_are_run_eagerly_and_told() -> None:
     assert forwards[0].is_eager
 
 
-def test_what_breaks_a_graph_in_pieces_is_counted() -> None:
+def test_graph_breaks_are_counted() -> None:
     blocks = stack(Breaking)
     expected = run(copy.deepcopy(blocks))
     forwards = compile_blocks(list(blocks), pieces=set(blocks))

@@ -145,7 +145,7 @@ def test_a_model_that_reads_tokens_in_order_is_refused(name: str) -> None:
         use_context_parallel(built_family(name)[0], plan_of(2, "sharding.context_parallel=2"), rank=0)
 
 
-def test_documents_of_a_mixture_with_its_own_balance_loss_are_refused_before_the_run(tmp_path: Path) -> None:
+def test_document_mask_with_a_balance_loss_is_refused(tmp_path: Path) -> None:
     write_config("qwen3_moe", tmp_path)
     settings = [f"model.hf={tmp_path}", "model.options={output_router_logits = true}"]
     build_model(Run.load(overrides=settings))
@@ -154,7 +154,7 @@ def test_documents_of_a_mixture_with_its_own_balance_loss_are_refused_before_the
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_refusal_of_a_balance_loss_and_of_eager_attention_says_what_helps(attention: str) -> None:
+def test_refusal_of_balance_loss_and_eager_attention_has_a_remedy(attention: str) -> None:
     model: Any = built("mixtral" if attention == "sdpa" else "llama")[0]
     model.config._attn_implementation = attention
     model.config.output_router_logits = attention == "sdpa"
@@ -187,7 +187,7 @@ def test_batches_that_are_not_of_tokens_are_refused(batch: Any) -> None:
         SequencePart(2, 0).cut_batch(batch)
 
 
-def test_a_batch_whose_length_does_not_divide_is_refused_with_the_nearest_that_does() -> None:
+def test_indivisible_length_is_refused_with_the_nearest() -> None:
     batch = {"tokens": torch.zeros(1, 10), "labels": torch.zeros(1, 10)}
     with pytest.raises(TrainError, match="4 equal pieces") as error:
         SequencePart(2, 0).cut_batch(batch)

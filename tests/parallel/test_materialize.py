@@ -81,7 +81,7 @@ def test_values_are_the_same_in_any_units(name: str, ranks: Any) -> None:
     check_values(name, ranks, 2, *SIZE)
 
 
-def test_values_depend_on_the_seed_and_each_module_has_its_own() -> None:
+def test_values_depend_on_seed_and_module() -> None:
     first, again, other = (dict(materialize(build("drawing"), seed=s).named_parameters()) for s in (0, 0, 1))
     assert torch.equal(first["square"], again["square"])
     assert not torch.equal(first["square"], other["square"])
@@ -113,7 +113,7 @@ def test_a_weight_norm_gets_the_values_of_the_plain_weight() -> None:
     assert torch.equal(normed[0].bias, plain[0].bias)
 
 
-def test_init_replaces_the_modules_own_initialisers(ranks: Any) -> None:
+def test_init_replaces_initialisers_of_modules(ranks: Any) -> None:
     for first, bias in ranks(2).run(values_by_init):
         assert (first == 0.5).all()
         assert (bias == 0.5).all()
@@ -163,7 +163,7 @@ def shard_on_meta(kind: str) -> Tensor | None:
     ("kind", "message"),
     [("bare", "register was not initialised"), ("copying", "cannot be initialised unit by unit")],
 )
-def test_what_nothing_initialises_is_refused_by_name(kind: str, message: str, ranks: Any) -> None:
+def test_parameters_without_initialiser_are_refused(kind: str, message: str, ranks: Any) -> None:
     with pytest.raises(ShardError, match=message):
         ranks(1).run(shard_on_meta, kind)
 
@@ -191,14 +191,14 @@ def peak_and_parts(kind: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["meta", "pure"])
-def test_peak_of_initialising_is_the_shards_and_one_unit(kind: str, world_size: int, ranks: Any) -> None:
+def test_peak_of_initialising_is_shards_and_one_unit(kind: str, world_size: int, ranks: Any) -> None:
     for peak, shards, unit in ranks(world_size).run(peak_and_parts, kind):
         assert 12 * unit / world_size == shards * (2 if kind == "pure" else 1)
         assert shards < peak <= (shards + unit) * 1.01
 
 
 @pytest.mark.parametrize("kind", ["on rank 0", "on every rank"])
-def test_peak_of_giving_out_is_the_shards_and_one_parameter(kind: str, ranks: Any) -> None:
+def test_peak_of_scattering_is_shards_and_one_parameter(kind: str, ranks: Any) -> None:
     """Beside what was there before; rank 0 gives from what it has."""
     first, *others = ranks(4).run(peak_and_parts, kind)
     for peak, shards, unit in others:
@@ -254,7 +254,7 @@ def test_all_ranks_get_the_values_of_rank_0(held: str, ranks: Any) -> None:
         assert {name for name, value in values.items() if not (value == 1.0).all()} == set()
 
 
-def test_what_is_missing_is_initialised_and_the_rest_is_rank_0s(ranks: Any) -> None:
+def test_missing_values_are_initialised_and_others_are_rank_0s(ranks: Any) -> None:
     one, two = ranks(2).run(given_values, "partly")
     for name, value in one.items():
         assert torch.equal(value, two[name])
@@ -269,7 +269,7 @@ def warned(held: str) -> list[str]:
     return [str(w.message) for w in caught if w.category is MissingWeightsWarning and w.filename == __file__]
 
 
-def test_rank_0_says_what_is_missing_from_a_model_that_holds_its_weights(ranks: Any) -> None:
+def test_rank_0_warns_of_missing_weights(ranks: Any) -> None:
     text = (
         "6 of 21 parameters hold no values, and are initialised: "
         "blocks.1.norm.weight, blocks.1.norm.bias, blocks.1.up.weight, blocks.1.up.bias, ..."
@@ -278,7 +278,7 @@ def test_rank_0_says_what_is_missing_from_a_model_that_holds_its_weights(ranks: 
     assert ranks(2).run(warned, "everyone") == [[], []]
 
 
-def test_trained_parameters_are_kept_in_the_master_dtype_and_frozen_ones_as_they_are(ranks: Any) -> None:
+def test_trained_parameters_get_the_master_dtype(ranks: Any) -> None:
     for mode, master in (("fp32", torch.float32), ("bf16", torch.float32), ("bf16_pure", torch.bfloat16)):
         (values,) = ranks(1).run(given_values, "everyone", f"precision.mode={mode}")
         assert {v.dtype for name, v in values.items() if name.startswith("blocks.0")} == {torch.bfloat16}
@@ -315,7 +315,7 @@ def other_models(kind: str) -> None:
         ("extra", "extra: shape [^\n]* on this rank, nothing on rank 0"),
     ],
 )
-def test_ranks_with_other_models_are_refused_before_they_hang(kind: str, message: str, ranks: Any) -> None:
+def test_ranks_with_different_models_are_refused(kind: str, message: str, ranks: Any) -> None:
     with pytest.raises(ShardError, match=message):
         ranks(2).run(other_models, kind)
 

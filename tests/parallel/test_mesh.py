@@ -31,7 +31,7 @@ def mesh_of(*settings: str) -> tuple[tuple[str, ...], tuple[int, ...], list[int]
         ("hybrid_shard", ("dp_replicate", "dp_shard"), (2, 2), [[0, 1], [0, 1], [2, 3], [2, 3]]),
     ],
 )
-def test_the_mesh_is_the_plans(
+def test_mesh_of_each_strategy(
     strategy: str, axes: tuple[str, ...], shape: tuple[int, ...], shard_groups: list[list[int]], ranks: Any
 ) -> None:
     seen = ranks(4).run(mesh_of, *STRATEGIES[strategy])
@@ -48,12 +48,12 @@ def groups_of(models: list[int], *settings: str) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard", "hpz"])
-def test_process_groups_do_not_grow_with_the_number_of_blocks_or_models(strategy: str, ranks: Any) -> None:
+def test_process_groups_do_not_grow_with_models(strategy: str, ranks: Any) -> None:
     few, many = (ranks(4).run(groups_of, models, *STRATEGIES[strategy]) for models in ([2], [7, 2]))
     assert few == many
 
 
-def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with process_group("cpu") as alone:
@@ -78,12 +78,12 @@ def group_that_is_there() -> tuple[int, int, bool]:
     return mine.rank, mine.world_size, dist.is_initialized()
 
 
-def test_a_group_that_is_there_is_used_and_left(ranks: Any) -> None:
+def test_existing_group_is_used_and_kept(ranks: Any) -> None:
     assert ranks(2).run(group_that_is_there) == [(0, 2, True), (1, 2, True)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_must_be_there_if_asked_for() -> None:
+def test_requested_cuda_without_a_device_is_refused() -> None:
     assert choose_device_type("auto") == "cpu"
     with pytest.raises(LaunchError, match="no CUDA device"):
         choose_device_type("cuda")
@@ -121,13 +121,13 @@ def test_the_ranks_of_an_attempt_read_nothing_of_those_before() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_does_not_come_is_not_waited_for_forever(rank: int) -> None:
+def test_missing_rank_times_out(rank: int) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
     with pytest.raises(LaunchError, match="did not meet"):
         agree_on_store_prefix(server, rank=rank, world_size=2, timeout=timedelta(seconds=0.2))
 
 
-def test_one_that_asked_and_died_is_not_taken_for_one_that_is_there() -> None:
+def test_rank_that_died_is_not_taken_for_a_present_one() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
     server.set("fullshard/asks/1", "of one that is dead")
     with pytest.raises(LaunchError, match="did not meet"):

@@ -74,7 +74,7 @@ def dtypes(given: torch.dtype, *settings: str) -> dict[str, torch.dtype]:
         ("bf16_pure", BF16, BF16, FP32),
     ],
 )
-def test_each_mode_keeps_computes_and_reduces_in_its_dtypes(
+def test_dtypes_of_each_mode(
     mode: str, kept: torch.dtype, computed: torch.dtype, reduced: torch.dtype, ranks: Any
 ) -> None:
     for seen in ranks(2).run(dtypes, FP32, f"precision.mode={mode}"):

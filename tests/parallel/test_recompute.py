@@ -128,7 +128,7 @@ def test_a_recomputed_forward_has_the_buffers_of_the_first_and_changes_none(mode
         torch.testing.assert_close(tensor, expected)
 
 
-def test_of_the_matmuls_only_every_other_may_be_saved() -> None:
+def test_every_other_matmul_may_be_saved() -> None:
     """Of a decoder's block the first, third, fifth and seventh; the last is never needed again."""
     counts: dict[int, int] = {}
     for save in (1, 2, 100):
@@ -160,7 +160,7 @@ class InPlace(Block):
         return torch.tanh(y)
 
 
-def test_what_selective_saved_must_not_be_changed_in_place() -> None:
+def test_in_place_change_of_selectively_saved_tensors_is_refused() -> None:
     with pytest.raises(RuntimeError, match="has been mutated"):
         step(nn.Sequential(InPlace(), InPlace()), "selective")
 
@@ -177,9 +177,7 @@ def test_what_selective_saved_must_not_be_changed_in_place() -> None:
         ("selective", {"blocks": 1}, [0]),
     ],
 )
-def test_the_blocks_that_are_asked_for_are_taken(
-    mode: str, settings: dict[str, int], taken: list[int]
-) -> None:
+def test_requested_blocks_recompute(mode: str, settings: dict[str, int], taken: list[int]) -> None:
     model = blocks()
     forwards = [block.forward for block in model]
     apply_recompute(list(model), RecomputeSection(mode=mode, **settings))
@@ -187,7 +185,7 @@ def test_the_blocks_that_are_asked_for_are_taken(
     assert changed == taken
 
 
-def test_more_blocks_than_there_are_cannot_recompute() -> None:
+def test_more_recomputed_blocks_than_blocks_are_refused() -> None:
     with pytest.raises(ShardError, match="only 4 of 5 blocks"):
         apply_recompute(list(blocks()), RecomputeSection(mode="full", blocks=5))
 

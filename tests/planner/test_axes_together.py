@@ -55,7 +55,7 @@ def moved_bytes(plan: Plan) -> Counter[str]:
     return count.bytes
 
 
-def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Any) -> None:
+def test_sent_bytes_of_each_axis_equal_the_plan(ranks: Any) -> None:
     """Tokens between matmuls, and rows of each rank's part of the tokens; attention alone is divided."""
     plan = mixed_plan("recompute.mode=none", "train.loss_chunk=0")
     hidden = 4 * plan.microbatch * LENGTH * plan.run.decoder_config.d_model * plan.accumulation
@@ -82,7 +82,7 @@ def test_ranks_send_what_the_plan_counts_on_each_axis(ranks: Any) -> None:
     ],
     ids=["tensor-expert", "tensor-alone", "all"],
 )
-def test_a_rank_holds_what_the_plan_says(plan: Plan) -> None:
+def test_predicted_peak_equals_dry_step(plan: Plan) -> None:
     """As the dry step, which runs the same code as training, if rows are balanced."""
     assert predicted(plan).total == pytest.approx(dry_peak_bytes(meta_model(plan), plan), rel=0.01)
 

@@ -126,6 +126,6 @@ def choose(model: str, machine: str, length: int) -> str:
 
 
 @pytest.mark.parametrize("question", sampled(EXPECTED, here=SAMPLE))
-def test_the_choice_is_what_an_engineer_would_take(question: str):
+def test_choices_are_as_written(question: str):
     model, machine, length = question.split()
     assert choose(model, machine, int(length)) == EXPECTED[question]

@@ -59,7 +59,7 @@ def keys_bytes(plan: Plan, *, heads: int) -> int:
 
 
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(8, marks=pytest.mark.long)])
-def test_ranks_send_what_the_plan_counts(kv_heads: int, ranks) -> None:
+def test_sent_bytes_equal_the_plan(kv_heads: int, ranks) -> None:
     plan = context_plan("sharding.strategy=no_shard", f"model.kv_heads={kv_heads}")
     tensors = 4 * keys_bytes(plan, heads=kv_heads)  # keys and values, and their gradients back
     expected = tensors * (RANKS - 1) // RANKS * LAYERS * plan.accumulation
@@ -68,7 +68,7 @@ def test_ranks_send_what_the_plan_counts(kv_heads: int, ranks) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
-def test_a_rank_holds_what_the_plan_and_the_dry_step_say(recompute: str, ranks) -> None:
+def test_peak_equals_plan_and_dry_step(recompute: str, ranks) -> None:
     plan = context_plan(f"recompute.mode={recompute}", length=512)
     real = sum(ranks(RANKS).run(measured, plan)[0].values())
     assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.002)

@@ -27,7 +27,7 @@ HYBRID = ["sharding.strategy=hybrid_shard", "sharding.shard_degree=8"]
         pytest.param(2, 1, ["model.hf=llama", "sharding.tensor_parallel=2"], marks=pytest.mark.long),
     ],
 )
-def test_the_dry_step_holds_what_real_ranks_hold(ranks, tmp_path, n, accumulation, overrides):
+def test_dry_step_equals_real_ranks(ranks, tmp_path, n, accumulation, overrides):
     write_config("llama", tmp_path)
     overrides = [one.replace("model.hf=llama", f"model.hf={tmp_path}") for one in overrides]
     plan = plan_of(n, *overrides, accumulation=accumulation)
@@ -58,7 +58,7 @@ def test_the_dry_step_holds_what_real_ranks_hold(ranks, tmp_path, n, accumulatio
     ],
     ids=["prefetch", "hpz", "hybrid", "zero1", "offload"],
 )
-def test_the_planner_counts_as_many_bytes_at_64_ranks(device, overrides):
+def test_predicted_peak_equals_dry_step_at_64_ranks(device, overrides):
     plan = plan_of(64, *overrides).model_copy(update={"device": device})
     predicted = peak_bytes(describe(meta_model(plan), plan, loss=next_token_loss), plan)
     assert predicted.total == pytest.approx(dry_peak_bytes(meta_model(plan), plan), rel=0.005)

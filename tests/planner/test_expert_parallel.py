@@ -77,7 +77,7 @@ def exchanged_bytes(plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("mode", "exchanges"), [pytest.param("none", 4, marks=pytest.mark.long), ("full", 6)]
 )
-def test_ranks_exchange_the_rows_that_the_plan_counts(mode: str, exchanges: int, ranks: Any) -> None:
+def test_exchanged_bytes_equal_the_plan(mode: str, exchanges: int, ranks: Any) -> None:
     """In all; a single rank gets other numbers of rows than it sends."""
     plan = expert_plan(2, f"recompute.mode={mode}", accumulation=2)
     tokens = plan.microbatch * plan.run.data.sequence_length
@@ -104,7 +104,7 @@ def test_predicted_peak_equals_dry_step(settings: list[str]) -> None:
     assert predicted(plan).total == pytest.approx(dry_peak_bytes(meta_model(plan), plan), rel=0.01)
 
 
-def test_real_ranks_hold_nearly_as_much(ranks: Any) -> None:
+def test_peak_of_real_ranks_is_near_the_plan(ranks: Any) -> None:
     """Routing by random weights is not quite balanced."""
     plan = expert_plan(2, "data.sequence_length=512", "model.max_sequence=512", "recompute.mode=none")
     real = [sum(parts.values()) for parts in ranks(RANKS).run(measured_in_two_steps, plan)]
@@ -121,7 +121,7 @@ def test_each_rank_has_an_equal_share_of_few_experts(ranks: int, experts: int, s
     assert size.gathered == (4 * unit.numel // experts if experts < ranks else size.gathered)
 
 
-def test_an_exchange_between_nodes_uses_each_rank_its_own_share_of_the_network() -> None:
+def test_exchange_between_nodes_uses_all_ranks_links() -> None:
     hardware = hardware_of(2, 8)
     assert hardware.across is not None
     rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
@@ -159,7 +159,7 @@ def test_the_excess_of_the_fullest_rank_is_that_of_random_ranks() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.long)])
-def test_uneven_routing_lengthens_what_is_done_with_rows_of_other_ranks(mode: str) -> None:
+def test_uneven_routing_lengthens_experts_and_exchanges(mode: str) -> None:
     """Their exchanges, and the work of experts; attention, the router and the loss stay as they are."""
     specs = [traced_spec(mode, 4).model_copy(update={"routing_spread": spread}) for spread in (0, 0.2, 0.4)]
     found = [prediction_of(predict(spec, open_plan(mode), cpu_of(8))) for spec in specs]
@@ -209,9 +209,7 @@ def open_plan(mode: str) -> Plan:
 
 @pytest.mark.parametrize(("nodes", "scale"), [(1, 1.0), (2, 0.02), (2, 20.0)])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
-def test_the_number_is_that_of_the_best_plan_over_all_numbers(
-    nodes: int, scale: float, spread: float
-) -> None:
+def test_expert_degree_is_that_of_the_best_plan(nodes: int, scale: float, spread: float) -> None:
     """Not more than 3 % slower than the fastest, and the least that is not; also where few plans fit."""
     specs = {degree: traced_spec("none", degree) for degree in (1, 2, 4, 8)}
     run, hardware = open_run(), hardware_of(nodes, 8 // nodes, scale=scale)

@@ -120,7 +120,7 @@ QUICK_SETTINGS = {"accumulated", "frozen base"}
 @pytest.mark.parametrize(
     "setting", [pytest.param(s, marks=[] if s in QUICK_SETTINGS else pytest.mark.long) for s in SETTINGS]
 )
-def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
+def test_drive_traffic_equals_the_plan(ranks, setting: str, tmp_path: Path):
     count, accumulation, frozen, overrides = SETTINGS[setting]
     plan = plan_of(
         count,

@@ -46,7 +46,7 @@ def budget(hardware: Hardware, price: float | None) -> TrainingBudget:
     return TrainingBudget(tokens=10**12, price_per_hour=price)
 
 
-def test_each_row_is_the_best_plan_at_its_own_price_or_a_reason(capsys: pytest.CaptureFixture[str]):
+def test_each_row_is_the_best_plan_with_its_price_or_a_reason(capsys: pytest.CaptureFixture[str]):
     rows = plan_machines(parse_machines("large@2.5, twice@$1, small"), ask, budget=budget)
     assert [row.plan for row in rows] == [search(SPEC, MACHINES[name], RESIDENT).best for name in MACHINES]
     assert [row.budget and row.budget.price_per_hour for row in rows] == [2.5, 1, None]
@@ -135,7 +135,7 @@ def test_each_rung_is_the_fastest_plan_with_the_settings_of_all_below() -> None:
     assert rungs["eager"].plan != rungs["compile"].plan
 
 
-def test_the_cpu_climbs_what_it_can() -> None:
+def test_ladder_of_the_cpu_lacks_gpu_rungs() -> None:
     missing = [rung for rung in plan_ladder(question(cpu_of(8))) if rung.plan is None]
     assert [rung.name for rung in missing] == ["segments", "fp8"]
     assert all(rung.reason for rung in missing)

@@ -30,7 +30,7 @@ def tensor_plan(*overrides: str, tensor: int = RANKS, ranks: int = RANKS) -> Pla
         ("full", LAYERS * 11 + 4),
     ],
 )
-def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
+def test_sent_bytes_equal_the_plan(mode: str, times: int, ranks) -> None:
     plan = tensor_plan("sharding.strategy=no_shard", f"recompute.mode={mode}", "model.kv_heads=4")
     hidden = 4 * plan.microbatch * LENGTH * plan.run.decoder_config.d_model
     expected = times * hidden * (RANKS - 1) // RANKS * plan.accumulation
@@ -56,7 +56,7 @@ def test_ranks_send_what_the_plan_counts(mode: str, times: int, ranks) -> None:
     ],
     ids=" ".join,
 )
-def test_a_rank_holds_what_the_plan_and_the_dry_step_say(overrides: list[str], ranks) -> None:
+def test_peak_equals_plan_and_dry_step(overrides: list[str], ranks) -> None:
     plan = tensor_plan(*overrides)
     real = sum(ranks(RANKS).run(measured, plan)[0].values())
     assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.005)

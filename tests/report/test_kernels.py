@@ -77,7 +77,7 @@ def test_attention_as_matmuls_is_warned_of():
     assert any(one.startswith("Warning: ") for one in kernel_sentences(summary(trace)))
 
 
-def test_backward_on_a_thread_of_its_own_is_recognised():
+def test_backward_on_another_thread_is_recognised():
     trace = MadeProfile()
     trace.host("aten::mm", 0, 5)
     trace.host("ScaledDotProductFlashAttentionBackward0", 10, 20, thread=BACKWARD_THREAD)
@@ -113,7 +113,7 @@ def test_a_profile_of_the_cpu_has_its_kinds(tmp_path: Path, monkeypatch: pytest.
     assert sum(one.seconds for one in made.kinds) <= made.seconds
 
 
-def test_attention_that_falls_back_to_matmuls_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_attention_as_matmuls_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     made = summarise_kernels(read_kernel_trace(profiled(tmp_path, SDPBackend.MATH)), name="step")
     assert made.attention == ("math",)

@@ -83,7 +83,7 @@ def test_a_finished_run_has_every_section(tmp_path: Path):
     assert "planned" in page.text
 
 
-def test_a_run_that_was_disturbed_says_what_happened_and_where(tmp_path: Path):
+def test_page_of_a_disturbed_run(tmp_path: Path):
     page = shown(read(runs.disturbed(tmp_path / "run")))
     assert "Stopped after step 60 of 100, and saved" in page.text
     assert "2 attempts, 1 fault, 19 steps done again. 2 steps skipped. 1 rollback." in page.text
@@ -94,7 +94,7 @@ def test_a_run_that_was_disturbed_says_what_happened_and_where(tmp_path: Path):
     assert "2 times; the last: left out, for it was not finite" in page.text
 
 
-def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt(tmp_path: Path):
+def test_page_of_a_run_that_died_omits_an_earlier_measurement(tmp_path: Path):
     run = read(runs.died(tmp_path / "run"))
     page = shown(run)
     assert run.measurement is None
@@ -103,7 +103,7 @@ def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt
     assert "Predicted and measured" in page.headings
 
 
-def test_a_run_that_trains_says_how_far_it_is(tmp_path: Path):
+def test_page_of_a_running_run_has_its_progress(tmp_path: Path):
     page = shown(read(runs.died(tmp_path / "run"), is_running=True))
     assert "Running: step 40 of 100 is done, about 30." in page.text
 
@@ -157,7 +157,7 @@ def test_four_runs_stand_side_by_side(tmp_path: Path):
     assert "run.dir" not in page.texts
 
 
-def test_settings_of_runs_without_a_plan_are_said_to_be_unknown(tmp_path: Path):
+def test_settings_without_a_plan_are_unknown(tmp_path: Path):
     page = shown(read(runs.finished(tmp_path / "a")), read(runs.before_events(tmp_path / "old")))
     assert "Settings are not known for old: there is no plan." in page.text
 
@@ -270,7 +270,7 @@ def test_a_profiled_step_is_a_row_for_each_rank_that_waited_least_or_most(tmp_pa
     assert {"waiting: all-gather", "compute", "10.0 ms", "20.0 ms"} <= set(page.texts)
 
 
-def test_each_rank_that_held_the_others_up_is_an_event_of_its_own(tmp_path: Path):
+def test_each_slow_rank_is_an_event(tmp_path: Path):
     directory = runs.finished(tmp_path / "run")
     slow = {"rank": 2, "cause": "data", "from_step": 31, "seconds": 0.15, "share": 0.31}
     again = slow | {"rank": 1, "cause": HOSTILE.replace("http", ""), "seconds": "many"}

@@ -42,7 +42,7 @@ def test_every_term_has_words():
     assert not any("_" in label for label in labels)
 
 
-def test_bytes_are_held_against_what_the_device_has():
+def test_memory_is_relative_to_the_device():
     said = rows(predicted())
     assert said["memory"] == "45.00 GiB of 80.00 GiB on the fullest rank (56 %): 35.00 GiB free"
     assert said["activations"].split()[:4] == ["16.00", "GiB", "36", "%"]
@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much():
     assert said["memory"].endswith("(112 %): 5.00 GiB TOO MUCH")
 
 
-def test_seconds_are_held_against_the_step():
+def test_seconds_are_relative_to_the_step():
     said = rows(predicted())
     assert said["step"] == "2.0 s"
     assert said["compute"].split()[:4] == ["1.5", "s", "75", "%"]
@@ -112,7 +112,7 @@ def test_a_budget_is_time_and_hours_and_money():
     ) == pytest.approx(hours)
 
 
-def test_what_was_asked_for_is_told_from_what_was_chosen():
+def test_requested_settings_are_marked():
     plan = predicted("sharding.strategy=zero2")
     asked = Run.load(overrides=["sharding.strategy=zero2"])
     said = {label: text for label, text in plan_rows(PlanReport(plan, asked, model="", hardware=""))}
@@ -127,14 +127,14 @@ def test_the_page_fits_a_hundred_columns():
     assert out.getvalue().count("fastest") == 20
 
 
-def test_a_long_text_goes_on_below_itself():
+def test_long_text_wraps_in_its_column():
     out = io.StringIO()
     show_labelled_lines([("label", "word " * 30), ("other", "text")], file=out)
     first, second, other = out.getvalue().splitlines()
     assert (first[:12], second[:9], other) == ("label  word ", " " * 9, "other  text")
 
 
-def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
+def test_strategies_are_ordered_by_speed_and_lack():
     plans = [
         predicted("sharding.strategy=no_shard", capacity=30 * GIB),
         predicted("sharding.strategy=zero2", seconds=2.5),
@@ -150,7 +150,7 @@ def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
 
-def test_a_tier_says_what_it_takes_and_what_binds():
+def test_tier_has_its_memory_and_limit():
     plan = predicted()
     assert plan.prediction is not None
     terms = OffloadTerms(
@@ -192,7 +192,7 @@ def test_a_tier_says_what_it_takes_and_what_binds():
 
 
 @pytest.mark.parametrize(("tier", "room"), [(None, ""), (20 * GIB, ": TOO MUCH")])
-def test_activations_on_the_host_say_what_they_take_beside_a_tier(tier: int | None, room: str):
+def test_activations_on_the_host_beside_a_tier(tier: int | None, room: str):
     plan = predicted()
     assert plan.prediction is not None
     terms = {

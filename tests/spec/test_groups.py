@@ -59,9 +59,7 @@ def test_every_element_is_in_one_group(world: list[list[ShardSizes]], limit: int
 
 
 @given(worlds(), LIMITS)
-def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
-    world: list[list[ShardSizes]], limit: int
-) -> None:
+def test_groups_are_within_their_limit_without_overlap(world: list[list[ShardSizes]], limit: int) -> None:
     for held in world:
         for index, group in enumerate(group_shards(held, sub_group_parameters=limit)):
             assert group.index == index
@@ -71,9 +69,7 @@ def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
 
 
 @given(worlds(), LIMITS)
-def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
-    world: list[list[ShardSizes]], limit: int
-) -> None:
+def test_large_shards_are_cut_at_multiples(world: list[list[ShardSizes]], limit: int) -> None:
     for held in world:
         groups = group_shards(held, sub_group_parameters=limit)
         for one in held:
@@ -110,9 +106,7 @@ def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSizes
 
 
 @given(worlds(), LIMITS)
-def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
-    world: list[list[ShardSizes]], limit: int
-) -> None:
+def test_portions_have_whole_parameters(world: list[list[ShardSizes]], limit: int) -> None:
     groups = group_shards(world[0], sub_group_parameters=limit)
     found = list(join_groups_of_split_parameters(groups))
     assert [group for portion in found for group in portion] == list(groups)

@@ -24,7 +24,7 @@ def parsed(text: str) -> Run:
 
 
 @given(st.sampled_from(sorted(NAMES)), st.data())
-def test_every_name_of_a_strategy_is_known_in_any_case_and_hyphenation(name, data):
+def test_strategy_names_are_known_in_any_spelling(name, data):
     spelled = "".join(data.draw(st.sampled_from([c.lower(), c.upper()])) for c in name)
     spelled = "".join(data.draw(st.sampled_from("-_")) if c == "_" else c for c in spelled)
     if spelled.lower().startswith("zero"):
@@ -136,7 +136,7 @@ def test_an_override_that_names_no_key_is_refused(override):
         ("[train]\nstep = 1\nspeed = 2", "(and 1 more)"),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_nearest_or_its_section(text, message):
+def test_unknown_key_is_refused_with_the_nearest(text, message):
     with pytest.raises(SpecError) as raised:
         parsed(text)
     assert message in str(raised.value)
@@ -206,7 +206,7 @@ def test_a_file_that_is_no_toml_is_refused_by_name_with_what_is_wrong(tmp_path, 
     assert raised.value.got == said
 
 
-def test_a_value_that_set_gave_is_not_blamed_on_the_file(tmp_path):
+def test_error_of_an_override_names_set(tmp_path):
     (tmp_path / "run.toml").write_text("[train]\nsteps = 5\n")
     for override, said in (
         ("train.steps=nan", "--set train.steps is not valid"),
@@ -271,7 +271,7 @@ def test_a_truth_value_is_no_number_in_any_key():
         (["model.weights=none"], "model.weights needs model.hf", "model.hf, or leave out model.weights"),
     ],
 )
-def test_keys_of_two_kinds_of_model_are_told_apart_from_unknown_ones(overrides, what, fix):
+def test_keys_of_two_kinds_of_model_are_refused(overrides, what, fix):
     with pytest.raises(SpecError) as caught:
         Run.load(overrides=overrides)
     assert what in caught.value.what

@@ -132,7 +132,7 @@ def _codes(state: TrainState) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", sampled([1, 2, 3], here=[3]))
-def test_any_ranks_go_on_from_what_two_have_saved(n: int, ranks: Any, tmp_path: Path) -> None:
+def test_any_ranks_resume_from_two(n: int, ranks: Any, tmp_path: Path) -> None:
     full, codes = ranks(2).run(saved, str(tmp_path))[0]
     assert full["optimizer.up.weight.exp_avg"].dtype is torch.float32
     found = ranks(n).run(loaded, str(tmp_path))

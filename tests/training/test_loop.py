@@ -49,7 +49,7 @@ def figures() -> tuple[list[Step], tuple[int, int, int]]:
     return steps, (state.step, state.trained_tokens, state.skipped)
 
 
-def test_a_step_tells_what_it_did(ranks: Any) -> None:
+def test_step_has_its_figures(ranks: Any) -> None:
     """A regression, with batches that are tuples, and a loss that is a mean."""
     first, second = ranks(2).run(figures)
     assert first[1] == (6, 6 * BATCH * 4, 0)
@@ -100,7 +100,7 @@ def uneven(counts: tuple[int, ...], microbatch: int) -> tuple[list[int], str]:
         ((2, 2, 2), 4, 2, "the data ended after step 2 of 30, first on all ranks."),
     ],
 )
-def test_iterables_that_end_end_the_run_on_all_ranks_alike_and_one_line_says_so(
+def test_end_of_the_data_ends_the_run_on_all_ranks(
     counts: tuple[int, ...], microbatch: int, steps: int, message: str, ranks: Any
 ) -> None:
     found = ranks(3).run(uneven, counts, microbatch)
@@ -176,7 +176,7 @@ def stopped_on_rank_one(device: str, *more: str) -> tuple[list[tuple[int, bool]]
 @pytest.mark.parametrize(
     ("device", "more", "last"), [("cpu", (), 4), ("fake", ("optimizer.name=sgd",), 4), ("fake", (), 5)]
 )
-def test_a_stop_on_one_rank_ends_all_after_the_same_step(
+def test_stop_on_one_rank_ends_all_after_the_same_step(
     device: str, more: tuple[str, ...], last: int, ranks: Any
 ) -> None:
     """It is asked for before step 4. A host that does not wait for the device reads that one step later."""
@@ -198,7 +198,7 @@ def in_pieces(kind: str, lengths: tuple[int, ...]) -> tuple[list[int], dict[str,
 
 
 @pytest.mark.parametrize("kind", sampled(["source", "list", "iterator"], here=["source", "iterator"]))
-def test_a_run_that_was_broken_out_of_goes_on(kind: str, ranks: Any) -> None:
+def test_interrupted_loop_continues_bitwise(kind: str, ranks: Any) -> None:
     straight = ranks(2).run(in_pieces, kind, ())
     pieces = ranks(2).run(in_pieces, kind, (1, 3))
     for (seen, bits), (expected, expected_bits) in zip(pieces, straight, strict=True):

@@ -151,7 +151,7 @@ FEW_STEPS = "train.steps=5"
 
 
 @pytest.mark.parametrize("n", SAMPLE)
-def test_a_run_is_bit_for_bit_that_without_a_tier(n: int, ranks: Any, tmp_path: Any) -> None:
+def test_offloaded_run_is_bitwise_equal(n: int, ranks: Any, tmp_path: Any) -> None:
     cases = [replace(case, settings=(*case.settings, FEW_STEPS)) for case in SAMPLE[n]]
     for i, case in enumerate(cases):  # each tier with a part of them; with all in the full cross
         tiers = TIERS[i % 2 :: 2]
@@ -192,7 +192,7 @@ def cases_of(precision: str, n: int, strategy: str) -> list[Case]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("n", "strategy"), WORLDS)
-def test_a_run_is_bit_for_bit_that_without_a_tier_in_the_full_cross(
+def test_offloaded_run_is_bitwise_equal_in_the_full_cross(
     n: int, strategy: str, *, precision: str, ranks: Any, tmp_path: Any
 ) -> None:
     cases = cases_of(precision, n, strategy)
@@ -227,7 +227,7 @@ def drawn(tier: str, directory: str) -> tuple[Tensor, Tensor]:
     return before, validate()
 
 
-def test_what_is_computed_beside_training_follows_the_last_update(ranks: Any, tmp_path: Any) -> None:
+def test_validation_sees_the_last_update(ranks: Any, tmp_path: Any) -> None:
     expected = ranks(2).run(drawn, "none", str(tmp_path))
     for tier in TIERS:
         for own, other in zip(expected, ranks(2).run(drawn, tier, str(tmp_path)), strict=True):
@@ -268,5 +268,5 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     return early, waits, late
 
 
-def test_a_gather_waits_for_its_own_part_of_an_update_alone(ranks: Any, tmp_path: Any) -> None:
+def test_gather_waits_for_its_part_of_the_update(ranks: Any, tmp_path: Any) -> None:
     assert ranks(1).run(gathers_in_an_update, str(tmp_path)) == [(True, True, True)]

@@ -103,7 +103,7 @@ QUICK = [("optimizer:cpu", BEFORE), ("params+optimizer:nvme", AMID)]
         for more in (BEFORE, AMID)
     ],
 )
-def test_a_state_that_loads_goes_on_as_the_one_that_saved(
+def test_loaded_state_continues_as_the_saved_one(
     tier: str, more: tuple[Any, ...], ranks: Any, tmp_path: Path
 ) -> None:
     """Also from before the first step, when there are no moments."""
@@ -122,9 +122,7 @@ def exported(tier: str, directory: str) -> Bits:
 
 
 @pytest.mark.parametrize("tiers", [TIERS[-1:], pytest.param(TIERS[:-1], marks=pytest.mark.long)])
-def test_an_export_is_that_of_a_state_without_a_tier(
-    tiers: tuple[str, ...], ranks: Any, tmp_path: Path
-) -> None:
+def test_export_equals_that_without_a_tier(tiers: tuple[str, ...], ranks: Any, tmp_path: Path) -> None:
     whole = [ranks(2).run(exported, tier, str(tmp_path))[0] for tier in ("none", *tiers)]
     files = [load_file(tmp_path / tier / "model.safetensors") for tier in ("none", *tiers)]
     for found, file in zip(whole, files, strict=True):
@@ -149,6 +147,6 @@ def saved_beside(tier: str, directory: str) -> tuple[Bits, Bits]:
 
 
 @pytest.mark.parametrize("tier", ["optimizer:cpu", "params+optimizer:cpu"])
-def test_what_is_saved_beside_further_steps_is_what_was_there(tier: str, ranks: Any, tmp_path: Path) -> None:
+def test_background_save_has_the_step_at_its_start(tier: str, ranks: Any, tmp_path: Path) -> None:
     for when, loaded in ranks(2).run(saved_beside, tier, str(tmp_path)):
         assert same_bits(when, loaded)

@@ -131,7 +131,7 @@ STRATEGIES = {
         ),
     ],
 )
-def test_a_base_outside_of_the_device_is_trained_on_bit_for_bit(
+def test_training_beside_an_offloaded_base_is_bitwise_equal(
     n: int, more: tuple[str, ...], ranks: Any, tmp_path: Path
 ) -> None:
     """And kept bit for bit, in fp32 too where it is computed in bf16."""
@@ -221,7 +221,7 @@ def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
     return step, same, losses, advance(undisturbed, plan, to=4)[2:]
 
 
-def test_a_run_on_weights_goes_on_from_its_drive_with_the_weights(ranks: Any, tmp_path: Path) -> None:
+def test_run_on_weights_resumes_from_its_drive(ranks: Any, tmp_path: Path) -> None:
     """Which a tier does not keep, since no step changes them."""
     write_weights(tmp_path)
     for step, same, losses, undisturbed in ranks(2).run(gone_on, str(tmp_path)):
@@ -250,7 +250,7 @@ def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("tier", [DRIVE, pytest.param("optimizer:nvme", marks=pytest.mark.long)])
-def test_what_a_load_will_bring_is_not_written_before_nor_used(tier: str, ranks: Any, tmp_path: Path) -> None:
+def test_unset_parameters_are_neither_written_nor_used(tier: str, ranks: Any, tmp_path: Path) -> None:
     (found,) = ranks(1).run(without_values, tier, str(tmp_path))
     written, said = found
     assert written < PAGE_BYTES  # a manifest
@@ -289,7 +289,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_weights", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_step_that_is_damaged_while_a_run_starts_leaves_what_there_was_before(
+def test_damaged_generation_leaves_the_state_of_the_start(
     has_weights: bool, ranks: Any, tmp_path: Path
 ) -> None:
     weights = write_weights(tmp_path) if has_weights else None
@@ -311,7 +311,7 @@ def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
     return again.step, same_bits(local_bits(again), bits)
 
 
-def test_a_run_goes_on_from_its_drive_with_the_base_of_its_checkpoint(ranks: Any, tmp_path: Path) -> None:
+def test_run_resumes_from_its_drive_with_the_base_of_its_checkpoint(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(gone_on_elsewhere, str(tmp_path)) == [(3, True)] * 2
 
 

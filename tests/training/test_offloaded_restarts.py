@@ -109,7 +109,7 @@ def flip(path: Path, at: int) -> None:
     ("n", "settled"),
     [(1, True), (3, False), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, False), (3, True)))],
 )
-def test_a_run_that_dies_goes_on_from_a_step_that_all_ranks_have(
+def test_run_that_dies_resumes_from_a_step_of_all_ranks(
     n: int, settled: bool, ranks: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailed, match=r"died \(exit code 1\)"):
@@ -129,7 +129,7 @@ def begun(directory: str) -> None:
     state_on(directory)
 
 
-def test_a_run_that_dies_before_it_goes_on_loses_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_run_that_dies_before_it_resumes_loses_nothing(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(until, 4, str(tmp_path))
     ranks(2).run(begun, str(tmp_path))
     assert check(2, ranks, tmp_path) == 4
@@ -151,7 +151,7 @@ def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -
     assert check(2, ranks, tmp_path) == 3
 
 
-def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Any, tmp_path: Path) -> None:
+def test_run_without_resume_begins_anew(ranks: Any, tmp_path: Path) -> None:
     """What is there is no part of it."""
     ranks(2).run(until, 4, str(tmp_path))
     ranks(2).run(until, 2, str(tmp_path))
@@ -160,9 +160,7 @@ def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), pytest.param(2, 1, marks=pytest.mark.long)])
-def test_files_of_another_number_of_ranks_make_room(
-    before: int, after: int, ranks: Any, tmp_path: Path
-) -> None:
+def test_files_of_other_ranks_are_replaced(before: int, after: int, ranks: Any, tmp_path: Path) -> None:
     """Nodes have left or come: what was kept are parts for other ranks, and the checkpoint has all."""
     ranks(before).run(until, 1, str(tmp_path))
     ranks(after).run(until, 2, str(tmp_path))
@@ -185,7 +183,7 @@ def opened_after_a_failure(directory: str) -> None:
     close_offloaded_state(shard(meta(Regression), plan), plan=plan, finished=True)
 
 
-def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_failed_open_is_released_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(opened_after_a_failure, str(tmp_path))
 
 
@@ -217,8 +215,6 @@ def breaks_in(step: int, directory: str) -> None:
 
 
 @pytest.mark.parametrize("act", [skips_all_from, breaks_in])
-def test_a_generation_that_cannot_be_trained_on_is_not_resumed_from(
-    act: Callable[..., None], ranks: Any, tmp_path: Path
-) -> None:
+def test_unusable_generation_is_not_resumed(act: Callable[..., None], ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(act, 4, str(tmp_path))
     assert check(2, ranks, tmp_path) == 3

@@ -82,7 +82,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_built_is_refused(ranks: Any) -> None:
+def test_optimizers_that_cannot_be_built_are_refused(ranks: Any) -> None:
     cases = [(f"optimizer.name={name}", f"optimizer.options={options}") for name, options, _ in REFUSED]
     for said, (_, _, message) in zip(ranks(1).run(for_each, refused, cases)[0], REFUSED, strict=True):
         assert message in said
@@ -112,9 +112,7 @@ def outcome(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_class_that_cannot_update_shards_is_refused_before_the_first_step(
-    strategy: str, ranks: Any
-) -> None:
+def test_optimizer_that_cannot_update_shards_is_refused(strategy: str, ranks: Any) -> None:
     """Which classes can is torch's to say: they are made of operations that sharded tensors may lack."""
     cases = [
         ("sharding.strategy=" + strategy, "optimizer.name=sgd", "optimizer.options={fused=true}"),
@@ -242,9 +240,7 @@ def step_with_a_closure() -> None:
         (build_for_frozen_parameters, "Regression has no trainable parameter."),
     ],
 )
-def test_an_optimizer_that_would_not_update_the_shards_is_refused(
-    attempt: Any, message: str, ranks: Any
-) -> None:
+def test_optimizer_of_unsharded_parameters_is_refused(attempt: Any, message: str, ranks: Any) -> None:
     with pytest.raises((ShardError, TrainError), match=re.escape(message)):
         ranks(1).run(attempt)
 
@@ -298,7 +294,7 @@ def trained_plainly(run: Run, cls: type[torch.optim.Optimizer], options: dict[st
         (4, "NAdam", ("optimizer.name=torch.optim.NAdam",), {"betas": (0.9, 0.95)}),
     ],
 )
-def test_a_sharded_optimizer_computes_what_an_unsharded_one_does(
+def test_sharded_optimizer_equals_unsharded(
     n: int, name: str, overrides: tuple[str, ...], options: dict[str, Any], ranks: Any
 ) -> None:
     run = run_of("optimizer.clip_norm=0.5", *overrides)

@@ -236,7 +236,7 @@ def steps_after_a_break() -> tuple[list[bool], str]:
     return stopping, f"step {state.step}: {raised.value.what}"
 
 
-def test_a_break_does_not_lose_what_a_step_has_decided(ranks: Any) -> None:
+def test_break_keeps_the_decision_of_the_step(ranks: Any) -> None:
     for stopping, error in ranks(2).run(steps_after_a_break):
         assert stopping == [True]
         assert error.startswith("step 3: 2 steps in a row"), "known one step after it was launched"

@@ -239,7 +239,7 @@ def shard_indices() -> dict[str, int]:
     return {name: shard_index(parameter) for name, parameter in model.named_parameters()}
 
 
-def test_each_part_has_an_index_of_its_own(ranks: Any) -> None:
+def test_each_part_has_its_shard_index(ranks: Any) -> None:
     by_rank = ranks(4).run(shard_indices)
     for name, expected in (("head", [0, 1, 2, 3]), ("norm", [0, 0, 1, 1])):
         assert [indices[f"{name}.weight"] for indices in by_rank] == expected
@@ -312,7 +312,7 @@ NAMED_BLOCKS = ["sharding.units.names=['blocks.*']"]
         (2, Axes(expert=2), MIXTURE, {"extra": NAMED_BLOCKS}, ("blocks.0", "names of the experts too")),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_does(  # noqa: PLR0917
+def test_indivisible_models_are_refused_with_divisors(  # noqa: PLR0917
     count: int, axes: Axes, model: str, more: dict[str, Any], said: tuple[str, ...], ranks: Any
 ) -> None:
     for message in ranks(count).run(refused, axes, model, more):

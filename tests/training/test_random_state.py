@@ -35,7 +35,7 @@ def draw_after_resume_on_more_ranks() -> tuple[float, float, float]:
     return draw()
 
 
-def test_random_numbers_of_the_host_are_the_same_on_all_ranks_also_on_more_than_were_saved(
+def test_host_random_numbers_are_equal_on_all_ranks(
     ranks: Any,
 ) -> None:
     drawn = ranks(2).run(draw_seeded)

@@ -119,7 +119,7 @@ def test_another_number_of_microbatches_is_refused(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(0.25, 3.0), (0.0, math.nan)])
-def test_a_validation_loss_is_the_mean_over_what_counts(weight: float, expected: float) -> None:
+def test_validation_loss_is_the_mean_over_counts(weight: float, expected: float) -> None:
     model = nn.Linear(2, 2)
     batches = [torch.tensor(3.0 * weight), torch.tensor(3.0 * weight)]
     found = validation_loss(model, batches, loss=lambda _, total: (total, weight))  # type: ignore[arg-type,return-value]

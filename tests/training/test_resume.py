@@ -110,7 +110,7 @@ def assert_bitwise(ranks: Any, path: Path, strategy: str, precision: str) -> Non
     ],
     ids=["ranks 2→3→1→4", "full→no→hybrid", "hpz→zero1→hybrid_zero2"],
 )
-def test_other_ranks_and_strategies_go_on_alike(
+def test_other_ranks_and_strategies_resume_alike(
     parts: list[tuple[int, str, int]], ranks: Any, tmp_path: Path
 ) -> None:
     whole_curve, expected = run_parts(ranks, tmp_path / "whole", [(1, "no_shard", STEPS)])
@@ -162,9 +162,7 @@ def rows_used(
 
 
 @pytest.mark.parametrize("batch", [6, 8, 12, 24])
-def test_with_another_batch_a_run_continues_behind_the_rows_seen(
-    batch: int, ranks: Any, tmp_path: Path
-) -> None:
+def test_changed_batch_continues_after_the_seen_rows(batch: int, ranks: Any, tmp_path: Path) -> None:
     after = [f"train.global_batch={batch}"]
     used, messages = ranks(1).run(rows_used, tmp_path, [], after, ByRow)[0]
     assert used == list(range(3 * 12 + 2 * batch))
@@ -206,7 +204,7 @@ def seen_again(directory: Path) -> list[str]:
     return continue_run(fresh, plan)
 
 
-def test_that_an_iterable_starts_anew_is_reported(ranks: Any, tmp_path: Path) -> None:
+def test_iterable_that_starts_anew_is_reported(ranks: Any, tmp_path: Path) -> None:
     ((message,),) = ranks(1).run(seen_again, tmp_path)
     assert "12 rows comes again" in message
 

@@ -99,7 +99,7 @@ def resumed(*overrides: str) -> tuple[dict[str, Any], dict[str, Any], bool]:
         (2, ("precision.mode=fp16",)),
     ],
 )
-def test_a_resumed_run_goes_on_bit_for_bit(n: int, overrides: tuple[str, ...], ranks: Any) -> None:
+def test_resumed_state_continues_bitwise(n: int, overrides: tuple[str, ...], ranks: Any) -> None:
     for straight, resumed_values, same in ranks(n).run(resumed, *overrides):
         assert resumed_values == straight
         assert straight["step"] == 6
@@ -132,7 +132,7 @@ def scale_after_loading() -> tuple[LossScale, LossScale]:
     return loaded, other.loss_scale
 
 
-def test_the_loss_scale_goes_on_in_its_window(ranks: Any) -> None:
+def test_loss_scale_resumes_in_its_window(ranks: Any) -> None:
     assert ranks(1).run(scale_after_loading) == [
         (LossScale(32.0, window=50, good_steps=7), LossScale(32.0, window=50, good_steps=8))
     ]

@@ -80,9 +80,7 @@ def counted_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(("n", "microbatch"), [(1, 3), (2, 2), (3, 1), (3, 4)])
-def test_a_sum_is_divided_by_the_count_over_ranks_and_microbatches(
-    n: int, microbatch: int, ranks: Any
-) -> None:
+def test_sum_is_divided_by_count_over_ranks_and_microbatches(n: int, microbatch: int, ranks: Any) -> None:
     run = unclipped(microbatch)
     x, y = pairs(0)
     counts = (y[:, 0] > 0).view(-1, microbatch).sum(1)
@@ -166,7 +164,7 @@ UNSHARDED_LAYER = 'sharding.units.overrides=[{match="layers.1", strategy="no_sha
         (4, MixedOdd, (UNSHARDED_HEAD, "sharding.reshard_after_forward=2", "train.microbatch=1")),
     ],
 )
-def test_the_norm_and_what_clipping_does_are_those_of_the_unsharded_model(
+def test_norm_and_clipping_equal_the_unsharded_model(
     n: int, model: type[nn.Module], more: tuple[str, ...], ranks: Any
 ) -> None:
     run = norm_run(*more)
@@ -261,7 +259,7 @@ def without_the_second_step(more: tuple[str, ...]) -> dict[str, Tensor]:
         ("loss", 2, ("precision.mode=bf16_pure",)),
     ],
 )
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(
+def test_step_not_finite_on_one_rank_is_skipped_on_all(
     kind: str, n: int, more: tuple[str, ...], ranks: Any
 ) -> None:
     expected = ranks(n).run(without_the_second_step, more)
@@ -287,9 +285,7 @@ def run_to_the_error(device: str) -> tuple[list[int], int, int, str]:
 
 
 @pytest.mark.parametrize(("device", "last"), [("cpu", 7), ("fake", 8)])
-def test_a_run_stops_on_all_ranks_after_so_many_skipped_steps_in_a_row(
-    device: str, last: int, ranks: Any
-) -> None:
+def test_run_stops_on_all_ranks_after_skipped_steps(device: str, last: int, ranks: Any) -> None:
     """Steps 5, 6 and 7 are skipped. A host ahead of its device reads that of 7 after launching 8."""
     what = "3 steps in a row had a loss or gradient norm that is not finite."
     expected = [*range(5, last + 1)], last, last - 4, what

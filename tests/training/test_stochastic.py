@@ -28,7 +28,7 @@ def every_bf16() -> Tensor:
     return torch.arange(1 << 16).to(torch.int32).bitwise_left_shift(16).view(torch.float32)
 
 
-def test_what_bf16_can_hold_stays_as_it_is() -> None:
+def test_bf16_values_are_not_changed() -> None:
     values = every_bf16()
     finite = values[values.isfinite()]
     assert torch.equal(rounded(finite).float(), finite)

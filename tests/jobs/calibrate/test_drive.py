@@ -23,7 +23,7 @@ def rate_where_one_has_none(directory: Path) -> float | None:
     return rate_of(directory if dist.get_rank() == 0 else directory / "missing")
 
 
-def test_there_is_none_where_one_rank_cannot_write(ranks, tmp_path: Path):
+def test_drive_rate_is_none_if_a_rank_cannot_write(ranks, tmp_path: Path):
     assert ranks(2).run(rate_where_one_has_none, tmp_path) == [None, None]
     assert not list(tmp_path.iterdir())
 

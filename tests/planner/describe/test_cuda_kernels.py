@@ -78,7 +78,7 @@ def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, widt
         ("cudnn", torch.float32, False, 16, "efficient_attention"),
     ],
 )
-def test_the_kernel_is_the_one_that_torch_chooses(kernel, dtype, masked, width, runs):
+def test_emulated_attention_kernel_equals_torchs_choice(kernel, dtype, masked, width, runs):
     names, _ = attend(kernel, dtype=dtype, masked=masked, grouped=False, width=width)
     assert names == [runs, f"{runs}_backward"]
 
@@ -95,7 +95,7 @@ def test_masked_attention_with_grouped_heads_has_cudnns_kernel_and_no_scores_per
     assert elsewhere >= saved - 16
 
 
-def test_one_trace_of_the_decoder_is_for_every_chip_and_the_key_tells_models_that_may_mask_apart():
+def test_attention_kernel_is_in_the_key_of_models_that_may_mask():
     one_trace = ("recompute.mode=none", "run.compile=false")
     decoder = Run.load(overrides=[*SMALL, *one_trace, "data.document_mask=true"])
     flash, cudnn = (describe_run(decoder, "cuda", attention_kernel=one, cached=False) for one in KERNELS)

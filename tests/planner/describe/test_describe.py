@@ -117,7 +117,7 @@ def allocated(
         pytest.param("selective", "fp32", marks=pytest.mark.long),
     ],
 )
-def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
+def test_trace_bytes_equal_allocated_bytes(recompute, precision):
     plan = plan_of(*f"recompute.mode={recompute}".split(), f"precision.mode={precision}")
     counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256)
     difference = counted - highest(only_trace(plan).phases)
@@ -168,7 +168,7 @@ def matmul_flops(spec: ModelSpec, microbatch: int) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"mixture": True}])
-def test_odd_models_too(options):
+def test_trace_bytes_of_odd_models_equal_allocated_bytes(options):
     plan = plan_of()
     with torch.device("meta"):
         model = OddModel(**options)
@@ -178,7 +178,7 @@ def test_odd_models_too(options):
     assert abs(counted - highest(spec.choose_trace(plan.run.recompute, plan.microbatch).phases)) <= scalar
 
 
-def test_gradients_that_are_added_to_in_place_are_not_there_twice():
+def test_accumulated_gradients_count_once():
     plan = plan_of(
         *(
             "train.global_batch=4",
@@ -249,7 +249,7 @@ def of_forward(trace: MicrobatchTrace, unit: int) -> TracePhase:
         pytest.param(3, [1], marks=pytest.mark.long),
     ],
 )
-def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[int]) -> None:
+def test_offloaded_activations_leave_the_gpu(every: int, moving: list[int]) -> None:
     """Of six blocks, units 1 to 6, every k-th moves but for the last of them."""
     plain = on_gpu("recompute.mode=none")
     apart = (f"recompute.every={every}",) if every > 1 else ()
@@ -262,7 +262,7 @@ def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[i
     assert sum(line.value_at(2) for p in moved.phases for line in p.back) == sum(sizes.values())
 
 
-def test_of_what_moves_two_blocks_are_on_the_gpu_at_most():
+def test_at_most_two_blocks_of_offloaded_activations_are_on_the_gpu():
     """In forward the one that computes and the one that leaves, in backward with the one that comes back."""
     plain, moved = on_gpu("recompute.mode=none"), on_gpu("recompute.mode=offload")
     each = sum(line.value_at(2) for line in of_forward(moved, 3).out)
@@ -323,7 +323,7 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
         pytest.param("offload", 2048, marks=pytest.mark.long),
     ],
 )
-def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
+def test_truncated_trace_predicts_peak_of_all_blocks(recompute, vocabulary):
     """Where the peak is in backward (few logits), and where it is at the loss."""
     layers = f"model.layers={14 if recompute == 'every' else 6}"
     settings = (f"model.vocabulary={vocabulary}", f"recompute.mode={recompute}", "precision.mode=bf16")
@@ -341,7 +341,7 @@ def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
 
 @pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize("device_type", [pytest.param("cpu", marks=pytest.mark.long), "cuda"])
-def test_two_sizes_of_microbatch_tell_all(microbatch, device_type):
+def test_two_microbatch_sizes_determine_the_trace(microbatch, device_type):
     plan = plan_of(f"train.global_batch={microbatch}", "precision.mode=bf16")
     shape = (microbatch, 64)
     batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
@@ -355,7 +355,7 @@ def test_two_sizes_of_microbatch_tell_all(microbatch, device_type):
     ]
 
 
-def test_units_carry_names_shapes_ties_and_what_is_frozen():
+def test_units_have_names_shapes_ties_and_frozen_parameters():
     plan = plan_of()
     with torch.device("meta"):
         model = OddModel(tied=True)
@@ -369,7 +369,7 @@ def test_units_carry_names_shapes_ties_and_what_is_frozen():
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
-def test_a_run_will_do_and_its_spec_is_that_of_its_plans():
+def test_spec_of_run_equals_spec_of_its_plan():
     run = Run.load(
         overrides=[
             *SHAPES,
@@ -440,7 +440,7 @@ def test_only_attention_has_the_width_of_a_head():
     assert widths == {"matmul": 0, "attention": 16, "attention_backward": 16}
 
 
-def test_each_unit_with_a_backward_is_gathered_for_it_wherever_its_modules_are_frozen():
+def test_partly_frozen_units_are_gathered_for_backward():
     """FSDP2 gathers on the outputs of the module that ran last, and `shard` on those of the others too."""
     plan = plan_of("recompute.mode=none")
     batch = torch.empty((2, LENGTH), dtype=torch.int64, device="meta")

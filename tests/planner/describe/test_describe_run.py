@@ -58,14 +58,14 @@ def test_a_cached_spec_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_cached_spec_without_compiled_traces_is_not_taken_for_a_compiled_run() -> None:
+def test_cached_spec_without_compiled_traces_misses_for_compiled_run() -> None:
     auto = Run.load(overrides=[*SMALL, "recompute.mode=none"])
     assert not any(trace.compiled for trace in describe_run(auto, "cpu").traces)
     asked = auto.with_overrides(["run.compile=true"])
     assert all(trace.compiled for trace in describe_run(asked, "cpu").traces)
 
 
-def test_a_cached_spec_with_eager_and_compiled_traces_serves_both_for_its_attention_kernel(
+def test_cached_spec_serves_eager_and_compiled_runs(
     tmp_path: Path,
 ) -> None:
     run = Run.load(overrides=[gpt2(tmp_path), *SMALL[4:], "recompute.mode=none"])

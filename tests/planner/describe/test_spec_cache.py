@@ -68,7 +68,7 @@ def entry(environment: dict[str, str]) -> Path:
     return directory / key().file_name
 
 
-def test_a_kept_spec_is_found_again_to_the_last_bit(environment: dict[str, str]) -> None:
+def test_cached_spec_reads_back_bitwise(environment: dict[str, str]) -> None:
     assert read_cached_spec(key(), environment) is None
     write_cached_spec(key(), SPEC, environment=environment)
     found = read_cached_spec(key(), environment)
@@ -90,7 +90,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_entry_is_ignored_and_rewritten(
+def test_damaged_cache_entry_is_rewritten(
     damage: Callable[[bytes], bytes], environment: dict[str, str]
 ) -> None:
     write_cached_spec(key(), SPEC, environment=environment)
@@ -102,7 +102,7 @@ def test_a_damaged_entry_is_ignored_and_rewritten(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_not_a_file_is_no_entry_and_no_error(
+def test_cache_ignores_directories_and_pipes(
     make: Callable[[Path], None], environment: dict[str, str]
 ) -> None:
     path = entry(environment)
@@ -129,7 +129,7 @@ def test_the_variable_names_a_directory_or_switches_the_cache_off(tmp_path: Path
     assert read_cached_spec(preset, {"FULLSHARD_CACHE": "off"}) is None
 
 
-def test_the_cache_keeps_what_was_used_last_and_has_a_limit(environment: dict[str, str]) -> None:
+def test_cache_evicts_least_recently_used_entries(environment: dict[str, str]) -> None:
     keys = [key(f"data.sequence_length={length}") for length in (16, 32, 48)]
     for age, one in enumerate(keys):
         write_cached_spec(one, SPEC, environment=environment)

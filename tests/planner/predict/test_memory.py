@@ -189,14 +189,14 @@ def test_peak_with_frozen_parameters(ranks, frozen):
     assert ("forward" in terms.moment) == (frozen == "[be]*")
 
 
-def test_no_rank_holds_more_than_the_first_and_each_as_predicted(ranks):
+def test_peak_of_each_rank_is_as_predicted(ranks):
     plan = plan_of(3, *UNEVEN)
     peaks = [sum(parts.values()) for parts in ranks(3).run(measured, plan)]
     assert [predicted(plan, rank=rank).total for rank in range(3)] == pytest.approx(peaks, rel=0.001)
     assert peaks[0] == max(peaks)
 
 
-def test_what_lasts_is_sixteen_bytes_a_parameter_over_the_ranks():
+def test_lasting_memory_is_sixteen_bytes_per_parameter_over_ranks():
     spec = described(plan_of(1))
     for n in (1, 2, 4):
         plan = plan_of(n)

@@ -134,7 +134,7 @@ def grouped(matrices: int, *, rows: float, flops_per_row: float = 1e8, dtype: Dt
     return Kernel(kind="matmul", dtype=dtype, flops=line, pieces=pieces, rows=mean)
 
 
-def test_one_matrix_of_experts_takes_as_long_as_a_matmul_where_there_is_no_kernel_for_several():
+def test_expert_matmul_without_grouped_kernel_takes_dense_time():
     dense = kernel_seconds(matmul(1e12), RATES, microbatch=1)
     assert kernel_seconds(grouped(1, rows=10_000), RATES, microbatch=1) == pytest.approx(dense)
     assert kernel_seconds(grouped(8, rows=10_000), RATES, microbatch=1) == pytest.approx(8 * dense)
@@ -159,12 +159,12 @@ def test_more_rows_per_expert_never_lower_the_rate_and_never_the_time(rates: Rat
 @pytest.mark.parametrize(
     ("rates", "dtype", "launches"), [(RATES, "bf16", 16), (GROUPED, "bf16", 1), (GROUPED, "fp32", 16)]
 )
-def test_experts_are_one_launch_where_there_is_a_kernel_for_them(rates: Rates, dtype: Dtype, launches: int):
+def test_grouped_kernel_is_one_launch(rates: Rates, dtype: Dtype, launches: int):
     kernel = grouped(16, rows=100, dtype=dtype)
     assert count_pieces(kernel, rates, microbatch=1) == launches
 
 
-def test_chips_with_the_kernel_have_its_rates_and_others_multiply_in_turn():
+def test_chips_with_a_grouped_kernel_have_its_rates():
     for chip in read_catalog_chips():
         curve = default_gpu_rates(chip, "flash").grouped_matmul
         assert (curve is not None) == chip.grouped_matmul

@@ -74,13 +74,13 @@ def test_forward_gathers_the_next_unit_while_one_computes():
     assert streams.waited_all_gather == 10 + (20 - 14) + (30 - 24)
 
 
-def test_forward_holds_no_more_than_two_buffers():
+def test_forward_has_at_most_two_gather_buffers():
     """The last of four gathers waits for the second's copy-out, which is done at 2 + 1 + 20 + 1."""
     streams = played(replace(UNIT, gather=2), *forward(0, 1, 2, 3), computing=20, last=60)
     assert streams.compute == 24 + 60 + 1 + 20
 
 
-def test_backward_gathers_the_unit_before_once_its_own_is_copied_out():
+def test_backward_gathers_next_unit_after_copy_out():
     """One is gathered from 0 to 10 and copied out at 11; from there on the other is."""
     streams = played(replace(UNIT, is_trained=False), *backward(1, 0), computing=3)
     assert streams.compute == 11 + 10 + 1 + 3

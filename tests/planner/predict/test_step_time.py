@@ -64,7 +64,7 @@ def hardwares(draw: st.DrawFn) -> Hardware:
 
 @settings(max_examples=30)
 @given(st.data())
-def test_skipping_what_repeats_gives_what_walking_through_it_gives(data: st.DataObject):
+def test_skipping_repeated_blocks_equals_walking(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
     plan = data.draw(plans(shape))
     whole = decoder_spec(replace(shape, compressed=False))
@@ -153,7 +153,7 @@ def test_a_block_waits_for_all_it_gathers_without_prefetch():
     assert block_seconds(hardware, "prefetch.mode=none") > (2 * gather + copies + computing) / TICKS
 
 
-def test_on_shared_cores_a_step_is_the_sum_of_all_that_is_done():
+def test_step_on_shared_cores_is_the_sum_of_all_work():
     hardware = cpu_of(2)
     plan = plan_for(Shape(), 2, "train.global_batch=2", "sharding.strategy=full_shard")
     timer = StepTimePredictor(decoder_spec(Shape()), hardware)
@@ -164,7 +164,7 @@ def test_on_shared_cores_a_step_is_the_sum_of_all_that_is_done():
     assert terms.contention == 0
 
 
-def test_a_slow_host_is_what_the_step_waits_for():
+def test_step_waits_for_a_slow_host():
     hardware = hardware_of(1, 8)
     slow = hardware.rates.model_copy(update={"launch_seconds": 1.0})
     plan = plan_for(Shape(), 8, "train.global_batch=8", "sharding.strategy=full_shard")
@@ -175,7 +175,7 @@ def test_a_slow_host_is_what_the_step_waits_for():
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_what_is_not_sharded_is_not_gathered(ranks: int):
+def test_unsharded_parameters_are_not_gathered(ranks: int):
     plan = plan_for(Shape(), ranks, f"train.global_batch={ranks}", "sharding.strategy=no_shard")
     terms = predict_terms(decoder_spec(Shape()), plan, hardware_of(1, ranks))
     assert terms.exposed_all_gather == terms.exposed_reduce_scatter == 0
@@ -200,7 +200,7 @@ def test_zero1_communicates_once_a_step():
     assert timer.stream_minima(thrice).network == timer.stream_minima(once).network
 
 
-def test_recompute_is_told_apart():
+def test_recompute_has_its_term_of_time():
     hardware, spec = hardware_of(2, 8), decoder_spec(LLAMA_8B)
     none, full = (
         predict_terms(spec, plan_for(LLAMA_8B, 16, "train.global_batch=16", f"recompute.mode={m}"), hardware)

@@ -30,7 +30,7 @@ def test_memory_binds_where_more_of_it_would_be_faster():
     assert found.runners_up[0].lacks_bytes > 0
 
 
-def test_the_nearest_step_up_is_told_and_none_that_takes_over_twice_the_memory():
+def test_runners_up_lack_less_than_the_capacity():
     for gib in (40, 60, 80):
         found = explained(hardware_of(1, 8, gib=gib))
         for one in found.runners_up:
@@ -85,7 +85,7 @@ def test_no_lever_is_named_where_none_gains():
     assert explained(hardware, batch=2048).lever is None
 
 
-def test_it_reads_as_lines():
+def test_advice_is_lines():
     lines = explained(hardware_of(1, 8)).advice_lines()
     assert re.match(r"(memory|computing|the host) is the limit: |the links are the limit: ", lines[0])
     assert sum(line.startswith("instead: ") for line in lines) >= 1

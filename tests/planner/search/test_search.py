@@ -181,7 +181,7 @@ def test_the_best_plan_is_complete_and_fits():
         ("train.gradient_sync=last_microbatch", "sync_each_microbatch", False),
     ],
 )
-def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):
+def test_pinned_settings_are_kept_by_the_search(pin: str, field: str, value: object):
     found = search(decoder_spec(SMALL), hardware_of(1, 8), run_for(SMALL, "train.global_batch=32", pin))
     assert {getattr(plan, field) for plan in (found.best, *found.by_strategy.values())} == {value}
 
@@ -204,7 +204,7 @@ def test_a_spec_that_holds_for_one_microbatch_is_planned_for_that():
         assert {plan.microbatch for plan in found.by_strategy.values()} == {1}
 
 
-def test_quarters_of_the_blocks_are_tried_where_a_trace_tells_of_any_number():
+def test_quarters_of_the_blocks_are_candidates_for_recompute():
     kinds = (RepeatedUnits(first=2, units=1, times=13), RepeatedUnits(first=6, units=1, times=13))
     section, none = RecomputeSection(mode="full", blocks=16), LinearInMicrobatch()
     some = MicrobatchTrace(recompute=section, batch_bytes=none, phases=(), repeats=kinds, blocks=32, border=0)
@@ -223,7 +223,7 @@ def test_the_plainer_of_two_that_are_as_fast_is_taken():
     assert found.best.run.prefetch.mode == "implicit"
 
 
-def test_nothing_fits_says_what_is_closest_what_is_largest_and_what_would_fit():
+def test_error_names_closest_plan_largest_term_and_remedy():
     spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8", "recompute.mode=none")
     with pytest.raises(PlanError) as error:
         plan(spec, hardware_of(1, 4, gib=60), run)
@@ -240,7 +240,7 @@ def test_more_ranks_are_advised_where_no_pin_is_to_blame():
         plan(spec, hardware_of(1, 2, gib=48), run)
 
 
-def test_a_batch_that_cannot_be_shared_out_is_refused():
+def test_indivisible_batch_is_refused():
     with pytest.raises(PlanError, match="shared out"):
         search(decoder_spec(SMALL), hardware_of(1, 8), run_for(SMALL, "train.global_batch=12"))
 

@@ -55,7 +55,7 @@ def test_a_name_that_is_not_in_the_catalog_is_no_chip(device_name: str):
     assert find_chip_by_device_name(device_name) is None
 
 
-def test_a_partition_under_the_whole_chips_name_is_told_by_its_memory():
+def test_partition_of_a_chip_is_known_by_its_memory():
     whole, eighth = 206_141_652_992, 25_757_220_864
     assert find_chip_by_device_name("AMD Instinct MI300X", memory_bytes=whole) is not None
     assert find_chip_by_device_name("AMD Instinct MI300X", memory_bytes=eighth) is None
