@@ -1,4 +1,4 @@
-"""The code of docs/loops-*.md runs as it stands there, on two ranks, and goes on where it was broken off."""
+"""The code of docs/loops-*.md runs as written, on two ranks, and resumes where it was interrupted."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ CPU = ["run.device=cpu", "precision.mode=fp32", "recompute.mode=none"]
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """What the page's Python blocks define, run one after the other."""
+    """Returns the names that the page's Python blocks define."""
     blocks: list[str] = re.findall(
         r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL
     )

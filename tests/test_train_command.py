@@ -90,4 +90,4 @@ def test_stopped_run_resumes_with_other_ranks_and_strategy(
     assert "validation" in finished.stdout
     assert "predicted" in finished.stdout
     assert measurement.checkpoint in finished.stdout
-    assert finished.stdout.count("\ncheckpoint") == 1, "one rank tells what happened"
+    assert finished.stdout.count("\ncheckpoint") == 1, "one rank prints what happened"

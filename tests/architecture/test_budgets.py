@@ -1,4 +1,4 @@
-"""What keeps the code readable: budgets, names, signatures, docstrings. A rule returns its findings as lines.
+"""Rules of readable code: budgets, names, signatures, docstrings. A rule returns its findings as lines.
 
 Raising a budget is a commit of its own with a reason. A signature that somebody else dictates (a hook, an
 autograd function) says whose it is on its `def` line: `# signature: torch's forward hook`.

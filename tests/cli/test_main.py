@@ -1,4 +1,4 @@
-"""What every verb has in common: quick help, exit codes, one message for one mistake."""
+"""Common to all verbs: quick help, exit codes, one message for one mistake."""
 
 import inspect
 import re

@@ -238,7 +238,7 @@ def test_batches_multiply_to_the_whole():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}', "contradict"),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "two precisions"),
@@ -260,8 +260,8 @@ def test_batches_multiply_to_the_whole():
         ("base_model: a\nsequence_len: 0", "sequence_len"),
     ],
 )
-def test_invalid_configs_are_refused(text, told):
-    with pytest.raises(SpecError, match=told):
+def test_invalid_configs_are_refused(text, message):
+    with pytest.raises(SpecError, match=message):
         convert_config(text, name="a.json")
 
 

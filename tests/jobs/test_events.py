@@ -78,8 +78,8 @@ def test_a_launcher_records_a_fault_with_the_attempt_and_the_last_step(tmp_path:
     log.record_fault(FailureReport.from_exception(DataError("the well is dry.")), rank=1)
     fault = read_events(tmp_path / EVENTS)[-1]
     assert (fault.event, fault.attempt, fault.step) == ("fault", 3, 7)
-    told: dict[str, Any] = {"rank": 1, "error": "DataError", "exit_code": DataError.exit_code}
-    assert told.items() <= dict(fault.details).items()
+    expected: dict[str, Any] = {"rank": 1, "error": "DataError", "exit_code": DataError.exit_code}
+    assert expected.items() <= dict(fault.details).items()
 
 
 def test_a_launcher_records_nothing_in_the_directory_of_another_run(tmp_path: Path):

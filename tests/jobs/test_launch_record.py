@@ -1,4 +1,4 @@
-"""A later attempt of the same launch goes on with what is there; another launch sets it aside."""
+"""A later attempt of the same launch continues its files; another launch sets them aside."""
 
 import os
 import time

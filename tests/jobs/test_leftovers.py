@@ -1,4 +1,4 @@
-"""What earlier runs have left on the drive is named, and none of it is removed but what is empty and ours."""
+"""Files of earlier runs on the drive are named, and only empty directories of the run are removed."""
 
 import io
 import time
@@ -30,7 +30,7 @@ RECORDS = [DataFileRegion(name="0", offset_bytes=0, length_bytes=4096)]
 
 
 def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes = b"beside") -> Path:
-    """What a run over so many ranks that died after these steps has in `directory`."""
+    """Writes the state of a run over `world_size` ranks that died after these steps."""
     for rank in range(world_size):
         identity = RunRankIdentity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
         own = rank_directory(directory.parent, run_id=directory.name, rank=rank)
@@ -117,7 +117,7 @@ def test_reason_why_saved_state_is_not_used(tier: str, ranks: int, why: str | No
         assert said.endswith(f"which is not used, for {why}: the run resumes from the checkpoint of step 5")
         assert (unusable_state_message(plan, found, step=0) or "").endswith("the run starts again")
         assert unusable_state_message(plan, found, step=8) is None, "the checkpoint is as new"
-    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
+    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run has no earlier state"
 
 
 def test_resume_stops_if_unusable_state_is_the_only_one(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_an_address_that_another_thread_released_is_not_counted_twice():
         thread.join()
         again = kibibytes(64)
         del again
-    # Whether the address is handed out again, which is what tells of the release, is the allocator's choice.
+    # Whether the address is handed out again, which shows the release, is the allocator's choice.
     assert peak.bytes in (96 * KIB, (64 + 64) * KIB)
 
 

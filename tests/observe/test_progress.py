@@ -45,7 +45,7 @@ class Terminal:
         self.file: TextIO = os.fdopen(program, "w")
 
     def shown(self) -> str:
-        """What was written since this was asked last."""
+        """The text written since the last call."""
         self.file.write("<end>")  # the kernel brings it over when it likes, but in order
         self.file.flush()
         written = b""

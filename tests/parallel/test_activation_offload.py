@@ -1,4 +1,4 @@
-"""What blocks save leaves for the host and comes back; that it changes no number, and in which order."""
+"""Activations of blocks move to the host and back, in order, and change no number."""
 
 import copy
 import weakref
@@ -30,7 +30,7 @@ HALF = 0.5  # of a block's input: more than the mean and the deviation that a no
 
 
 class LateLane:
-    """Copies only when it is waited for, as a GPU may. What it reads or writes must be there until then, and
+    """Copies only when it is waited for, as a GPU may. Its sources and targets must live until then, and
     what it has not brought is NaN."""
 
     is_concurrent = True
@@ -98,8 +98,8 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
-    """What a forward and backward move. The copier brings nothing back, so gradients are none."""
+def moves_of(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
+    """The moves of a forward and backward. The copier brings nothing back, so gradients are none."""
     moves: list[tuple[str, int]] = []
     twin = offloaded(model, FakeReportingCopier(lambda way, size: moves.append((way, size))), least=least)
     gradients(twin, twin)
@@ -119,11 +119,11 @@ def test_gradients_are_bitwise_equal_with_offload(copier: str, least: float) -> 
 
 def test_large_storages_of_all_blocks_except_the_last_move_once() -> None:
     """Its input, what its norm gives and its tanh; of parameters, and of a row's mean and deviation, none."""
-    moves = told(blocks(3))
+    moves = moves_of(blocks(3))
     each = [ROWS * WIDTH * 4, ROWS * WIDTH * 4, ROWS * 3 * WIDTH * 4]
     for way in ("out", "back"):
         assert [size for done, size in moves if done == way] == 2 * each
-    small = told(blocks(3), least=0.0)
+    small = moves_of(blocks(3), least=0.0)
     assert sorted(size for way, size in small if way == "out") == sorted(2 * [*each, ROWS * 4, ROWS * 4])
 
 
@@ -177,7 +177,7 @@ class Deaths:
         self.alive.append(weakref.ref(tanh.untyped_storage()))
         return tanh
 
-    def there(self) -> list[bool]:
+    def alive_blocks(self) -> list[bool]:
         return [reference() is not None for reference in self.alive]
 
 
@@ -188,13 +188,13 @@ def test_at_most_two_blocks_are_on_the_device(copier: str, during: list[bool]) -
     model = blocks(5)
     twin = offloaded(model, LANES[copier]())
     deaths, seen = Deaths(twin), list[list[bool]]()
-    twin[3].norm.register_forward_hook(lambda *_: seen.append(deaths.there()))
+    twin[3].norm.register_forward_hook(lambda *_: seen.append(deaths.alive_blocks()))
     result = twin(entering())
     assert seen == [during]
-    assert deaths.there() == [False, False, False, False, True]
+    assert deaths.alive_blocks() == [False, False, False, False, True]
     result.sum().backward()
     del result
-    assert not any(deaths.there())
+    assert not any(deaths.alive_blocks())
 
 
 def test_nothing_that_moved_outlives_the_graph() -> None:
@@ -204,9 +204,9 @@ def test_nothing_that_moved_outlives_the_graph() -> None:
         deaths = Deaths(twin)
         result = twin(entering())
         del result
-        assert deaths.there()[:2] == [False, False]
+        assert deaths.alive_blocks()[:2] == [False, False]
         gradients(twin, twin)
-        assert not any(deaths.there())
+        assert not any(deaths.alive_blocks())
 
 
 def test_backward_may_run_twice_over_a_retained_graph() -> None:
@@ -223,7 +223,7 @@ def test_backward_may_run_twice_over_a_retained_graph() -> None:
 
 
 def test_backward_may_go_again_after_another_forward() -> None:
-    """What had not left yet when it went first is gone by then: here the last that moves."""
+    """The last block that moves had not left yet in the first backward."""
     model = blocks(3)
     copier, found = LateLane(), []
     for one in (model, offloaded(model, copier)):
@@ -266,7 +266,7 @@ def test_views_come_back_as_they_were(copier: str) -> None:
     twin = offloaded(model, LANES[copier](), least=0.0)
     assert same(gradients(twin, twin), gradients(model, model))
     # q, k and v are one storage, of 3 widths: the tanh itself.
-    assert [size for way, size in told(model) if way == "out"].count(ROWS * 3 * WIDTH * 4) == 2 * 2
+    assert [size for way, size in moves_of(model) if way == "out"].count(ROWS * 3 * WIDTH * 4) == 2 * 2
 
 
 class Mutating(Block):
@@ -340,7 +340,7 @@ def test_a_step_that_failed_leaves_the_next_one_whole(copier: str, fails: str, a
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_tensors_saved_by_compiled_blocks_move() -> None:
-    """Of weights none, though compiled code saves views of them that do not say whose they are."""
+    """Except weights, of which compiled code saves views without an owner."""
     torch._dynamo.reset()
     moves: list[tuple[str, int]] = []
     copier = LateLane()
@@ -408,7 +408,7 @@ class Clones(TorchDispatchMode):
 
 
 def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
-    """What leaves in a forward, and bytes of one sequence's input of a block."""
+    """Bytes that leave in a forward, and those of one sequence's input of a block."""
     plan = plan_of(2, "recompute.mode=offload", *settings)
     model = shard(on_meta(name), plan)
     section = UnitSection()
@@ -424,7 +424,7 @@ def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: Any) -> None:
-    """Of two blocks one moves: input, norm and tanh. Weights, which are larger, are freed and gathered."""
+    """One of two blocks moves: input, norm and tanh. Weights, which are larger, are freed and gathered."""
     settings = (*STRATEGIES[strategy], f"precision.mode={precision}")
     for sizes, numel in ranks(2).run(moved_bytes, "gpt2", *settings):
         each = numel * (2 if precision == "bf16" else 4)

@@ -1,4 +1,4 @@
-"""shard(model, plan): the same numbers for any module tree, what a unit is told takes effect, wrong uses."""
+"""shard(model, plan): the same numbers for any module tree, settings of units, wrong uses."""
 
 import itertools
 from collections.abc import Callable

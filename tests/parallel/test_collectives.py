@@ -39,7 +39,7 @@ def reduced(dtype: torch.dtype, *, mean: bool = False) -> tuple[list[float], int
 
 
 def reduced_beside_a_gather() -> tuple[list[float], list[float]]:
-    """What a gather that begins before a reduction and is waited for after it has, and what the reduction."""
+    """Results of a gather around a reduction, and of the reduction."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gather = DirectAllGather()
     output = torch.full((CHUNK * ranks,), -1.0)

@@ -44,19 +44,19 @@ def train(name: str, *settings: str) -> Results:
             losses.append(loss.item())
     gradients = {key: whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    told = [str(one.message) for one in caught if one.category is EagerBlockWarning]
-    return list(model.state_dict()), losses, gradients, graphs, told
+    warned = [str(one.message) for one in caught if one.category is EagerBlockWarning]
+    return list(model.state_dict()), losses, gradients, graphs, warned
 
 
 def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: Any) -> None:
     eager = ranks(2, timeout_seconds=400).run(train, name, *settings)
     compiled = ranks(2, timeout_seconds=400).run(train, name, *settings, "run.compile=true")
-    for (names, losses, gradients, none, _), (names_, losses_, gradients_, graphs, told) in zip(
+    for (names, losses, gradients, none, _), (names_, losses_, gradients_, graphs, warned) in zip(
         eager, compiled, strict=True
     ):
         assert none == 0
         assert graphs > 0
-        assert not told
+        assert not warned
         assert names_ == names
         assert not any("_orig_mod" in one for one in names_)
         assert losses_ == pytest.approx(losses, rel=1e-5)
@@ -90,11 +90,11 @@ def test_under_every_strategy(strategy: str, ranks: Any) -> None:
 def test_a_block_that_gathers_runs_eagerly_under_selective_recompute(ranks: Any) -> None:
     eager = ranks(2).run(train, "fused_experts", "recompute.mode=selective")
     asked = ranks(2).run(train, "fused_experts", "recompute.mode=selective", "run.compile=true")
-    for (_, losses, *_), (_, losses_, _, graphs, told) in zip(eager, asked, strict=True):
+    for (_, losses, *_), (_, losses_, _, graphs, warned) in zip(eager, asked, strict=True):
         assert graphs == 0
         assert losses_ == losses
-        assert len(told) == 1
-        assert "MixtureBlock runs eagerly" in told[0]
+        assert len(warned) == 1
+        assert "MixtureBlock runs eagerly" in warned[0]
 
 
 class Breaking(Block):
@@ -129,9 +129,9 @@ def test_block_that_cannot_be_compiled_runs_eagerly() -> None:
     blocks = stack(Breaking)
     expected = run(copy.deepcopy(blocks))
     forwards = compile_blocks(list(blocks), pieces=())
-    with pytest.warns(EagerBlockWarning, match="Breaking runs eagerly: Unsupported") as told:
+    with pytest.warns(EagerBlockWarning, match="Breaking runs eagerly: Unsupported") as warned:
         assert all(torch.equal(*pair) for pair in zip(run(blocks), expected, strict=True))
-    assert len(told) == 1
+    assert len(warned) == 1
     assert all(one.is_eager for one in forwards)
     run(blocks)  # and says no more
 
@@ -161,11 +161,11 @@ def test_block_without_compiled_backward_runs_eagerly(whole: bool) -> None:
     forwards = compile_blocks(list(blocks), pieces=() if whole else set(blocks))
     with (
         torch._inductor.config.patch({"post_grad_custom_post_pass": fail_in_backward}),
-        pytest.warns(EagerBlockWarning, match=r"Block runs eagerly: .*no backward today") as told,
+        pytest.warns(EagerBlockWarning, match=r"Block runs eagerly: .*no backward today") as warned,
     ):
         gradients = run(blocks)
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
-    assert len(told) == 1
+    assert len(warned) == 1
     assert all(one.is_eager for one in forwards) == whole
 
 

@@ -42,7 +42,7 @@ def part_of(inputs: QueryKeyValue, begins: Sequence[int], each: int) -> QueryKey
 def varlen_by_mask(
     query: Tensor, key: Tensor, value: Tensor, *places: Any, scale: float | None, window_size: Any
 ) -> Tensor:
-    """What torch's kernel computes: the last query of each sequence is aligned with its last key."""
+    """Computes as torch's kernel does: the last query of each sequence is aligned with its last key."""
     ends_of_queries, ends_of_keys, _, _ = places
     groups = query.shape[1] // key.shape[1]
     result = torch.zeros_like(query)

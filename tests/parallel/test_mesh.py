@@ -73,9 +73,9 @@ def test_a_failure_inside_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def group_that_is_there() -> tuple[int, int, bool]:
-    with process_group("cpu") as mine:
+    with process_group("cpu") as group:
         pass
-    return mine.rank, mine.world_size, dist.is_initialized()
+    return group.rank, group.world_size, dist.is_initialized()
 
 
 def test_existing_group_is_used_and_kept(ranks: Any) -> None:
@@ -99,7 +99,7 @@ SOON = timedelta(seconds=120)
 
 
 def attempt(server: dist.TCPStore, order: tuple[int, ...]) -> list[dict[int, str]]:
-    """What each rank reads of the others' addresses; the ranks come in `order`."""
+    """Returns the addresses that each rank reads; the ranks come in `order`."""
 
     def one(rank: int) -> dict[int, str]:
         client = dist.TCPStore("127.0.0.1", server.port, timeout=SOON, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""What dtype everything has in forward, backward and between."""
+"""Dtypes in forward, backward and between."""
 
 from typing import Any
 

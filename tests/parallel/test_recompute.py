@@ -1,4 +1,4 @@
-"""What is computed twice, and that it changes no number."""
+"""Recompute repeats what its mode says, and changes no number."""
 
 import copy
 from collections import Counter
@@ -129,7 +129,7 @@ def test_a_recomputed_forward_has_the_buffers_of_the_first_and_changes_none(mode
 
 
 def test_every_other_matmul_may_be_saved() -> None:
-    """Of a decoder's block the first, third, fifth and seventh; the last is never needed again."""
+    """The first, third, fifth and seventh of a decoder's block; the last is never needed again."""
     counts: dict[int, int] = {}
     for save in (1, 2, 100):
         model = materialize(on_meta("decoder"), seed=0)

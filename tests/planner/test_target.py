@@ -1,4 +1,4 @@
-"""What `fullshard plan MODEL` means by MODEL, and how many sequences a step has."""
+"""MODEL of `fullshard plan MODEL`, and the sequences of a step."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What was said and what was seen stand on one line, and lines sum to the totals under them."""
+"""Predictions and measurements share lines, which sum to the totals under them."""
 
 import io
 import json
@@ -174,8 +174,8 @@ def measured_with_tier() -> Measurement:
 
 
 def test_comparison_has_host_and_drive_of_a_tier():
-    made, told = measured_with_tier(), with_tier(disk_read_bytes=2, disk_written_bytes=4)
-    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare_prediction(told, made))}
+    made, expected = measured_with_tier(), with_tier(disk_read_bytes=2, disk_written_bytes=4)
+    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare_prediction(expected, made))}
     assert rows["host memory, beside"] == ("300 B", "200 B", "+50.0 %")
     assert rows["optimizer"] == ("30.0 ms", "50.0 ms", "-40.0 %")
     assert rows["read in a step"] == ("2 B", "4 B", "-50.0 %")

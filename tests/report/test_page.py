@@ -167,8 +167,8 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
     runs.write_steps(tmp_path, steps)
     saves = [("save", 1, step, {"path": "p" * 50}) for step in range(500, steps, 150)]
     skips = [("skip", 1, step, {"loss": None}) for step in range(40, steps, 270)]
-    told = sorted([*saves, *skips], key=lambda one: one[2])
-    runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *told)
+    events = sorted([*saves, *skips], key=lambda one: one[2])
+    runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *events)
     run = read(tmp_path)
     assert "earlier rows are in events.jsonl" in shown(run).text
     shown(run, run, run, run)
@@ -177,7 +177,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
 def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
     made = runs.plan(f"checkpoint.dir={HOSTILE}")
     directory = runs.finished(tmp_path / 'x"><script>alert(1)<' / "script>")
-    told: list[runs.Told] = [
+    events: list[runs.EventFields] = [
         (
             kind,
             1,
@@ -196,7 +196,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
         )
         for kind in ("start", "save", "save_failed", "fault", "rollback", "resume", "signal", "stop", HOSTILE)
     ]
-    runs.write_events(directory, *told, ("plan", 1, None, {"plan": made.model_dump(mode="json")}))
+    runs.write_events(directory, *events, ("plan", 1, None, {"plan": made.model_dump(mode="json")}))
     for records in (
         [read(directory)],
         [read(directory), read(runs.finished(tmp_path / HOSTILE.replace("/", "")))],

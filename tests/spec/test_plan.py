@@ -1,4 +1,4 @@
-"""What is chosen for a run: degrees and batches that work out, or a refusal that says which would."""
+"""Degrees and batches of a plan divide its ranks, or are refused with those that would."""
 
 import json
 import re

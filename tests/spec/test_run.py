@@ -1,4 +1,4 @@
-"""What a run.toml may say, and what is answered to what it may not."""
+"""Keys and values of a run.toml, and refusals of others."""
 
 import tomllib
 from collections.abc import Iterator

@@ -85,7 +85,7 @@ def limit_of(tier: str, *sizes: str, ranks: int) -> int:
 
 
 def planned_bytes(plan: Plan) -> int:
-    """Of a rank's device and host, as `fullshard plan` has them; what a CPU rank takes is both."""
+    """Predicted bytes of a rank's device and host; a CPU rank needs both."""
     import torch
 
     from fullshard.models.decoder import DecoderModel
@@ -115,7 +115,7 @@ def settled() -> int:
 
 
 def status(key: str) -> int:
-    """Bytes, as Linux tells of this process."""
+    """Bytes that Linux reports for this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 

@@ -3,7 +3,7 @@
 [Note: one run is one draw] Rank counts, microbatches and strategies sum the same gradients in other orders,
 and scale them by other factors, so what a run in fp32 rounds is a draw from a distribution. Its width differs
 between parameters: a gradient that is a small sum of large terms passes on the roundings of the terms. One
-unsharded run does not tell the width, for it may be lucky: in `layers.2.norm.bias` of the odd model 32 of
+unsharded run does not show the width, for it may be lucky: in `layers.2.norm.bias` of the odd model 32 of
 them, alike but for microbatches and the scale of their loss, were off by 6 to 26 units of 2**-24, and the
 plain loop by 5.8. So the width is the root mean square over DRAWS unsharded runs, each with rows in another
 order, in other microbatches, and with another scale of the loss, which change nothing in exact arithmetic.

@@ -220,7 +220,7 @@ def epochs() -> list[list[int]]:
 
 
 def count_calls(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean of the batch itself: it tells which batch it was."""
+    """The mean of the batch, by which the test knows the batch."""
     return batch[0].mean() + 0 * mean_square(model, batch)
 
 

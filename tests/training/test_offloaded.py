@@ -62,7 +62,7 @@ class Odd(nn.Module):
 
 
 class Spoilt(Pairs):
-    """Of which a step, the third, is left out."""
+    """Pairs whose third step is skipped."""
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in super().microbatches(step, rank=rank, plan=plan):
@@ -113,18 +113,18 @@ def tier_of(tier: str, case: Case, directory: str) -> tuple[str, ...]:
 
 
 def differences(cases: Sequence[Case], tiers: Sequence[str], directory: str) -> list[str]:
-    """What on this rank is not as it is without a tier."""
-    told: list[str] = []
+    """Returns how this rank differs from a run without a tier."""
+    found: list[str] = []
     for i, case in enumerate(cases):
         steps, bits = found_by(case)
         for tier in tiers:
             other_steps, other = found_by(case, *tier_of(tier, case, f"{directory}/{i}"))
             if other_steps != steps:
-                told.append(f"{case}, {tier}: losses, norms or skipped steps")
+                found.append(f"{case}, {tier}: losses, norms or skipped steps")
             if not same_bits(bits, other):
                 names = [n for n in bits.keys() & other.keys() if not torch.equal(bits[n], other[n])]
-                told.append(f"{case}, {tier}: {sorted(names or bits.keys() ^ other.keys())}")
-    return told
+                found.append(f"{case}, {tier}: {sorted(names or bits.keys() ^ other.keys())}")
+    return found
 
 
 HYBRID = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")
@@ -200,7 +200,7 @@ def test_offloaded_run_is_bitwise_equal_in_the_full_cross(
 
 
 def tiers_agree(case: Case, directory: str) -> list[bool]:
-    """Whether each tier finds what the first one does."""
+    """Returns whether each tier computes the numbers of the first."""
     found = [found_by(case, *tier_of(tier, case, directory)) for tier in TIERS]
     return [steps == found[0][0] and same_bits(bits, found[0][1]) for steps, bits in found]
 
@@ -243,12 +243,12 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     assert offloaded is not None
     layers = cast(list[FSDPModule], list(cast(nn.ModuleList, state.model.layers)))
     last = cast(FSDPModule, cast(Odd, state.model).head)
-    go_on, gathered = threading.Event(), threading.Event()
+    resumed, gathered = threading.Event(), threading.Event()
     first = {name for name in offloaded.names if name.startswith("layers.0.")}
 
     def update(group: OffloadGroup, parts: MasterAndMoments) -> None:
         if not first & set(group.names):
-            go_on.wait()
+            resumed.wait()
         parts.master.fill_(7.0)
 
     def gather_the_last() -> None:
@@ -261,7 +261,7 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     thread = threading.Thread(target=gather_the_last)
     thread.start()
     waits = not gathered.wait(0.2)
-    go_on.set()
+    resumed.set()
     thread.join()
     late = bool((cast(nn.Linear, last).weight == 7.0).all())
     offloaded.wait_for_update()

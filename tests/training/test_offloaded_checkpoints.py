@@ -36,7 +36,7 @@ def whole_of(state: TrainState) -> Bits:
 
 
 def hop(tier: str, to: int, directory: str, saved: str) -> tuple[Bits, list[float], Bits]:
-    """What was loaded, the losses of the steps up to `to`, and what was then saved."""
+    """Returns the loaded state, the losses of the steps up to `to`, and the saved state."""
     state, plan = state_on(tier, directory)
     load(state, saved, missing_ok=to <= 4)
     loaded, losses = whole_of(state), advance(state, plan, to=to)

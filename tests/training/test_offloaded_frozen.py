@@ -1,4 +1,4 @@
-"""What is frozen, with the tiers that keep parameters: outside like what is trained, and never another."""
+"""Frozen parameters with the tiers that offload parameters: kept beside it, and never changed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,7 +86,7 @@ def state_on(
 
 
 def write_weights(directory: Path, *, without: str = "none") -> str:
-    """What is frozen, of other values than a run begins with."""
+    """Writes frozen parameters with other values than a run begins with."""
     base = dict(Base().named_parameters())
     names = [name for name in FROZEN if not name.startswith(without)]
     save_file({name: torch.randn(base[name].shape) for name in names}, directory / "model.safetensors")
@@ -105,12 +105,12 @@ def advance(state: TrainState, plan: Plan, *, to: int) -> list[str]:
 
 
 def trained_on(tier: str, directory: str, *more: str) -> tuple[list[str], Bits, int, bool]:
-    """Losses, this rank's bits, what its shards take of the device, and whether what is frozen is there."""
+    """Losses, this rank's bits, bytes of the frozen shards on the device, and whether they have values."""
     state, plan = state_on(tier, directory, *more)
     losses = advance(state, plan, to=3)
     own = [p for p in state.model.parameters() if not p.requires_grad]
-    there = all(not local_tensor(p).isnan().any() for p in own)
-    return losses, local_bits(state), storage_bytes_of_tensors(local_tensor(p) for p in own), there
+    on_device = all(not local_tensor(p).isnan().any() for p in own)
+    return losses, local_bits(state), storage_bytes_of_tensors(local_tensor(p) for p in own), on_device
 
 
 STRATEGIES = {
@@ -137,7 +137,7 @@ def test_training_beside_an_offloaded_base_is_bitwise_equal(
     """And kept bit for bit, in fp32 too where it is computed in bf16."""
     more = (*more, STRATEGIES[n])
     expected = ranks(n).run(trained_on, "none", "none", *more)
-    assert all(there for *_, there in expected)
+    assert all(on_device for *_, on_device in expected)
     for tier in (DRIVE, HOST):
         for found, own in zip(
             ranks(n).run(trained_on, tier, f"{tmp_path}/{tier}", *more), expected, strict=True
@@ -151,7 +151,7 @@ def test_training_beside_an_offloaded_base_is_bitwise_equal(
 def saved_and_loaded(
     tier: str, directory: str, saved: Literal["all", "trained"] = "all"
 ) -> tuple[Bits, Bits, Bits, list[str], list[str]]:
-    """Bits when saved, of another seed before it loads, and after; and the losses of both from there."""
+    """Bits when saved, of another seed before it loads, and after; and the losses of both after it."""
     state, plan = state_on(tier, f"{directory}/one", saved=saved)
     advance(state, plan, to=2)
     save(state, f"{directory}/checkpoints", plan=plan)
@@ -199,9 +199,8 @@ def test_weights_are_read_into_a_base_wherever_it_is(ranks: Any, tmp_path: Path)
             assert torch.equal(found[1], own[1])
 
 
-def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
-    """Of a run on weights that ended without a checkpoint: where the next goes on, whether with the same
-    bits, and the losses of both from there."""
+def resume_on_weights(directory: str) -> tuple[int, bool, list[str], list[str]]:
+    """Returns where a run on weights resumes without a checkpoint, whether bitwise, and both runs' losses."""
 
     def started(name: str) -> tuple[TrainState, Plan]:
         state, plan = state_on(DRIVE, f"{directory}/{name}", unset=True)
@@ -224,7 +223,7 @@ def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
 def test_run_on_weights_resumes_from_its_drive(ranks: Any, tmp_path: Path) -> None:
     """Which a tier does not keep, since no step changes them."""
     write_weights(tmp_path)
-    for step, same, losses, undisturbed in ranks(2).run(gone_on, str(tmp_path)):
+    for step, same, losses, undisturbed in ranks(2).run(resume_on_weights, str(tmp_path)):
         assert (step, same) == (2, True)
         assert losses == undisturbed
 
@@ -257,8 +256,8 @@ def test_unset_parameters_are_neither_written_nor_used(tier: str, ranks: Any, tm
     assert all("no values yet" in one for one in said)
 
 
-def gone_on_from_damage(directory: str, weights: str | None) -> tuple[int, list[str], list[str]]:
-    """Where a run goes on whose kept step is damaged while it starts, its losses, and those of another."""
+def resume_from_damage(directory: str, weights: str | None) -> tuple[int, list[str], list[str]]:
+    """Returns the step and losses of a run whose kept step is damaged while it starts, and other losses."""
 
     def made(name: str) -> tuple[TrainState, Plan]:
         return state_on(DRIVE, f"{directory}/{name}", unset=weights is not None)
@@ -293,13 +292,13 @@ def test_damaged_generation_leaves_the_state_of_the_start(
     has_weights: bool, ranks: Any, tmp_path: Path
 ) -> None:
     weights = write_weights(tmp_path) if has_weights else None
-    for step, losses, undisturbed in ranks(2).run(gone_on_from_damage, str(tmp_path), weights):
+    for step, losses, undisturbed in ranks(2).run(resume_from_damage, str(tmp_path), weights):
         assert step == 0
         assert losses == undisturbed
 
 
-def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
-    """Where a run goes on that now begins with other values, and whether with the bits that it had."""
+def resume_with_another_seed(directory: str) -> tuple[int, bool]:
+    """Returns where a run with another seed resumes, and whether bitwise."""
     state, plan = state_on(DRIVE, directory)
     advance(state, plan, to=2)
     save(state, f"{directory}/saved", plan=plan)
@@ -312,11 +311,11 @@ def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
 
 
 def test_run_resumes_from_its_drive_with_the_base_of_its_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2).run(gone_on_elsewhere, str(tmp_path)) == [(3, True)] * 2
+    assert ranks(2).run(resume_with_another_seed, str(tmp_path)) == [(3, True)] * 2
 
 
 def loaded_twice(tier: str, directory: str) -> Tensor:
-    """What is computed after an import that broke off, which leaves nothing to compute with, and another."""
+    """Imports twice, of which the first fails and leaves nothing to compute with."""
     state, plan = state_on(tier, f"{directory}/{tier}", unset=True)
 
     def init(module: nn.Module) -> None:

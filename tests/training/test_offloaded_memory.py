@@ -1,4 +1,4 @@
-"""What is resident in a CPU rank with its state on a drive is what is planned, and a limit near it holds."""
+"""Resident memory of a CPU rank with its state on a drive is as planned, also under a limit near it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ WIDE = ("model.d_model=768", "model.d_ff=2304", "model.layers=40")
 @pytest.mark.parametrize("tier", ["optimizer:nvme", "params+optimizer:nvme"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resident_memory_is_as_planned(ranks: int, tier: str, tmp_path: Path):
-    """Of 969 MB of state, of which a rank holds no more than its gradients and what passes through."""
+    """A rank keeps its gradients and buffers, of 969 MB of state."""
     ended = start("measured", tmp_path, ranks=ranks, tier=tier)
     assert ended.returncode == 0, ended.stderr
     for rank in range(ranks):

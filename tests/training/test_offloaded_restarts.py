@@ -1,4 +1,4 @@
-"""A run whose state is on drives dies: what it goes on from, which is bit for bit the run that did not."""
+"""A run whose state is on drives dies, and resumes bitwise from its newest whole generation."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def state_on(directory: str) -> tuple[TrainState, Plan]:
 
 
 def undisturbed() -> list[tuple[float, Bits]]:
-    """Of each step, from 0: its loss, and this rank's bits after it; without a tier."""
+    """Returns the loss and this rank's bits after each step, from 0, without a tier."""
     state, plan = sharded(run_of(*settings("none", "none")))
     found = [(0.0, local_bits(state))]
     return found + [(step.loss, local_bits(state)) for step in train(state, plan, loss=mean_square)]
@@ -66,8 +66,8 @@ def killed(step: int, directory: str, settled: bool) -> None:
             os._exit(1)
 
 
-def gone_on(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]:
-    """The step that it went back to, the bits there, and what followed."""
+def resume(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]:
+    """Returns the resumed step, the bits at it, and what followed."""
     state, plan = state_on(directory)
     step = state.step if state.restore_newest_generation(at_least=0) else None
     bits = local_bits(state)
@@ -75,9 +75,9 @@ def gone_on(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]
 
 
 def check(n: int, ranks: Any, directory: Path) -> int | None:
-    """Goes on, and holds it against the run that was not disturbed. Returns where it went on from."""
+    """Resumes, and compares with the undisturbed run. Returns the step that it resumed from."""
     expected = ranks(n).run(undisturbed)
-    found = ranks(n).run(gone_on, str(directory))
+    found = ranks(n).run(resume, str(directory))
     (step,) = {one[0] for one in found}
     for (_, bits, after), own in zip(found, expected, strict=True):
         assert same_bits(bits, own[step or 0][1])
@@ -89,7 +89,7 @@ def check(n: int, ranks: Any, directory: Path) -> int | None:
 
 
 def manifests(directory: Path, rank: int) -> dict[int, Path]:
-    """Of a rank's whole generations, by step."""
+    """The manifests of a rank's whole generations, by step."""
     paths = directory.glob(f"offload/state/rank-{rank:05d}/state-*.json")
     return {json.loads(path.read_text().splitlines()[0])["step"]: path for path in paths}
 
@@ -152,7 +152,6 @@ def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -
 
 
 def test_run_without_resume_begins_anew(ranks: Any, tmp_path: Path) -> None:
-    """What is there is no part of it."""
     ranks(2).run(until, 4, str(tmp_path))
     ranks(2).run(until, 2, str(tmp_path))
     assert [manifests(tmp_path, rank).keys() for rank in range(2)] == [{1, 2}] * 2

@@ -1,4 +1,4 @@
-"""What a run computes in bf16 and fp16, against plain unsharded loops of the same precision."""
+"""Runs in bf16 and fp16, against plain unsharded loops of the same precision."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that did not stop."""
+"""A resumed run equals the undisturbed run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ STEPS = 8
 def train_part(
     directory: Path, *, strategy: str, until: int, extra: list[str], model_name: str = "odd_tied"
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Goes on from the newest checkpoint, if there is one, to step `until`; saves. Losses, whole weights."""
+    """Resumes from the newest checkpoint, trains to step `until`, saves. Returns losses and whole weights."""
     world_size = dist.get_world_size()
     run = make_run(
         model=model_name, ranks=world_size, strategy=strategy, extra=[f"train.steps={STEPS}", *extra]

@@ -69,7 +69,7 @@ def pairwise() -> list[dict[str, Any]]:
 
 
 def covering(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of `cases` those that have a value of an axis that none before them has: together they have all."""
+    """The cases with a value of an axis that none before them has: together they have all values."""
     seen: set[tuple[str, Any]] = set()
     chosen: list[dict[str, Any]] = []
     for case in cases:

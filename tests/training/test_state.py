@@ -1,4 +1,4 @@
-"""TrainState: what a checkpoint of it holds, and that a state that takes it over goes on bit for bit."""
+"""TrainState: the contents of its checkpoint, from which another state continues bitwise."""
 
 import random
 import re

@@ -375,7 +375,7 @@ def live_objects(more: tuple[str, ...]) -> list[tuple[int, int]]:
 
 
 def specs_are_leaked() -> bool:
-    """Whether torch leaks the spec of each plain scalar among DTensors (2.11 does: AdamW's step counts)."""
+    """Returns whether torch leaks the spec of each plain scalar among DTensors, as 2.11 does."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded_ones = [distribute_tensor(torch.ones(4), mesh, [Shard(0)])]
 

@@ -66,7 +66,7 @@ def test_the_mean_of_many_roundings_is_the_exact_value(value: float) -> None:
 
 
 def test_consecutive_seeds_give_independent_noise() -> None:
-    """Steps and parameters are told apart by seeds alone."""
+    """Steps and parameters differ in their seeds alone."""
     n = 2000
     half_way = torch.full((16,), 1 + 2**-8)
     up = torch.stack([(rounded(half_way, seed=seed) > 1).double() for seed in range(n)])  # (seeds, 16)

@@ -17,7 +17,7 @@ PAIRS = [PairRate(ranks, 1e9) for ranks in combinations(range(4), 2)]
 
 
 def found_on_ranks(fault: str) -> dict[str, Finding]:
-    """What ranks find; the last has another environment."""
+    """The findings of ranks, of which the last has another environment."""
     model = ("model.python=tests.fakes.broken:Decoder", f'model.options={{fault="{fault}"}}')
     run = Run.load(overrides=[*model, *BATCHES, "run.device=cpu"])
     rank, size = dist.get_rank(), dist.get_world_size()

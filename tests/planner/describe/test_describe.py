@@ -83,7 +83,7 @@ def highest(phases: tuple[TracePhase, ...], *, microbatch: int = 2) -> int:
 def allocated(
     model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bool = False, documents: bool = False
 ) -> int:
-    """The peak of one microbatch of the whole model, as the CPU allocator tells it."""
+    """The peak of one microbatch of the whole model, as the CPU allocator counts it."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPE[plan.precision.param])
     units = find_units(model, plan.run.sharding.units)
@@ -201,7 +201,7 @@ def test_a_model_of_70_billion_parameters_is_described_without_its_weights():
     model = decoder(plan)
     for parameter in model.blocks[2:].parameters():
         assert parameter.is_meta
-    del model.blocks[2:]  # two blocks tell what eighty would, in less time
+    del model.blocks[2:]  # two blocks stand for eighty
     with measure_peak_memory(CPU) as peak:
         spec = describe(model, plan, loss=next_token_loss)
     assert spec.numel > 3e9
@@ -250,7 +250,7 @@ def of_forward(trace: MicrobatchTrace, unit: int) -> TracePhase:
     ],
 )
 def test_offloaded_activations_leave_the_gpu(every: int, moving: list[int]) -> None:
-    """Of six blocks, units 1 to 6, every k-th moves but for the last of them."""
+    """Every k-th of six blocks, units 1 to 6, moves, except the last."""
     plain = on_gpu("recompute.mode=none")
     apart = (f"recompute.every={every}",) if every > 1 else ()
     moved = on_gpu("recompute.mode=offload", *apart)
@@ -289,7 +289,7 @@ def test_a_finished_microbatch_leaves_nothing_alive():
 
 
 def pins(plan: Plan) -> list[str]:
-    """What the trace depends on, and a batch for four ranks."""
+    """Settings that the trace depends on, and a batch for four ranks."""
     sizes = [
         f"model.layers={plan.run.decoder_config.layers}",
         f"model.vocabulary={plan.run.decoder_config.vocabulary}",
@@ -324,7 +324,7 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
     ],
 )
 def test_truncated_trace_predicts_peak_of_all_blocks(recompute, vocabulary):
-    """Where the peak is in backward (few logits), and where it is at the loss."""
+    """Both if the peak is in backward (few logits), and if it is at the loss."""
     layers = f"model.layers={14 if recompute == 'every' else 6}"
     settings = (f"model.vocabulary={vocabulary}", f"recompute.mode={recompute}", "precision.mode=bf16")
     model, plan = distinct_blocks(layers, *settings)
@@ -346,10 +346,10 @@ def test_two_microbatch_sizes_determine_the_trace(microbatch, device_type):
     shape = (microbatch, 64)
     batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
     batch["scalar"] = torch.empty(())  # so that the batch cannot grow, and is traced as it is
-    told = describe(decoder(plan), plan, loss=next_token_loss, device_type=device_type)
-    seen = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, device_type=device_type)
-    assert seen.traces[0].microbatch == microbatch
-    ours, theirs = (spec.choose_trace(plan.run.recompute, microbatch) for spec in (told, seen))
+    described = describe(decoder(plan), plan, loss=next_token_loss, device_type=device_type)
+    given = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, device_type=device_type)
+    assert given.traces[0].microbatch == microbatch
+    ours, theirs = (spec.choose_trace(plan.run.recompute, microbatch) for spec in (described, given))
     assert [max(at(moment, microbatch) for moment in phase.peaks) for phase in ours.phases] == [
         max(at(moment, microbatch) for moment in phase.peaks) for phase in theirs.phases
     ]

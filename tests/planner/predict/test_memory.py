@@ -183,7 +183,7 @@ def test_peak_of_odd_units(ranks, overrides):
 
 @pytest.mark.parametrize("frozen", ["blocks.*.feed_forward.*", "[be]*"])
 def test_peak_with_frozen_parameters(ranks, frozen):
-    """Where all but the head is frozen, the peak is in forward: two units gathered, and two buffers."""
+    """If all except the head is frozen, the peak is in forward: two gathered units, and two buffers."""
     plan = plan_of(2, "precision.mode=bf16", "model.vocabulary=64", "model.d_ff=1024")
     terms = check(plan, ranks(2).run(measured, plan, frozen), frozen=frozen)
     assert ("forward" in terms.moment) == (frozen == "[be]*")

@@ -356,7 +356,7 @@ def test_a_drive_that_nobody_measured_leaves_out_its_time_and_nothing_else():
 
 
 def test_host_memory_error_names_settings_that_fit():
-    """What it names fits; one byte less of the host, and groups of twice the size, do not."""
+    """The named settings fit; one byte less of the host, or groups of twice the size, do not."""
     hardware, spec = with_host(hardware_of(1, 8)), decoder_spec(LLAMA_8B)
     batch = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full")
     settings = (*batch, "offload.tier=optimizer:nvme", "offload.sub_group_parameters=256_000_000")

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: laws of the simulation, on specs made by formula."""
+"""Laws of the simulated step time, on specs made by formula."""
 
 from dataclasses import replace
 
@@ -112,7 +112,7 @@ def test_no_step_is_below_its_bound(data: st.DataObject):
 
 
 def block_seconds(hardware: Hardware, *overrides: str, shape: Shape = LLAMA_8B) -> float:
-    """What one block more adds to a step, without contention and stragglers."""
+    """Seconds that one more block adds to a step, without contention and stragglers."""
     plain = hardware.model_copy(update={"contention": 0.0, "stragglers": 0.0})
     times: list[float] = []
     for layers in (shape.layers, shape.layers + 1):
