@@ -177,31 +177,18 @@ def test_ranks_that_share_a_sequence_or_matmuls_do_not_multiply_the_batch(text, 
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "degrees"),
     [
-        "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 4}",
-        "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 4}",
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 4}", (4, 1)),
+        ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 4}", (4, 1)),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 4}", (1, 4)),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 4}", (1, 4)),
+        ("base_model: a\nsequence_len: 64\nsequence_parallel_size: '4'\nheads_k_stride: 1", (1, 4)),
     ],
 )
-def test_accelerates_degrees_of_tensor_parallelism_are_set(text):
-    assert converted(text).run.sharding.tensor_parallel == 4
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[training]\n[parallelism]\ncontext_parallel_degree = 4",
-        "base_model: a\nsequence_len: 64\nmicro_batch_size: 2\ncontext_parallel_size: 4\nheads_k_stride: 1",
-        "base_model: a\nsequence_len: 64\nmicro_batch_size: 2\nsequence_parallel_size: '4'",
-        '{"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 4}',
-        "distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 4}",
-        "distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 4}",
-    ],
-)
-def test_ranks_that_share_sequences_stay_so(text):
-    conversion = converted(text)
-    assert conversion.run.sharding.context_parallel == 4
-    assert conversion.lost_keys == ()
+def test_degrees_of_tensor_and_context_parallelism_are_set(text, degrees):
+    section = converted(text).run.sharding
+    assert (section.tensor_degree, section.context_degree) == degrees
 
 
 @pytest.mark.parametrize(

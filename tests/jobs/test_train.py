@@ -148,12 +148,3 @@ def test_a_run_that_fails_has_recorded_all_of_its_steps(ranks, tmp_path: Path, d
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     skipped = [line["skipped"] for line in lines].index(True)
     assert len(lines) - skipped == {"cpu": 2, "fake": 3}[device], "the one that was launched already, too"
-
-
-@pytest.mark.parametrize(("steps", "setting"), [(4, "log.trace_every=1000"), (8, "log.trace_every=0")])
-def test_a_run_that_is_too_short_or_asks_for_none_profiles_no_step(
-    ranks, tmp_path: Path, steps: int, setting: str
-):
-    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), steps, setting)
-    made = Measurement.load(tmp_path / "run" / "measurement.json")
-    assert (made.step_seconds, made.pace.untimed_steps) == (None, 0)

@@ -30,7 +30,6 @@ from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of, hardware_of
-from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import (
     described,
@@ -230,22 +229,6 @@ def test_expert_degree_is_that_of_the_best_plan(nodes: int, scale: float, spread
     assert (found.run, found.found) == (best.run, best.found)
 
 
-def test_a_dense_model_is_searched_without_the_axis() -> None:
-    run = run_for(LLAMA_8B, "train.global_batch=16", "offload.tier=none")
-    assert run.sharding.expert_parallel == "auto"
-    spec, hardware = decoder_spec(LLAMA_8B), hardware_of(1, 8)
-
-    described: list[Run] = []
-
-    def describe_once(own: Run) -> ModelSpec:
-        described.append(own)
-        return spec
-
-    found = search_parallel_degrees(describe_once, run, hardware=hardware)
-    assert described == [run]
-    assert found.found == search(spec, hardware, run)
-
-
 @pytest.mark.parametrize("experts", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
 def test_ranks_that_divide_experts_multiply_as_many_rows_by_fewer_matrices(experts: int) -> None:
     """Each matrix gets the rows of all of these ranks."""
@@ -259,25 +242,3 @@ def test_ranks_that_divide_experts_multiply_as_many_rows_by_fewer_matrices(exper
         assert kernel.pieces.value_at(plan.microbatch) == EXPERTS // experts
         rows = kernel.rows.value_at(plan.microbatch)
         assert rows * EXPERTS // experts == pytest.approx(CHOICES * tokens)
-
-
-def test_a_mixture_of_one_expert_computes_as_a_dense_model_and_chooses() -> None:
-    """Beside the router, its matmuls are those of a feed-forward layer as wide."""
-    dense, one = (
-        described(plan_of(1, "precision.mode=bf16", *overrides))
-        for overrides in ((), ("model.experts=1", "model.experts_per_token=1"))
-    )
-    assert not dense.is_mixture
-
-    def matmul_flops(spec: ModelSpec) -> float:
-        kernels, phases = spec.kernels, spec.traces[0].phases
-        return sum(
-            times * kernels[index].flops.value_at(2)
-            for phase in phases
-            for index, times in phase.work
-            if kernels[index].kind == "matmul"
-        )
-
-    config = plan_of(1).run.decoder_config
-    router = 2 * 2 * 64 * config.d_model * config.layers  # one column of scores, for 2 sequences of 64
-    assert 2 * router <= matmul_flops(one) - matmul_flops(dense) <= 3 * router

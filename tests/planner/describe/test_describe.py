@@ -1,5 +1,6 @@
 """The spec says what the CPU allocator counts, without ever allocating a weight."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -22,6 +23,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.architectures import LENGTH, loss_of, on_meta
 from tests.fakes.models import VOCABULARY, OddModel, keep_blocks_apart
+from tests.fakes.sampling import sampled
 
 CPU = torch.device("cpu")
 # What torch keeps of the CPU's random state for each block that it may compute again; no operation makes it.
@@ -103,19 +105,16 @@ def allocated(
     return peak.bytes
 
 
+MODES = ("none", "full", "every", "selective")
+TRACED = [
+    *itertools.product(MODES, ("fp32", "bf16")),
+    ("full recompute.blocks=2", "fp32"),
+    ("offload", "fp32"),
+]
+
+
 @pytest.mark.parametrize(
-    ("recompute", "precision"),
-    [
-        *[("every", "bf16"), ("selective", "bf16")],
-        pytest.param("full recompute.blocks=2", "fp32", marks=pytest.mark.long),
-        pytest.param("offload", "fp32", marks=pytest.mark.long),
-        pytest.param("none", "fp32", marks=pytest.mark.long),
-        pytest.param("full", "bf16", marks=pytest.mark.long),
-        pytest.param("none", "bf16", marks=pytest.mark.long),
-        pytest.param("full", "fp32", marks=pytest.mark.long),
-        pytest.param("every", "fp32", marks=pytest.mark.long),
-        pytest.param("selective", "fp32", marks=pytest.mark.long),
-    ],
+    ("recompute", "precision"), sampled(TRACED, here=[("every", "bf16"), ("selective", "bf16")])
 )
 def test_trace_bytes_equal_allocated_bytes(recompute, precision):
     plan = plan_of(*f"recompute.mode={recompute}".split(), f"precision.mode={precision}")

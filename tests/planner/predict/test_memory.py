@@ -77,13 +77,8 @@ def test_copies_of_gradients_on_their_way_to_the_reduction(ranks, precision):
     ("strategy", "precision"),
     [
         ("hybrid_shard", "bf16"),
-        pytest.param("full_shard", "bf16", marks=pytest.mark.long),
         pytest.param("zero1", "bf16", marks=pytest.mark.long),
-        pytest.param("no_shard", "bf16", marks=pytest.mark.long),
-        pytest.param("shard_grad_op", "fp32", marks=pytest.mark.long),
-        pytest.param("hpz", "bf16", marks=pytest.mark.long),
         pytest.param("full_shard", "fp32", marks=pytest.mark.long),
-        pytest.param("hybrid_shard_zero2", "fp32", marks=pytest.mark.long),
     ],
 )
 def test_peak_is_the_sum_of_its_terms(ranks, strategy, precision):
@@ -204,16 +199,6 @@ def test_lasting_memory_is_sixteen_bytes_per_parameter_over_ranks():
         steps = 4 * len(list(meta_model(plan).parameters()))
         assert terms.parameter_shards == 4 * parameters(plan) // n
         assert terms.optimizer_state == 8 * parameters(plan) // n + steps
-
-
-@pytest.mark.parametrize(("mode", "wire"), [pytest.param("fp32", 4, marks=pytest.mark.long), ("bf16", 2)])
-def test_at_the_loss_only_the_unit_of_the_head_is_in_flight(mode, wire):
-    """It is kept for its backward, which comes next; its all-gather buffer is freed when forward ends."""
-    plan = plan_of(2, f"precision.mode={mode}", "model.vocabulary=16384", "recompute.mode=full")
-    terms = predicted(plan)
-    head = (16384 * 128 + 128) * wire
-    assert terms.moment == "microbatch 1, end forward"
-    assert terms.units_in_flight == head
 
 
 def test_a_spec_of_other_settings_is_refused():

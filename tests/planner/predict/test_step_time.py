@@ -111,48 +111,6 @@ def test_no_step_is_below_its_bound(data: st.DataObject):
     assert bound <= timer.predict_time(plan).total
 
 
-def block_seconds(hardware: Hardware, *overrides: str, shape: Shape = LLAMA_8B) -> float:
-    """Seconds that one more block adds to a step, without contention and stragglers."""
-    plain = hardware.model_copy(update={"contention": 0.0, "stragglers": 0.0})
-    times: list[float] = []
-    for layers in (shape.layers, shape.layers + 1):
-        grown = replace(shape, layers=layers)
-        plan = plan_for(grown, plain.world_size, f"train.global_batch={plain.world_size}", *overrides)
-        terms = predict_terms(decoder_spec(grown), plan, plain)
-        times.append(terms.total - terms.optimizer)
-    return times[1] - times[0]
-
-
-def costs_of_a_block(hardware: Hardware, *overrides: str) -> tuple[int, int, int, int]:
-    """(all-gather, reduce-scatter, copies, computing) of one block, in ticks."""
-    plan = plan_for(LLAMA_8B, hardware.world_size, f"train.global_batch={hardware.world_size}", *overrides)
-    timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
-    cost = timer.unit_costs(plan).costs[2]
-    grown = StepTimePredictor(decoder_spec(replace(LLAMA_8B, layers=33)), hardware)
-    computing = grown.compute_ticks(plan).device - timer.compute_ticks(plan).device
-    return cost.gather, cost.scatter, 2 * cost.copy_out + cost.pack, computing
-
-
-def test_a_block_takes_its_computing_and_copies_where_links_are_fast():
-    hardware = hardware_of(2, 8, scale=50)
-    _, _, copies, computing = costs_of_a_block(hardware)
-    assert block_seconds(hardware) == pytest.approx((copies + computing) / TICKS, rel=1e-9)
-
-
-def test_a_block_takes_two_gathers_and_a_reduce_scatter_where_links_are_slow():
-    """Both share one communicator, which is never idle then, save for a copy that both wait for."""
-    hardware = hardware_of(2, 8, scale=0.01)
-    gather, scatter, copies, _ = costs_of_a_block(hardware)
-    least = (2 * gather + scatter) / TICKS
-    assert least * (1 - 1e-9) <= block_seconds(hardware) <= least + copies / TICKS
-
-
-def test_a_block_waits_for_all_it_gathers_without_prefetch():
-    hardware = hardware_of(2, 8, scale=0.01)
-    gather, _, copies, computing = costs_of_a_block(hardware)
-    assert block_seconds(hardware, "prefetch.mode=none") > (2 * gather + copies + computing) / TICKS
-
-
 def test_step_on_shared_cores_is_the_sum_of_all_work():
     hardware = cpu_of(2)
     plan = plan_for(Shape(), 2, "train.global_batch=2", "sharding.strategy=full_shard")
@@ -215,12 +173,3 @@ def test_stragglers_are_a_part_of_everything_else():
     spec, plan = decoder_spec(LLAMA_8B), plan_for(LLAMA_8B, 16, "train.global_batch=16")
     terms = predict_terms(spec, plan, hardware_of(2, 8))
     assert terms.stragglers == pytest.approx(0.02 * (terms.total - terms.stragglers))
-
-
-def test_no_two_collectives_over_the_same_wires_pass_beside_each_other():
-    """Within one node a hybrid mesh sends more than a plain one, and so takes longer where links bind."""
-    hardware, spec = hardware_of(1, 8, scale=0.01), decoder_spec(LLAMA_8B)
-    over = ("train.global_batch=8", "recompute.mode=none")
-    plain = plan_for(LLAMA_8B, 8, *over, "sharding.strategy=shard_grad_op")
-    hybrid = plan_for(LLAMA_8B, 8, *over, "sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")
-    assert predict_terms(spec, plain, hardware).total < predict_terms(spec, hybrid, hardware).total
