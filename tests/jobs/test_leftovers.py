@@ -57,9 +57,7 @@ def ran(directory: str, steps: int, resume: bool, *settings: str) -> str:
     return said.getvalue()
 
 
-# What the drive holds
-
-
+# What the drive holds #
 def test_newest_saved_step_is_of_all_ranks(tmp_path: Path) -> None:
     directory = leave(tmp_path / "state", steps=[7, 8], world_size=4)
     found = find_saved_run_state(directory)
@@ -93,9 +91,7 @@ def test_unusable_directories_have_no_saved_state(what: str, tmp_path: Path) -> 
     assert find_saved_run_state(directory) is None
 
 
-# What is said of it
-
-
+# What is said of it #
 @pytest.mark.parametrize(
     ("tier", "ranks", "why"),
     [
@@ -127,9 +123,7 @@ def test_resume_stops_if_unusable_state_is_the_only_one(tmp_path: Path) -> None:
         find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
 
 
-# Whole runs
-
-
+# Whole runs #
 @pytest.mark.parametrize("tier", sampled(["none", "optimizer:nvme"], here=["optimizer:nvme"]))
 def test_resume_reports_the_unused_step(tier: str, ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(ran, str(tmp_path), 2, False)

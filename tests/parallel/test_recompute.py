@@ -2,18 +2,17 @@
 
 import copy
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ShardError
 from fullshard.parallel.materialize import materialize
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
+from tests.parallel.operations import CountOperations
 
 BLOCKS = 4
 MODES = ("none", "full", "every", "selective", "offload")
@@ -28,16 +27,6 @@ class Counted(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.dropout(super().forward(x))
-
-
-class CountOperations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def step(model: nn.Module, mode: str, *, compiled: bool = False) -> tuple[Counter[str], list[Tensor]]:

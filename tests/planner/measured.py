@@ -1,11 +1,14 @@
 """A step on real ranks, measured; and the same step, predicted. Both return plain values."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.models.build import build_model
@@ -85,6 +88,29 @@ def hardware_of_one_byte_per_second(ranks: int) -> Hardware:
     hardware = cpu_of(ranks)
     link = hardware.within.model_copy(update={"all_gather": rate, "reduce_scatter": rate, "all_reduce": free})
     return hardware.model_copy(update={"within": link})
+
+
+class CountBytes(TorchDispatchMode):
+    """Counts the bytes of whole tensors in collectives among ranks that share work, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
+        if name in ("gather_sequence", "reduce_sequence", "exchange_rows"):
+            self.bytes[name] += max(args[0].nbytes, 0 if name == "exchange_rows" else result.nbytes)
+        return result
+
+
+def moved_bytes(plan: Plan) -> Counter[str]:
+    """Counts the bytes of a step on this rank, those for itself included."""
+    model = shard(meta_model(plan), plan)
+    state = TrainState(model, build_optimizer(model, plan))
+    with torch.autograd.set_multithreading_enabled(False), CountBytes() as count:
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
+    return count.bytes
 
 
 def model_parallel_bytes(plan: Plan) -> float:

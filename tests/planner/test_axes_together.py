@@ -1,22 +1,14 @@
 """Ranks that share matmuls and sequences and divide experts: what a rank sends and holds, as planned."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.models.loss import next_token_loss
 from fullshard.planner.search.search import list_offload_targets
 from fullshard.spec.plan import Plan
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import shard
-from fullshard.training.state import TrainState
-from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
 from tests.planner.dry_step import dry_peak_bytes
-from tests.planner.measured import meta_model, microbatches, model_parallel_bytes, plan_of, predicted
+from tests.planner.measured import meta_model, model_parallel_bytes, moved_bytes, plan_of, predicted
 
 LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 2, 4, 8, 2, 64
 
@@ -31,28 +23,6 @@ def mixed_plan(
         *(f"sharding.{name}={count}" for name, count in axes.items()),
         *(f"model.layers={LAYERS}", "train.global_batch=8", *overrides),
     )
-
-
-class CountBytes(TorchDispatchMode):
-    """Counts the bytes of whole tensors in collectives among ranks that share work, by operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
-        if name in ("gather_sequence", "reduce_sequence", "exchange_rows"):
-            self.bytes[name] += max(args[0].nbytes, 0 if name == "exchange_rows" else result.nbytes)
-        return result
-
-
-def moved_bytes(plan: Plan) -> Counter[str]:
-    model = shard(meta_model(plan), plan)
-    state = TrainState(model, build_optimizer(model, plan))
-    with torch.autograd.set_multithreading_enabled(False), CountBytes() as count:
-        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
-    return count.bytes
 
 
 def test_sent_bytes_of_each_axis_equal_the_plan(ranks: Any) -> None:

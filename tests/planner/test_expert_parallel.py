@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import PlanError
 from fullshard.models.loss import next_token_loss
@@ -25,10 +24,6 @@ from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import shard
-from fullshard.training.state import TrainState
-from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import (
@@ -36,8 +31,8 @@ from tests.planner.measured import (
     evenly_routed,
     measured_in_two_steps,
     meta_model,
-    microbatches,
     model_parallel_bytes,
+    moved_bytes,
     plan_of,
     predicted,
 )
@@ -52,27 +47,6 @@ def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) 
     return plan_of(ranks, *sizes, f"sharding.expert_parallel={experts}", *overrides, **more)
 
 
-class CountExchanges(TorchDispatchMode):
-    """Counts the bytes of rows that this rank hands to exchanges, those of its own experts included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "exchange_rows" in str(func):
-            self.rows += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
-def exchanged_bytes(plan: Plan) -> int:
-    model = shard(meta_model(plan), plan)
-    state = TrainState(model, build_optimizer(model, plan))
-    with torch.autograd.set_multithreading_enabled(False), CountExchanges() as count:
-        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
-    return count.rows
-
-
 @pytest.mark.parametrize(
     ("mode", "exchanges"), [pytest.param("none", 4, marks=pytest.mark.long), ("full", 6)]
 )
@@ -82,7 +56,8 @@ def test_exchanged_bytes_equal_the_plan(mode: str, exchanges: int, ranks: Any) -
     tokens = plan.microbatch * plan.run.data.sequence_length
     rows = 4 * CHOICES * tokens * plan.run.decoder_config.d_model  # bytes of one exchange, fp32
     expected = exchanges * LAYERS * plan.accumulation * rows
-    assert sum(ranks(RANKS).run(exchanged_bytes, plan)) == RANKS * expected
+    counted = ranks(RANKS).run(moved_bytes, plan)
+    assert sum(own["exchange_rows"] for own in counted) == RANKS * expected
     counts = 8 * EXPERTS * LAYERS * plan.accumulation * (exchanges // 2 - 1)
     assert model_parallel_bytes(plan) == pytest.approx((expected + counts) / 2, rel=1e-9)  # to other ranks
 

@@ -95,9 +95,7 @@ def test_large_shards_are_kept_in_a_byte_a_moment_and_small_ones_as_they_are(ran
     assert all(not kinds for _, kinds in ranks(3).run(bytes_of_state)), "43 rows of 64 are no whole blocks"
 
 
-# Checkpoints
-
-
+# Checkpoints #
 def some_steps(state: TrainState, plan: Plan) -> None:
     for _, _step in zip(range(4), train(state, plan, loss=rotated), strict=False):
         pass

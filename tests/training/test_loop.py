@@ -40,9 +40,7 @@ def indices(steps: Iterator[Step]) -> list[int]:
     return [step.index for step in steps]
 
 
-# Figures
-
-
+# Figures #
 def figures() -> tuple[list[Step], tuple[int, int, int]]:
     state, plan = sharded(run_of("train.microbatch=2", "schedule.kind=constant"))
     steps = list(train(state, plan, loss=mean_square))
@@ -62,9 +60,7 @@ def test_step_has_its_figures(ranks: Any) -> None:
     assert first[0][0].tokens == BATCH * 4, "a row counts as data.sequence_length"
 
 
-# Data
-
-
+# Data #
 def without_data() -> list[str]:
     state, plan = sharded(run_of())
     said = []
@@ -157,9 +153,7 @@ def test_a_source_is_asked_for_the_step_that_the_state_is_at(ranks: Any) -> None
     assert ranks(2).run(asked_for) == [[(step, rank) for step in (2, 3, 4)] for rank in (0, 1)]
 
 
-# Leaving and entering
-
-
+# Leaving and entering #
 def stopped_on_rank_one(device: str, *more: str) -> tuple[list[tuple[int, bool]], int]:
     state, plan = sharded(run_of("train.steps=20", *more))
     asked = iter(range(20))

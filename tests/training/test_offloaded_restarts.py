@@ -102,9 +102,7 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-# A run that dies
-
-
+# A run that dies #
 @pytest.mark.parametrize(
     ("n", "settled"),
     [(1, True), (3, False), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, False), (3, True)))],
@@ -186,9 +184,7 @@ def test_failed_open_is_released_on_all_ranks(ranks: Any, tmp_path: Path) -> Non
     ranks(2).run(opened_after_a_failure, str(tmp_path))
 
 
-# A run that is dead already
-
-
+# A run that is dead already #
 def skips_all_from(step: int, directory: str) -> None:
     """Skips every step after the given number, until the run ends."""
     state, plan = sharded(run_of(*settings(directory), "train.max_skipped_steps=2"))

@@ -197,9 +197,7 @@ def test_norms_and_biases_of_two_dims_do_not_decay(ranks: Any) -> None:
     assert ranks(2).run(decayed_parameters)[0] == {"linear.weight", "down_proj", "bias_table"}
 
 
-# Order: sharded, then built, before any forward
-
-
+# Order: sharded, then built, before any forward #
 def build_unsharded() -> None:
     plan = Plan.from_run(run_of(), world_size=1)
     build_optimizer(unsharded(plan.run), plan)
@@ -258,9 +256,7 @@ def test_a_step_that_a_scheduler_or_a_decorator_wraps_needs_no_arguments() -> No
         TrainState(model, closure)
 
 
-# Same numbers as unsharded
-
-
+# Same numbers as unsharded #
 def trained(run: Run) -> dict[str, Tensor]:
     state, plan = sharded(run)
     assert not any(step.skipped for step in train(state, plan, loss=mean_square))

@@ -65,9 +65,7 @@ def test_the_fake_device_notes_nothing_else() -> None:
     assert device.waits == []
 
 
-# The number of waits in a step
-
-
+# The number of waits in a step #
 def mean_and_item(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     loss = mean_square(model, batch)
     assert loss.item() >= 0
@@ -134,9 +132,7 @@ def test_a_wait_that_the_loss_adds_is_counted(ranks: Any) -> None:
         assert [len(step) for step in waits] == [3] * 6, "one for each microbatch"
 
 
-# The same numbers
-
-
+# The same numbers #
 class OneSpike(Pairs):
     """Batch 5 has targets far off, and those of batch 3 are not finite."""
 
@@ -242,9 +238,7 @@ def test_break_keeps_the_decision_of_the_step(ranks: Any) -> None:
         assert error.startswith("step 3: 2 steps in a row"), "known one step after it was launched"
 
 
-# The garbage collector
-
-
+# The garbage collector #
 def collector() -> list[bool]:
     """Returns whether the collector is on: in the loop, after a break, after an error, and after the end."""
     found = []

@@ -138,9 +138,7 @@ def test_loss_scale_resumes_in_its_window(ranks: Any) -> None:
     ]
 
 
-# What it holds
-
-
+# What it holds #
 class TiedOdd(OddModel):
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -199,9 +197,7 @@ def test_units_that_are_gathered_are_saved_and_loaded_as_shards(strategy: str, r
     assert ranks(2).run(after_a_forward, strategy) == [(True, True)] * 2
 
 
-# What is refused
-
-
+# What is refused #
 def refusals() -> dict[str, str]:
     state, plan = sharded(run_of())
     advance(state, plan, steps=1)

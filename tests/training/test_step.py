@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import TrainError
 from fullshard.models.loss import next_token_loss
@@ -28,6 +27,7 @@ from fullshard.training.step import count_computed_tokens, run_step
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
+from tests.parallel.operations import CountOperations
 from tests.training.runs import (
     BATCH,
     Pairs,
@@ -115,9 +115,7 @@ def test_a_mean_is_averaged_over_microbatches(ranks: Any) -> None:
         assert (step.tokens, step.trained_tokens) == (run.tokens_per_step, None)
 
 
-# The true norm
-
-
+# The true norm #
 class OddWithUnused(OddModel):
     """Also a matrix that no loss depends on."""
 
@@ -209,9 +207,7 @@ def test_gradients_that_the_optimizer_does_not_hold_do_not_add_up(ranks: Any) ->
     assert later == pytest.approx([first, first])
 
 
-# What is skipped
-
-
+# What is skipped #
 def poisoned(kind: str, *, at_call: int) -> Callable[..., Any]:
     """`mean_square`, but for one call on the last rank."""
     calls = itertools.count(1)
@@ -315,16 +311,6 @@ def test_a_step_without_a_valid_token_anywhere_is_skipped(ranks: Any) -> None:
 # Accumulation
 
 
-class AllReduces(TorchDispatchMode):
-    """Counts them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "allreduce" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def all_reduces(microbatch: int) -> int:
     state, plan = sharded(
         run_of(
@@ -336,9 +322,9 @@ def all_reduces(microbatch: int) -> int:
     )
     steps = train(state, plan, loss=mean_square)
     next(steps)
-    with AllReduces() as counted:
+    with CountOperations() as counted:
         next(steps)
-    return counted.count
+    return counted.total("allreduce")
 
 
 def test_replicas_are_reduced_once_a_step(ranks: Any) -> None:

@@ -77,9 +77,7 @@ def test_consecutive_seeds_give_independent_noise() -> None:
     assert abs(float(neighbours)) < 5 / math.sqrt(15 * n)
 
 
-# The optimizer
-
-
+# The optimizer #
 def descend(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, steps: int) -> None:
     """Down ½ ‖x - 3‖²."""
     for _ in range(steps):

@@ -92,9 +92,7 @@ def test_collectives_wait_for_longer_than_the_watchdog() -> None:
         assert section.process_group_timeout_seconds >= 600
 
 
-# Who is to blame
-
-
+# Who is to blame #
 def seen(phase: RunPhase, step: int = 4, *, process: int = 1) -> Heartbeat:
     return Heartbeat(host_and_namespace_id(), process, step, str(phase), 31.0, 30.0, NOW - 1)
 

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import storage_key
 from fullshard.planner.describe.describe_run import build_spec_key, describe_run
 from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.run import Run
+from tests.parallel.operations import CountOperations
 
 KERNELS: tuple[AttentionKernel, ...] = ("flash", "cudnn")
 BATCH, HEADS, LENGTH = 2, 4, 64
@@ -23,24 +23,16 @@ SMALL = (
 )
 
 
-class AttentionCalls(TorchDispatchMode):
-    """Records which kernels of attention run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if "_scaled_dot_product" in name:
-            self.names.append(name.removeprefix("aten::_scaled_dot_product_"))
-        return func(*args, **(kwargs or {}))
+def attention_kernels(calls: CountOperations) -> list[str]:
+    """Returns the kernels of attention that ran, in order."""
+    prefix = "aten::_scaled_dot_product_"
+    return [name.removeprefix(prefix) for name in calls.counts if name.startswith(prefix)]
 
 
 def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, width: int):
     """Returns (kernels of forward and backward, bytes saved for backward beyond the inputs)."""
     inside: dict[object, int] = {}
-    with emulate_cuda_kernels(kernel), FakeTensorMode(), AttentionCalls() as calls:
+    with emulate_cuda_kernels(kernel), FakeTensorMode(), CountOperations() as calls:
         shape = (BATCH, HEADS, LENGTH, width)
         query = torch.empty(shape, dtype=dtype, requires_grad=True)
         key, value = (
@@ -63,7 +55,7 @@ def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, widt
             )
         out.sum().backward()
         assert [tensor.grad.shape for tensor in (query, key, value)] == [query.shape, key.shape, value.shape]
-    return calls.names, sum(inside.values())
+    return attention_kernels(calls), sum(inside.values())
 
 
 @pytest.mark.parametrize(
@@ -110,7 +102,7 @@ def test_attention_kernel_is_in_the_key_of_models_that_may_mask():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_values_narrower_than_keys_keep_their_width(kernel: str):
     """Multi-head latent attention (DeepSeek) has heads of 192 in queries and keys, and of 128 in values."""
-    with emulate_cuda_kernels(kernel), FakeTensorMode(), AttentionCalls() as calls:
+    with emulate_cuda_kernels(kernel), FakeTensorMode(), CountOperations() as calls:
         wide, narrow = (
             torch.empty(BATCH, HEADS, LENGTH, width, dtype=torch.bfloat16, requires_grad=True)
             for width in (192, 128)
@@ -120,4 +112,4 @@ def test_values_narrower_than_keys_keep_their_width(kernel: str):
     assert out.shape == narrow.shape
     assert narrow.grad is not None
     assert narrow.grad.shape == narrow.shape
-    assert calls.names == ["efficient_attention", "efficient_attention_backward"]
+    assert attention_kernels(calls) == ["efficient_attention", "efficient_attention_backward"]
