@@ -1,16 +1,12 @@
 """Wrong input ends with a message that says what, got, why or try; with no traceback, and nothing lost."""
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.errors import FullshardError, ShardError
-from fullshard.spec.plan import Plan
-from fullshard.spec.run import Run
 
 TINY = [
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.d_ff=16"),
@@ -159,35 +155,3 @@ def test_the_checkpoint_of_another_model_is_refused_and_kept(capfd: pytest.Captu
     assert before == {
         path: path.read_bytes() for path in Path("run/checkpoints").rglob("*") if path.is_file()
     }
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_second_run_in_the_same_directory_is_refused(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    from fullshard.jobs.run_directory import open_run_directory
-
-    settings = [part for setting in [*TINY, "run.dir=run"] for part in ("--set", setting)]
-    with open_run_directory(Path("run"), resume=False):
-        assert main(["train", "--no-plan", *settings]) == 8
-    assert "another run is writing run" in capfd.readouterr().err
-
-
-def test_a_model_without_blocks_is_refused_in_the_library(ranks: Callable[..., object]) -> None:
-    with pytest.raises(ShardError, match="no repeated block") as raised:
-        ranks(1).run(shard_one_layer)  # type: ignore[attr-defined]
-    assert isinstance(raised.value, FullshardError)
-    assert "try:" in str(raised.value)
-
-
-def shard_one_layer() -> None:
-    from torch import nn
-
-    from fullshard.training.shard import shard
-
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.only = nn.Linear(4, 4)
-
-    shard(Flat(), Plan.from_run(Run(), world_size=1))

@@ -23,7 +23,7 @@ from fullshard.training.state import TrainState
 from tests.cli.test_trace import slice_table
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
-from tests.report.nesting import overlaps_in_part
+from tests.report.profiles import overlaps_in_part
 from tests.training.runs import mean_square, run_of, sharded
 from tests.training.same_numbers import build, make_run
 

@@ -120,15 +120,10 @@ def test_the_ranks_of_an_attempt_read_nothing_of_those_before() -> None:
         assert attempt(server, order) == [{rank: f"{order}, {rank}, True" for rank in order}] * len(order)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_missing_rank_times_out(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "asked"), [(0, ""), (1, ""), (0, "by a rank that died")])
+def test_missing_rank_times_out(rank: int, asked: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
+    if asked:
+        server.set("fullshard/asks/1", asked)
     with pytest.raises(LaunchError, match="did not meet"):
         agree_on_store_prefix(server, rank=rank, world_size=2, timeout=timedelta(seconds=0.2))
-
-
-def test_rank_that_died_is_not_taken_for_a_present_one() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
-    server.set("fullshard/asks/1", "of one that is dead")
-    with pytest.raises(LaunchError, match="did not meet"):
-        agree_on_store_prefix(server, rank=0, world_size=2, timeout=timedelta(seconds=0.2))

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
 from fullshard.spec.records.step_spans import COMPUTE, ProfiledStep, StepSpan, parse_spans, spans_to_json
-from tests.report.nesting import overlaps_in_part
-from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step
+from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step, overlaps_in_part
 
 KINDS = (
     *("pre_forward (a)", "post_forward (a)", "pre_backward (b)", "post_backward_reduce (b)"),

@@ -332,23 +332,6 @@ def test_a_parameter_that_is_unfrozen_without_the_optimizer_is_logged(ranks: Any
     ]
 
 
-def after_a_validation() -> tuple[bool, bool]:
-    """Forwards between steps leave units gathered; training continues with what was updated."""
-    bits = []
-    for validates in (False, True):
-        state, plan = sharded(run_of("sharding.strategy=shard_grad_op", "train.microbatch=3"))
-        for _ in train(state, plan, loss=mean_square):
-            if validates:
-                with torch.no_grad():
-                    state.model(pairs(0)[0])
-        bits.append(local_bits(state))
-    return same_bits(*bits), "optimizer.head.weight.exp_avg" in bits[1]
-
-
-def test_forwards_between_steps_change_nothing(ranks: Any) -> None:
-    assert ranks(2).run(after_a_validation) == [(True, True)] * 2
-
-
 def train_with_a_hook_of_a_shard() -> None:
     state, plan = sharded(run_of())
     next(state.model.parameters()).register_hook(lambda gradient: gradient)

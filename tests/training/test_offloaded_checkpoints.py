@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fullshard.checkpoint import BackgroundSaver, load, save
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
-from fullshard.weights.export import export, full_state
+from fullshard.weights.export import full_state
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
 from tests.training.test_offloaded import TIERS, TINY, Odd
 
@@ -110,25 +108,6 @@ def test_loaded_state_continues_as_the_saved_one(
     for saved, loaded, on, loaded_on in ranks(3).run(after_loading, tier, str(tmp_path), *more):
         assert same_bits(saved, loaded)
         assert same_bits(on, loaded_on)
-
-
-def exported(tier: str, directory: str) -> Bits:
-    state, plan = state_on(tier, f"{directory}/{tier}")
-    advance(state, plan, to=2)
-    save(state, f"{directory}/{tier}/checkpoints")
-    if torch.distributed.get_rank() == 0:
-        export(f"{directory}/{tier}/checkpoints", f"{directory}/{tier}/model.safetensors")
-    return whole_of(state)
-
-
-@pytest.mark.parametrize("tiers", [TIERS[-1:], pytest.param(TIERS[:-1], marks=pytest.mark.long)])
-def test_export_equals_that_without_a_tier(tiers: tuple[str, ...], ranks: Any, tmp_path: Path) -> None:
-    whole = [ranks(2).run(exported, tier, str(tmp_path))[0] for tier in ("none", *tiers)]
-    files = [load_file(tmp_path / tier / "model.safetensors") for tier in ("none", *tiers)]
-    for found, file in zip(whole, files, strict=True):
-        assert same_bits(found, whole[0])
-        assert same_bits(file, files[0])
-    assert files[0].keys() == {name.removeprefix("model.") for name in whole[0] if name.startswith("model.")}
 
 
 def saved_beside(tier: str, directory: str) -> tuple[Bits, Bits]:
