@@ -4,14 +4,18 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import typer
 
+from fullshard.cli.check import group_text
 from fullshard.cli.main import _COMMANDS, EXAMPLES, _build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
+from fullshard.spec.records.finding import CheckReport, Finding
 
 VERBS = [
     *([], ["train"], ["plan"], ["calibrate"], ["report"], ["init"], ["ckpt"], ["ckpt", "list"]),
@@ -169,3 +173,40 @@ def test_help_names_every_exit_code_of_an_error(capsys: pytest.CaptureFixture[st
     said = " ".join(capsys.readouterr().out.split())
     for kind in FullshardError.__subclasses__():
         assert re.search(rf"\b{kind.exit_code} [a-z]", said), kind.__name__
+
+
+def test_run_that_cannot_be_planned_fails_the_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["check", "--set", "run.ranks=5", "--set", "run.device=cpu"]
+    assert main([*arguments, "--json"]) == 10
+    report = CheckReport.model_validate_json(capsys.readouterr().out)
+    assert [(one.check, one.status) for one in report.findings] == [("plan", "failure")]
+    assert main(arguments) == 10
+    assert "try: train.global_batch = 20 or 25" in capsys.readouterr().out
+
+
+def test_group_is_one_line_with_reasons_of_skipped_checks() -> None:
+    found = [
+        Finding.ok("a").model_copy(update={"check": "first_loss"}),
+        Finding.skipped("no GPU").model_copy(update={"check": "other_processes"}),
+        Finding.skipped("no GPU").model_copy(update={"check": "gpu_health"}),
+    ]
+    assert group_text(found) == "first loss; skipped: other processes, gpu health (no GPU)"
+
+
+CONFIG = Path(__file__).parents[1] / "convert" / "configs" / "deepspeed_zero3.json"
+
+
+def test_the_run_goes_to_output_and_the_words_to_error(capsys):
+    assert main(["convert", str(CONFIG)]) == 0
+    shown = capsys.readouterr()
+    assert tomllib.loads(shown.out)["sharding"]["strategy"] == "full_shard"
+    assert "zero_optimization.stage" in shown.err
+    assert "40 keys" in shown.err
+
+
+def test_wrong_arguments_are_refused(capsys, tmp_path):
+    assert main(["convert", str(tmp_path / "absent.json")]) == SpecError.exit_code
+    assert main(["convert", str(CONFIG), "--from", "megatron"]) == SpecError.exit_code
+    assert "torchtitan" in capsys.readouterr().err

@@ -87,15 +87,7 @@ def check(case: dict[str, Any], ranks: Any) -> None:
     assert_same_numbers(case["model"], ranks(case["ranks"]).run(train_sharded, case["model"], run))
 
 
-PAIRS = pairwise()
-SAMPLE = covering(PAIRS)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.long) for case in PAIRS],
-    ids=name_of,
-)
+@pytest.mark.parametrize("case", covering(pairwise()), ids=name_of)
 def test_sharded_run_equals_unsharded_run(case: dict[str, Any], ranks: Any) -> None:
     check(case, ranks)
 

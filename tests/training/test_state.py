@@ -18,6 +18,12 @@ from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
+from fullshard.training.random_state import (
+    generator_states,
+    saved_generator_states,
+    seed_generators,
+    set_generator_states,
+)
 from fullshard.training.state import LossScale, TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY, OddModel
@@ -264,3 +270,30 @@ def refused_saves(directory: Path) -> list[str]:
 def test_a_state_that_cannot_be_trained_on_is_not_saved(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1).run(refused_saves, tmp_path) == [[name for name in UNUSABLE for _ in range(2)]]
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["step-00000001"]
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand([]).item(), random.random(), float(np.random.rand())
+
+
+def draw_seeded() -> tuple[float, float, float]:
+    seed_generators(Plan.from_run(run_of(), world_size=2))
+    return draw()
+
+
+def draw_after_resume_on_more_ranks() -> tuple[float, float, float]:
+    """The checkpoint has the states of rank 0 alone."""
+    seed_generators(Plan.from_run(run_of(), world_size=2))
+    saved = {f"{name[:-1]}0": state for name, state in generator_states().items()}
+    draw()
+    read = {name: saved[name] for name in saved_generator_states(saved)}
+    set_generator_states(read)
+    return draw()
+
+
+def test_host_random_numbers_are_equal_on_all_ranks(
+    ranks: Any,
+) -> None:
+    drawn = ranks(2).run(draw_seeded)
+    assert drawn[0] == drawn[1]
+    assert ranks(2).run(draw_after_resume_on_more_ranks) == drawn

@@ -23,7 +23,6 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.architectures import LENGTH, loss_of, on_meta
 from tests.fakes.models import VOCABULARY, OddModel, keep_blocks_apart
-from tests.fakes.sampling import sampled
 
 CPU = torch.device("cpu")
 # What torch keeps of the CPU's random state for each block that it may compute again; no operation makes it.
@@ -106,6 +105,7 @@ def allocated(
 
 
 MODES = ("none", "full", "every", "selective")
+QUICK = [("every", "bf16"), ("selective", "bf16")]
 TRACED = [
     *itertools.product(MODES, ("fp32", "bf16")),
     ("full recompute.blocks=2", "fp32"),
@@ -114,7 +114,8 @@ TRACED = [
 
 
 @pytest.mark.parametrize(
-    ("recompute", "precision"), sampled(TRACED, here=[("every", "bf16"), ("selective", "bf16")])
+    ("recompute", "precision"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in TRACED],
 )
 def test_trace_bytes_equal_allocated_bytes(recompute, precision):
     plan = plan_of(*f"recompute.mode={recompute}".split(), f"precision.mode={precision}")
@@ -311,16 +312,10 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
     return model, plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recompute", "vocabulary"),
-    [
-        pytest.param("selective", 2048, marks=pytest.mark.long),
-        pytest.param("full", 16, marks=pytest.mark.long),
-        pytest.param("none", 16, marks=pytest.mark.long),
-        pytest.param("none", 2048, marks=pytest.mark.long),
-        pytest.param("every", 16, marks=pytest.mark.long),
-        pytest.param("offload", 2048, marks=pytest.mark.long),
-    ],
+    [("none", 16), ("full", 16), ("none", 2048), ("selective", 2048), ("every", 16), ("offload", 2048)],
 )
 def test_truncated_trace_predicts_peak_of_all_blocks(recompute, vocabulary):
     """Both if the peak is in backward (few logits), and if it is at the loss."""
