@@ -3,6 +3,7 @@
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def arguments(case: Wrong, *options: str) -> list[str]:
     return ["train", *options, *case.argv, *(part for setting in settings for part in ("--set", setting))]
 
 
-def check(case: Wrong, capfd: pytest.CaptureFixture[str], *options: str) -> None:
+def check(case: Wrong, capfd: Any, *options: str) -> None:
     if case.file is not None:
         Path("file").write_bytes(case.file.encode() if isinstance(case.file, str) else case.file)
     if case.text is not None:
@@ -113,7 +114,7 @@ def check(case: Wrong, capfd: pytest.CaptureFixture[str], *options: str) -> None
 
 @pytest.mark.parametrize("case", BEFORE_ANY_RANK, ids=lambda case: case.name)
 def test_wrong_input_is_refused_before_any_rank_starts(
-    case: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    case: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     check(case, capfd)
@@ -133,12 +134,12 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("case", ON_A_RANK, ids=lambda case: case.name)
-def test_wrong_input_is_refused_on_a_rank(case: Wrong, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_refused_on_a_rank(case: Wrong, capfd: Any) -> None:
     check(case, capfd, "--no-plan")
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_checkpoint_of_another_model_is_refused_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoint_of_another_model_is_refused_and_kept(capfd: Any) -> None:
     settings = ["--no-plan", *(part for setting in [*TINY, "run.dir=run"] for part in ("--set", setting))]
     assert main(["train", *settings]) == 0
     before = {path: path.read_bytes() for path in Path("run/checkpoints").rglob("*") if path.is_file()}

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -20,9 +21,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
-def test_list_marks_incomplete_checkpoints(
-    run_directory: Path, inner: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_marks_incomplete_checkpoints(run_directory: Path, inner: str, capsys: Any) -> None:
     assert main(["ckpt", "list", str(run_directory / inner), "--json"]) == 0
     whole, broken = json.loads(capsys.readouterr().out)
     assert (whole["step"], whole["problem"], whole["ranks"]) == (3, None, 1)
@@ -30,7 +29,7 @@ def test_list_marks_incomplete_checkpoints(
     assert (Path(broken["path"]).name, "manifest" in broken["problem"]) == ("step-00000007", True)
 
 
-def test_list_prints_a_line_per_checkpoint(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_prints_a_line_per_checkpoint(run_directory: Path, capsys: Any) -> None:
     assert main(["ckpt", "list", str(run_directory)]) == 0
     whole, broken = capsys.readouterr().out.splitlines()
     assert whole.startswith("step-00000003 ")
@@ -38,9 +37,7 @@ def test_list_prints_a_line_per_checkpoint(run_directory: Path, capsys: pytest.C
     assert broken.startswith("step-00000007  not whole: manifest.json")
 
 
-def test_absent_directory_is_refused_and_an_empty_one_lists_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_of_empty_and_absent_directories(tmp_path: Path, capsys: Any) -> None:
     assert main(["ckpt", "list", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["ckpt", "list", str(tmp_path / "absent")]) == CheckpointError.exit_code
@@ -58,7 +55,7 @@ def test_export_takes_the_newest_whole_checkpoint_of_a_run(run_directory: Path, 
 @pytest.mark.parametrize("size", ["0", "0.4B", ""])
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_invalid_shard_size_is_refused(
-    run_directory: Path, tmp_path: Path, size: str, form: str, capsys: pytest.CaptureFixture[str]
+    run_directory: Path, tmp_path: Path, size: str, form: str, capsys: Any
 ) -> None:
     out = tmp_path / "out"
     arguments = ["ckpt", "export", str(run_directory), str(out), "--shard-size", size, "--format", form]
@@ -72,9 +69,7 @@ def test_options_without_effect_on_adapters_are_refused(run_directory: Path, opt
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step-00000003/__0_0.distcp", "thesis.txt", "checkpoints"])
-def test_export_does_not_overwrite_other_files(
-    run_directory: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_does_not_overwrite_other_files(run_directory: Path, name: str, capsys: Any) -> None:
     target = run_directory / name
     if not target.exists():
         target.write_text("years of work")
@@ -91,7 +86,7 @@ def test_an_export_replaces_an_earlier_one_and_by_force_any_file(run_directory: 
     assert main(["ckpt", "export", str(run_directory), str(target)]) == 0
 
 
-def test_export_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_without_checkpoints_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert main(["ckpt", "export", str(tmp_path), str(tmp_path / "out")]) == CheckpointError.exit_code
     assert capsys.readouterr().err.startswith("CheckpointError: ")
 

@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -56,7 +57,7 @@ def test_unset_keys_are_comments_and_defaults_are_values() -> None:
     assert written["prefetch"]["mode"] == Run().prefetch.mode
 
 
-def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "run.toml"
     path.write_text("mine")
     assert main(["init", str(path)]) == SpecError.exit_code
@@ -67,7 +68,7 @@ def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest
     assert Run.load(path) == Run()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "absent" / "run.toml"
     assert main(["init", str(path)]) == SpecError.exit_code
     assert str(path) in capsys.readouterr().err

@@ -48,9 +48,7 @@ def test_help_imports_little_and_nothing_heavy(verb: list[str]) -> None:
         (["ckpt", "export", "only-one"], "OUT"),
     ],
 )
-def test_wrong_usage_names_the_nearest_and_exits_with_2(
-    wrong: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_names_the_nearest_and_exits_with_2(wrong: list[str], nearest: str, capsys: Any) -> None:
     assert main(wrong) == 2
     out, err = capsys.readouterr()
     assert (out, nearest in err) == ("", True)
@@ -72,7 +70,7 @@ def test_wrong_usage_names_the_nearest_and_exits_with_2(
     ],
 )
 def test_mistake_exits_with_the_code_of_its_error(
-    arguments: list[str], error: type[SpecError], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], error: type[SpecError], said: str, capsys: Any
 ) -> None:
     assert main(arguments) == error.exit_code
     out, err = capsys.readouterr()
@@ -93,7 +91,7 @@ def float_options(app: typer.Typer, words: tuple[str, ...] = ()) -> Iterator[tup
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0"])
-def test_options_refuse_numbers_that_are_not_positive(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_refuse_numbers_that_are_not_positive(value: str, capsys: Any) -> None:
     options = list(float_options(_build_app()))
     assert (("plan",), "--price") in options
     for words, option in options:
@@ -131,9 +129,7 @@ def test_every_command_has_examples_and_each_of_them_parses(words: str) -> None:
             assert rest[0] in {name for option in root.params for name in option.opts}
 
 
-def test_help_shows_examples_by_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_shows_examples_by_line(capsys: Any) -> None:
     for words in ("", "ckpt", "data"):
         assert main([*words.split(), "--help"]) == 0
         shown = capsys.readouterr().out.partition("Commands:")[2].splitlines()
@@ -153,7 +149,7 @@ def test_help_shows_examples_by_line(
     ],
 )
 def test_shell_completion(
-    typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("_FULLSHARD_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"fullshard {typed}")
@@ -162,22 +158,20 @@ def test_shell_completion(
     assert set(capsys.readouterr().out.split()) == completed
 
 
-def test_version_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_versions(capsys: Any) -> None:
     assert main(["--version"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["fullshard", "torch", "python"]
 
 
-def test_help_names_every_exit_code_of_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_exit_code_of_an_error(capsys: Any) -> None:
     assert main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for kind in FullshardError.__subclasses__():
         assert re.search(rf"\b{kind.exit_code} [a-z]", said), kind.__name__
 
 
-def test_run_that_cannot_be_planned_fails_the_check(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_run_that_cannot_be_planned_fails_the_check(capsys: Any) -> None:
     arguments = ["check", "--set", "run.ranks=5", "--set", "run.device=cpu"]
     assert main([*arguments, "--json"]) == 10
     report = CheckReport.model_validate_json(capsys.readouterr().out)

@@ -42,9 +42,7 @@ def leaves_a_measurement(directory: str, steps: int, *settings: str) -> None:
         ("no_shard", ("exposed_all_reduce",)),
     ],
 )
-def test_the_seconds_of_a_step_by_term_sum_to_the_pace(
-    ranks, tmp_path: Path, strategy: str, collectives: tuple[str, ...]
-):
+def test_terms_of_a_step_sum_to_the_pace(ranks, tmp_path: Path, strategy: str, collectives: tuple[str, ...]):
     ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8, f"sharding.strategy={strategy}")
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     assert made.step_seconds is not None

@@ -50,14 +50,12 @@ def made_profiler(directory: Path, *settings: str, rank: int = 0, first: int = 1
         (1, 5000, "log.trace_every=0", []),
     ],
 )
-def test_sampled_and_chosen_steps_are_due(
-    tmp_path: Path, first: int, last: int, setting: str, due: list[int]
-):
+def test_sampled_and_chosen_steps(tmp_path: Path, first: int, last: int, setting: str, due: list[int]):
     profiler = made_profiler(tmp_path, setting, first=first, last=last)
     assert [step for step in range(first, last + 2) if profiler.is_due(step)] == due
 
 
-def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: Any):
     for rank in (0, 1):
         profiler = made_profiler(tmp_path, "log.profile=[3]", rank=rank)
         with profiler.profile_step(3):
@@ -70,7 +68,7 @@ def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_old_profiles_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_old_profiles_are_removed(tmp_path: Path, capsys: Any):
     profiler = made_profiler(tmp_path, "log.profile=[1]")
     for step in range(1, 14):
         with profiler.profile_step(step):

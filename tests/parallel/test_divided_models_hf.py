@@ -87,7 +87,5 @@ def test_the_same_gradients_of_adapters(tensor: int, ranks: Any) -> None:
         ("llama", EXPERTS, "sharding.expert_parallel = 1"),
     ],
 )
-def test_models_that_cannot_be_divided_are_refused(
-    name: str, settings: tuple[str, ...], said: str, ranks: Any
-) -> None:
+def test_indivisible_models_are_refused(name: str, settings: tuple[str, ...], said: str, ranks: Any) -> None:
     assert all(said in message for message in ranks(2).run(outcome, name, settings))

@@ -88,8 +88,6 @@ def ahead(depth: int) -> list[int]:
         (("prefetch.mode=explicit", "prefetch.forward=0", "prefetch.backward=9"), 0, 9),
     ],
 )
-def test_prefetch_gathers_its_depth_of_units_ahead(
-    settings: tuple[str, ...], forward: int, backward: int, ranks: Any
-) -> None:
+def test_units_gathered_ahead(settings: tuple[str, ...], forward: int, backward: int, ranks: Any) -> None:
     for seen in ranks(2).run(gathered_at_once, *settings):
         assert seen == (ahead(forward), ahead(backward))

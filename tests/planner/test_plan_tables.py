@@ -1,6 +1,7 @@
 """Tables of several plans: each row has the best plan of a case, or the reason why no plan fits."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def budget(hardware: Hardware, price: float | None) -> TrainingBudget:
     return TrainingBudget(tokens=10**12, price_per_hour=price)
 
 
-def test_each_row_is_the_best_plan_with_its_price_or_a_reason(capsys: pytest.CaptureFixture[str]):
+def test_each_row_is_the_best_plan_with_its_price_or_a_reason(capsys: Any):
     rows = plan_machines(parse_machines("large@2.5, twice@$1, small"), ask, budget=budget)
     assert [row.plan for row in rows] == [search(SPEC, MACHINES[name], RESIDENT).best for name in MACHINES]
     assert [row.budget and row.budget.price_per_hour for row in rows] == [2.5, 1, None]
@@ -162,7 +163,7 @@ GAINS = [
 ]
 
 
-def test_a_gain_is_over_the_last_rung_that_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gain_is_over_the_last_rung_that_has_a_plan(capsys: Any) -> None:
     paid = TrainingBudget(tokens=10**12, price_per_hour=2.5)
     table = ladder_table([row._replace(budget=paid) for row in GAINS], question=QUESTION)
     gains = [one.get("gain") for one in table.record]

@@ -62,9 +62,7 @@ def test_run_file_keeps_its_batch(tmp_path: Path):
         ("./absent", "no such file"),
     ],
 )
-def test_unknown_name_is_refused_with_similar_names(
-    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_unknown_name_is_refused(name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(SpecError) as raised:
         resolve_plan_target(name)

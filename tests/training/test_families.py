@@ -133,9 +133,7 @@ def failures_of_families(names: Sequence[str], directory: Path) -> dict[str, str
         *(pytest.param(names, id=kind, marks=pytest.mark.long) for kind, names in KINDS.items()),
     ],
 )
-def test_family_trains_as_unsharded_and_resumes_bitwise(
-    names: Sequence[str], ranks: Any, tmp_path: Path
-) -> None:
+def test_family_trains_as_unsharded_and_resumes(names: Sequence[str], ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(failures_of_families, names, tmp_path) == [{}, {}]
 
 

@@ -92,9 +92,7 @@ def test_the_rates_of_a_torch_scheduler_are_left_alone(make: Any) -> None:
             scheduler.step()
 
 
-def test_schedule_that_multiplies_the_users_rates_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_schedule_that_multiplies_the_users_rates_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """ReduceLROnPlateau is not seen before it reduces a rate, which then is left alone."""
     _, optimizer = two_groups(0.5, 0.1)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)

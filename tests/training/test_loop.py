@@ -170,9 +170,7 @@ def stopped_on_rank_one(device: str, *more: str) -> tuple[list[tuple[int, bool]]
 @pytest.mark.parametrize(
     ("device", "more", "last"), [("cpu", (), 4), ("fake", ("optimizer.name=sgd",), 4), ("fake", (), 5)]
 )
-def test_stop_on_one_rank_ends_all_after_the_same_step(
-    device: str, more: tuple[str, ...], last: int, ranks: Any
-) -> None:
+def test_stop_on_one_rank_ends_all_ranks(device: str, more: tuple[str, ...], last: int, ranks: Any) -> None:
     """It is asked for before step 4. A host that does not wait for the device reads that one step later."""
     steps = [(index, index == last) for index in range(1, last + 1)]
     assert ranks(3).run(stopped_on_rank_one, device, *more) == [(steps, last)] * 3

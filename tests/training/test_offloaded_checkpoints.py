@@ -101,9 +101,7 @@ QUICK = [("optimizer:cpu", BEFORE), ("params+optimizer:nvme", AMID)]
         for more in (BEFORE, AMID)
     ],
 )
-def test_loaded_state_continues_as_the_saved_one(
-    tier: str, more: tuple[Any, ...], ranks: Any, tmp_path: Path
-) -> None:
+def test_loaded_state_continues_bitwise(tier: str, more: tuple[Any, ...], ranks: Any, tmp_path: Path) -> None:
     """Also from before the first step, when there are no moments."""
     for saved, loaded, on, loaded_on in ranks(3).run(after_loading, tier, str(tmp_path), *more):
         assert same_bits(saved, loaded)

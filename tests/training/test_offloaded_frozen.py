@@ -131,9 +131,7 @@ STRATEGIES = {
         ),
     ],
 )
-def test_training_beside_an_offloaded_base_is_bitwise_equal(
-    n: int, more: tuple[str, ...], ranks: Any, tmp_path: Path
-) -> None:
+def test_offloaded_base_changes_no_bit(n: int, more: tuple[str, ...], ranks: Any, tmp_path: Path) -> None:
     """And kept bit for bit, in fp32 too where it is computed in bf16."""
     more = (*more, STRATEGIES[n])
     expected = ranks(n).run(trained_on, "none", "none", *more)
@@ -288,9 +286,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_weights", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_damaged_generation_leaves_the_state_of_the_start(
-    has_weights: bool, ranks: Any, tmp_path: Path
-) -> None:
+def test_damaged_generation_is_not_used_at_the_start(has_weights: bool, ranks: Any, tmp_path: Path) -> None:
     weights = write_weights(tmp_path) if has_weights else None
     for step, losses, undisturbed in ranks(2).run(resume_from_damage, str(tmp_path), weights):
         assert step == 0

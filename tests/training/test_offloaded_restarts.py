@@ -107,9 +107,7 @@ def flip(path: Path, at: int) -> None:
     ("n", "settled"),
     [(1, True), (3, False), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, False), (3, True)))],
 )
-def test_run_that_dies_resumes_from_a_step_of_all_ranks(
-    n: int, settled: bool, ranks: Any, tmp_path: Path
-) -> None:
+def test_dead_run_resumes_from_a_step_of_all_ranks(n: int, settled: bool, ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"died \(exit code 1\)"):
         ranks(n).run(killed, 4, str(tmp_path), settled)
     assert check(n, ranks, tmp_path) in ({4} if settled and n == 1 else {3, 4})

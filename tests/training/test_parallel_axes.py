@@ -128,9 +128,7 @@ def test_the_same_numbers_in_the_full_cross(index: int, ranks: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
-def test_the_same_numbers_from_any_offload_target(
-    tier: str, strategy: str, ranks: Any, tmp_path: Path
-) -> None:
+def test_same_numbers_from_any_offload_target(tier: str, strategy: str, ranks: Any, tmp_path: Path) -> None:
     run = run_of(4, Axes(2), ONE_HEAD, strategy, extra=[f"offload.tier={tier}", f"run.dir={tmp_path}"])
     _, losses, norms = train_unsharded(ONE_HEAD, torch.float64, length=LENGTH)
     # The parameters themselves are on the drive.

@@ -291,9 +291,7 @@ def draw_after_resume_on_more_ranks() -> tuple[float, float, float]:
     return draw()
 
 
-def test_host_random_numbers_are_equal_on_all_ranks(
-    ranks: Any,
-) -> None:
+def test_host_random_numbers_are_equal_on_all_ranks(ranks: Any) -> None:
     drawn = ranks(2).run(draw_seeded)
     assert drawn[0] == drawn[1]
     assert ranks(2).run(draw_after_resume_on_more_ranks) == drawn

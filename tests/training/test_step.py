@@ -162,7 +162,7 @@ UNSHARDED_LAYER = 'sharding.units.overrides=[{match="layers.1", strategy="no_sha
         (4, MixedOdd, (UNSHARDED_HEAD, "sharding.reshard_after_forward=2", "train.microbatch=1")),
     ],
 )
-def test_norm_and_clipping_equal_the_unsharded_model(
+def test_norm_and_clipping_equal_unsharded(
     n: int, model: type[nn.Module], more: tuple[str, ...], ranks: Any
 ) -> None:
     run = norm_run(*more)
@@ -255,7 +255,7 @@ def without_the_second_step(more: tuple[str, ...]) -> dict[str, Tensor]:
         ("loss", 2, ("precision.mode=bf16_pure",)),
     ],
 )
-def test_step_not_finite_on_one_rank_is_skipped_on_all(
+def test_step_that_is_not_finite_is_skipped_on_all(
     kind: str, n: int, more: tuple[str, ...], ranks: Any
 ) -> None:
     expected = ranks(n).run(without_the_second_step, more)

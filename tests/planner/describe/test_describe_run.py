@@ -65,9 +65,7 @@ def test_cached_spec_without_compiled_traces_misses_for_compiled_run() -> None:
     assert all(trace.compiled for trace in describe_run(asked, "cpu").traces)
 
 
-def test_cached_spec_serves_eager_and_compiled_runs(
-    tmp_path: Path,
-) -> None:
+def test_cached_spec_serves_eager_and_compiled_runs(tmp_path: Path) -> None:
     run = Run.load(overrides=[gpt2(tmp_path), *SMALL[4:], "recompute.mode=none"])
     eager, compiled = (run.with_overrides([f"run.compile={one}"]) for one in ("false", "true"))
     fresh = describe_run(eager, "cuda", attention_kernel="cudnn", cached=False)

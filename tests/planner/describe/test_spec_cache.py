@@ -90,9 +90,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_damaged_cache_entry_is_rewritten(
-    damage: Callable[[bytes], bytes], environment: dict[str, str]
-) -> None:
+def test_damaged_entry_is_rewritten(damage: Callable[[bytes], bytes], environment: dict[str, str]) -> None:
     write_cached_spec(key(), SPEC, environment=environment)
     path = entry(environment)
     path.write_bytes(damage(path.read_bytes()))
@@ -102,9 +100,7 @@ def test_damaged_cache_entry_is_rewritten(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_cache_ignores_directories_and_pipes(
-    make: Callable[[Path], None], environment: dict[str, str]
-) -> None:
+def test_directories_and_pipes_are_ignored(make: Callable[[Path], None], environment: dict[str, str]) -> None:
     path = entry(environment)
     path.parent.mkdir(parents=True)
     make(path)

@@ -19,9 +19,7 @@ CURVE = (RatePoint(1e3, 1e9), RatePoint(1e6, 4e9), RatePoint(1e9, 8e9))
     name=st.text(st.characters(exclude_categories=["Cs"])),
 )
 @settings(max_examples=50)
-def test_any_number_and_text_survive_a_file(
-    figure: float, name: str, tmp_path_factory: pytest.TempPathFactory
-):
+def test_numbers_and_texts_survive_a_file(figure: float, name: str, tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("files") / "hardware.toml"
     hardware = hardware_on("H100").model_copy(update={"price_per_hour": figure, "name": name})
     hardware.save(path)

@@ -122,7 +122,7 @@ def test_plan_beside_other_settings_is_refused() -> None:
 
 
 def test_code_of_a_plan_is_refused_before_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("evil.py").write_text("raise SystemExit('it ran')\n")
