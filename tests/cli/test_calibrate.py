@@ -8,7 +8,7 @@ from fullshard.cli.main import main
 from fullshard.spec.machine.hardware import Hardware
 
 
-def test_the_file_holds_what_is_printed(tmp_path: Path, capfd: Any):
+def test_calibration_file_equals_the_printed_values(tmp_path: Path, capfd: Any):
     path = tmp_path / "hardware.toml"
     arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.1", "--out", str(path), "--json"]
     assert main(["calibrate", *arguments]) == 0
@@ -30,7 +30,7 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path, capfd: Any):
     assert "hardware.toml cannot be written" in capfd.readouterr().err
 
 
-def test_a_drive_that_is_not_there_is_an_error(tmp_path: Path, capfd: Any):
+def test_absent_drive_is_refused(tmp_path: Path, capfd: Any):
     arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.1", "--out", str(tmp_path / "file.toml")]
     assert main(["calibrate", *arguments, "--drive", str(tmp_path / "nvme")]) == 2
     assert "nvme is not a directory" in capfd.readouterr().err

@@ -83,9 +83,7 @@ def test_saved_plan_equals_the_printed_one(tmp_path: Path, capsys: Any) -> None:
         ),
     ],
 )
-def test_a_mistake_says_what_to_try(
-    arguments: list[str], error: type[SpecError], said: str, capsys: Any
-) -> None:
+def test_mistakes_have_a_remedy(arguments: list[str], error: type[SpecError], said: str, capsys: Any) -> None:
     capsys.readouterr()
     assert main(["plan", *arguments]) == error.exit_code
     err = capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_a_new_run_may_begin_beside_other_files(tmp_path: Path) -> None:
     assert set_aside_earlier_run(tmp_path) is None
 
 
-def test_a_link_to_a_runs_directory_stays_and_what_it_points_to_is_set_aside(tmp_path: Path) -> None:
+def test_target_of_a_linked_run_directory_is_set_aside(tmp_path: Path) -> None:
     real = ran_in(tmp_path / "scratch" / "run")
     (link := tmp_path / "run").symlink_to(real)
     with open_run_directory(link, resume=False) as found:

@@ -96,7 +96,7 @@ def test_initialising_leaves_the_random_state_as_it_was() -> None:
     assert (np.random.get_state()[1] == states[2]).all()
 
 
-def test_a_parent_refines_what_its_children_set() -> None:
+def test_parent_refines_initial_values_of_children() -> None:
     down = materialize(build("drawing"), seed=0).blocks[0].down.weight
     torch.testing.assert_close(
         down @ down.T, torch.eye(WIDTH)

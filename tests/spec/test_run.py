@@ -66,7 +66,7 @@ def test_a_run_without_a_file_is_the_default():
     assert Run.load() == Run() == parsed("")
 
 
-def test_a_file_says_what_it_overrides(tmp_path):
+def test_file_and_overrides_replace_defaults(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[train]\nsteps = 7\n[sharding]\nstrategy = "ZeRO-2"\n')
     run = Run.load(path, overrides=["train.steps=9", "sharding.units.min_parameters=10000000"])
@@ -198,7 +198,7 @@ def test_an_impossible_value_is_refused_with_its_key_and_the_reason(text, key, w
         (b"steps = " + b"9" * 5000, "it has an integer of more than 64 bits"),
     ],
 )
-def test_a_file_that_is_no_toml_is_refused_by_name_with_what_is_wrong(tmp_path, content, said):
+def test_file_that_is_not_toml_is_refused_with_the_reason(tmp_path, content, said):
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
     with pytest.raises(SpecError, match=r"broken\.toml cannot be read") as raised:

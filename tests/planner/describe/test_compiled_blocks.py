@@ -72,7 +72,7 @@ def saved_by_compiler(run: Run) -> int:
 @pytest.mark.parametrize(
     "mode", ["selective", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("none", "full"))]
 )
-def test_a_block_saves_what_the_compiler_saves(mode: str) -> None:
+def test_traced_block_saves_as_the_compiler_does(mode: str) -> None:
     run = run_of(f"recompute.mode={mode}", "run.compile=true")
     assert saved_per_block(trace_of(run)) == saved_by_compiler(run)
 

@@ -8,30 +8,16 @@ from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWor
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
+FREE = ("copy_in", "again_in", "hpz_copy", "cast_gradient", "settle_again", "add_partial", "all_reduce")
+TRUE = ("has_parameters", "is_trained", "is_sharded", "reshards", "gathers_in_backward")
+FALSE = ("is_replicated", "resharded", "separate_network", "shares_wires")
+# Gathers and scatters take 10 ticks, copies 1.
 UNIT = UnitCost(
-    has_parameters=True,
-    is_trained=True,
-    is_sharded=True,
-    is_replicated=False,
-    reshards=True,
-    gathers_in_backward=True,
-    resharded=False,
-    separate_network=False,
-    shares_wires=False,
-    copy_in=0,
-    gather=10,
-    copy_out=1,
-    again_in=0,
-    backward_gather=10,
-    hpz_copy=0,
-    pack=1,
-    scatter=10,
-    cast_gradient=0,
-    settle_again=0,
-    add_partial=0,
-    all_reduce=0,
-    keep_unsynced=0,
-    keep_again=0,
+    **dict.fromkeys(TRUE, True),
+    **dict.fromkeys(FALSE, False),
+    **dict.fromkeys((*FREE, "keep_unsynced", "keep_again"), 0),
+    **dict.fromkeys(("gather", "backward_gather", "scatter"), 10),
+    **dict.fromkeys(("copy_out", "pack"), 1),
 )
 Act = tuple[Event, int]
 

@@ -71,7 +71,7 @@ def test_the_largest_lever_is_a_pinned_setting_that_costs_most():
         (("train.loss=my:loss",), "fullshard.chunked_cross_entropy in train.loss"),
     ],
 )
-def test_a_large_loss_is_named_with_what_changes_it(own: tuple[str, ...], change: str):
+def test_large_loss_is_a_lever(own: tuple[str, ...], change: str):
     run = ("recompute.mode=full", "sharding.strategy=full_shard", "train.microbatch=2")
     lever = explained(hardware_of(1, 8, gib=80), *run, *own).lever
     assert lever is not None

@@ -59,7 +59,7 @@ def test_a_network_makes_a_speed_less_certain():
     assert several.high > one.high
 
 
-def test_a_deviation_reads_as_what_the_prediction_may_be():
+def test_text_of_a_deviation():
     deviation = Certainty(-0.1, 0.25, "90 % of 4 published rows")
     assert deviation.text == "predicted 10 % too low to 25 % too high, as are 90 % of 4 published rows"
 

@@ -68,7 +68,7 @@ def test_more_work_never_takes_less_time_on_a_curve_whose_rates_do_not_jump(one:
     assert less / interpolate_rate(CURVE, less) <= more / interpolate_rate(CURVE, more) * (1 + 1e-9)
 
 
-def test_a_collective_takes_its_latency_and_what_each_rank_receives():
+def test_collective_takes_latency_and_received_bytes():
     rate = CollectiveRate(base_seconds=1e-5, hop_seconds=1e-6, bytes_per_second=1e9)
     assert rate.predict_seconds(8e6, 1) == 0
     assert rate.predict_seconds(8e6, 4) == pytest.approx(1e-5 + 3e-6 + 6e6 / 1e9)

@@ -90,7 +90,7 @@ def test_a_count_goes_before_a_file_too(tmp_path: Path):
     assert hardware_on(f"3x8x{path}") == hardware_on("3x8xH200")
 
 
-def test_a_file_may_leave_out_what_the_catalog_knows(tmp_path: Path):
+def test_file_may_omit_figures_of_the_catalog(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text('chip = "H100"\nnodes = 2\nranks_per_node = 8\nacross = "nic-200"\n')
     hardware = hardware_on(str(path))
