@@ -1,7 +1,7 @@
 """Wrong input ends with a message that says what, got, why or try; with no traceback, and nothing lost."""
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ class Wrong:
     argv: tuple[str, ...] = ()
     file: str | bytes | None = None
     text: bytes | None = None
-    prepare: tuple[str, ...] = field(default=())
 
 
 def spec(name: str, *settings: str, says: tuple[str, ...]) -> Wrong:

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.jobs.train import run_job
 from fullshard.observe.memory import (
     allocator_figures,
     measure_peak_memory,
@@ -20,10 +18,8 @@ from fullshard.observe.memory import (
     read_memory_figures,
     storage_bytes_of_tensors,
 )
-from fullshard.spec.plan import Plan
 from fullshard.spec.records.run_files import METRICS
-from fullshard.spec.run import Run
-from tests.jobs.test_train import TINY
+from tests.jobs.test_train import leaves_a_measurement
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -135,14 +131,8 @@ def test_live_bytes_are_those_of_the_tensors_that_are_kept():
     assert read_live_bytes(CPU) - before == pytest.approx(kept.nbytes, rel=0.01)
 
 
-def train(directory: str) -> None:
-    run = Run.load(overrides=[*TINY, "train.steps=6", "log.every=4", f"run.dir={directory}"])
-    plan = Plan.from_run(run, world_size=dist.get_world_size())
-    run_job(plan.run, resume=False, plan=plan, command_started=time.time())
-
-
 def test_each_step_has_the_memory_of_rank_0_and_a_window_the_most_of_all_ranks(ranks, tmp_path: Path):
-    ranks(2).run(train, str(tmp_path / "run"))
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 6, "log.every=4")
     lines = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert all(line["resident_bytes"] > 0 for line in lines)
     assert sum(line.get("resident_bytes_most", 0) > 0 for line in lines) == 1, "after the fourth step"

@@ -31,17 +31,15 @@ def test_settings_of_the_user_override_the_preset():
     assert (run.data.sequence_length, run.decoder_config.layers, run.decoder_config.d_model) == (512, 2, 4096)
 
 
-def test_a_config_gives_the_length_of_sequences(tmp_path: Path):
-    path = write_config(tmp_path, {"model_type": "gpt2", "n_positions": 1024})
-    subject = resolve_plan_target(str(path))
-    run = subject.load_run([])
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [({"model_type": "gpt2", "n_positions": 1024}, 1024), ({"model_type": "vit", "image_size": 224}, 1)],
+)
+def test_config_gives_the_length_of_sequences(config: dict[str, object], length: int, tmp_path: Path):
+    path = write_config(tmp_path, config)
+    run = resolve_plan_target(str(path)).load_run([])
     assert isinstance(run.model, HuggingFaceModel)
-    assert (run.model.hf, run.data.sequence_length) == (str(path), 1024)
-
-
-def test_an_image_counts_as_one_token(tmp_path: Path):
-    path = write_config(tmp_path, {"model_type": "vit", "image_size": 224})
-    assert resolve_plan_target(str(path)).load_run([]).data.sequence_length == 1
+    assert (run.model.hf, run.data.sequence_length) == (str(path), length)
 
 
 def test_run_file_keeps_its_batch(tmp_path: Path):

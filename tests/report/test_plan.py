@@ -30,6 +30,11 @@ def rows(plan: Plan, *, budget: TrainingBudget | None = None) -> dict[str, str]:
     return {label.strip(): text for label, text in plan_rows(page(plan, budget=budget)) if label}
 
 
+def with_prediction(plan: Plan, **fields: object) -> Plan:
+    assert plan.prediction is not None
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=fields)})
+
+
 def lines(plan: Plan) -> list[str]:
     return [text for _, text in plan_rows(page(plan))]
 
@@ -64,8 +69,7 @@ def test_the_moment_of_the_peak_is_a_phrase(moment: str, text: str):
     prediction = plan.prediction
     assert prediction is not None
     memory = prediction.memory.model_copy(update={"moment": moment})
-    plan = plan.model_copy(update={"prediction": prediction.model_copy(update={"memory": memory})})
-    assert rows(plan)["highest"] == text
+    assert rows(with_prediction(plan, memory=memory))["highest"] == text
 
 
 def test_a_speed_lies_where_a_prediction_as_wrong_as_others_puts_it():
@@ -162,13 +166,8 @@ def test_tier_has_its_memory_and_limit():
         disk_seconds=30.0,
         update_seconds=2.0,
     )
-    offload = plan.run.offload.model_copy(update={"tier": "optimizer:nvme"})
-    plan = plan.model_copy(
-        update={
-            "run": plan.run.model_copy(update={"offload": offload}),
-            "prediction": plan.prediction.model_copy(update={"offload": terms}),
-        }
-    )
+    run = plan.run.with_overrides(["offload.tier=optimizer:nvme"])
+    plan = with_prediction(plan, offload=terms).model_copy(update={"run": run})
     said = rows(plan)
     assert said["offload"] == "optimizer:nvme"
     assert said["host memory"] == "64.00 GiB of 32.00 GiB per rank: TOO MUCH"
@@ -178,14 +177,12 @@ def test_tier_has_its_memory_and_limit():
     assert "a step reads 48.00 GiB and writes 48.00 GiB" in lines(plan)
     assert "what is written wears it by 2.23PB a day for each rank" in lines(plan)
     known = terms.model_copy(update={"disk_seconds": None, "disk_read_bytes": 0})
-    assert plan.prediction is not None
-    untimed = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"offload": known})})
+    untimed = with_prediction(plan, offload=known)
     still = "a step reads 0 B (the state that an update needs is still in memory) and writes 48.00 GiB"
     assert {still, "what is written wears it"} <= set(lines(untimed))
     assert rows(untimed)["step"] == "2.0 s, without its drive"
     for state, mark in (("none", "not calibrated"), ("busy", "calibrated on a busy machine")):
-        marked = plan.prediction.model_copy(update={"calibration": state})
-        assert rows(plan.model_copy(update={"prediction": marked}))["step"] == f"2.0 s  ({mark})"
+        assert rows(with_prediction(plan, calibration=state))["step"] == f"2.0 s  ({mark})"
     assert "the drive's time is not known: fullshard calibrate --drive DIRECTORY" in lines(untimed)
     assert plan.prediction is not None
     assert not plan.prediction.fits_in_memory
@@ -201,7 +198,7 @@ def test_activations_on_the_host_beside_a_tier(tier: int | None, room: str):
         ),
         "offload": None if tier is None else OffloadTerms(host_bytes=tier, host_capacity_bytes=32 * GIB),
     }
-    plan = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=terms)})
+    plan = with_prediction(plan, **terms)
     said = [text for label, text in plan_rows(page(plan))]
     assert f"16.00 GiB of 32.00 GiB per rank for activations{room}" in said
     assert "a step copies 12.00 GiB there and back, 500.0 ms in all" in said

@@ -137,16 +137,6 @@ def test_family_trains_as_unsharded_and_resumes(names: Sequence[str], ranks: Any
     assert ranks(2).run(failures_of_families, names, tmp_path) == [{}, {}]
 
 
-def test_families_are_of_every_kind() -> None:
-    assert len(FAMILIES) >= 40
-    assert {kind: len(names) for kind, names in KINDS.items() if kind != "others"} == {
-        "audio": 4,
-        "vision-language": 6,
-        "state-space": 6,
-        "mixtures": 4,
-    }
-
-
 # Torch has no CTC loss for tensors without values.
 NOT_DESCRIBED = {"wav2vec2", "hubert"}
 # Described for the given microbatch only: patches are not rows of the batch, states stay in modules, or all

@@ -302,12 +302,6 @@ def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
     assert {one.run.offload.tier for one in found.by_strategy.values()} == set(TIERS)
 
 
-def test_a_tier_is_chosen_only_where_nothing_fits_without():
-    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=4")
-    assert plan_best(spec, with_host(hardware_of(1, 4)), run).run.offload.tier == "none"
-    assert plan_best(spec, with_host(hardware_of(1, 4, gib=30)), run).run.offload.tier == "optimizer:cpu"
-
-
 def test_error_names_a_tier_and_its_cost_if_nothing_fits():
     spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=4", "offload.tier=none")
     with pytest.raises(PlanError) as error:

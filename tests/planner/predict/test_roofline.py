@@ -43,12 +43,6 @@ def test_a_matmul_is_bound_by_its_flops_or_by_its_bytes():
     assert kernel_seconds(matmul(1e12, count=1e11), RATES, microbatch=1) == pytest.approx(1e11 / 2e12)
 
 
-def test_a_small_launch_takes_the_least_duration():
-    least = 1e9 / 1e14
-    assert kernel_seconds(matmul(10), RATES, microbatch=1) == pytest.approx(least)
-    assert kernel_seconds(matmul(10), RATES, microbatch=8) == pytest.approx(least)
-
-
 def test_a_dtype_without_a_rate_takes_the_nearest():
     curves = RATES.matmul
     assert nearest_dtype_rate_curve(curves, "fp16") is curves["bf16"]
