@@ -4,7 +4,6 @@ import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def run_example(name: str) -> str:
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("name", sampled(SAYS, here=["fsdp_basics.py", "fsdp_checkpoint.py"]))
-def test_the_example_runs(name: str, world_size: int, ranks: Callable[..., Any]) -> None:
+def test_the_example_runs(name: str, world_size: int, ranks: Any) -> None:
     outputs = ranks(world_size).run(run_example, name)
     assert SAYS[name] in outputs[0]
     assert not any(outputs[1:]), "rank 0 speaks for all"

@@ -1,7 +1,6 @@
-"""The code of docs/loops-*.md runs as it stands there, on two ranks, and goes on where it was broken off."""
+"""The code of docs/loops-*.md runs as written, on two ranks, and resumes where it was interrupted."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ CPU = ["run.device=cpu", "precision.mode=fp32", "recompute.mode=none"]
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """What the page's Python blocks define, run one after the other."""
+    """Returns the names that the page's Python blocks define."""
     blocks: list[str] = re.findall(
         r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL
     )
@@ -92,9 +91,7 @@ def run_trainer(directory: str, steps: int) -> list[float]:
         pytest.param(run_fabric, marks=pytest.mark.long),
     ],
 )
-def test_a_loop_that_is_broken_off_goes_on_exactly(
-    loop: Any, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_interrupted_loop_resumes_exactly(loop: Any, ranks: Any, tmp_path: Path) -> None:
     if loop is run_fabric:
         pytest.importorskip("lightning_fabric")
     whole = ranks(2).run(loop, str(tmp_path / "whole"), 6)
@@ -108,12 +105,12 @@ def run_context_parallel(degree: int) -> list[float]:
     return names_of("context-parallel.md")["train"](3, [*CPU, f"sharding.context_parallel={degree}"])
 
 
-def test_the_loop_of_context_parallelism_has_the_losses_of_whole_sequences(ranks: Callable[..., Any]) -> None:
+def test_loop_of_context_parallelism_has_losses_of_whole_sequences(ranks: Any) -> None:
     whole = ranks(2).run(run_context_parallel, 1)[0]
     assert ranks(2).run(run_context_parallel, 2) == [pytest.approx(whole, rel=1e-5)] * 2
 
 
-def test_the_trainers_rows_are_each_epochs_permutation_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_trainer_are_permuted_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     made, randperm = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n, **options: made.append(n) or randperm(n, **options))

@@ -13,12 +13,6 @@ def test_a_plain_number_is_bytes(count):
     assert parse_bytes(str(count)) == int(float(count))
 
 
-@given(st.integers(0, 1023), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB", "PiB"]))
-def test_what_is_printed_can_be_read(count, unit):
-    size = parse_bytes(f"{count} {unit}")
-    assert parse_bytes(format_bytes(size)) == size
-
-
 @given(st.floats(1, 2**55))
 def test_printed_bytes_are_right_to_three_digits(count):
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.005, abs=0.5)
@@ -40,16 +34,9 @@ def test_units_are_read_in_any_case(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "1.5.2 GB", "-1 GB", "12 parsecs", "1 GB extra", "nan"])
-def test_what_is_no_number_of_bytes_is_refused_with_the_units(text):
+def test_invalid_bytes_are_refused(text):
     with pytest.raises(SpecError, match="one of B, KiB, MiB"):
         parse_bytes(text)
-
-
-@pytest.mark.parametrize("parse", [parse_bytes, parse_count])
-@pytest.mark.parametrize("text", ["9" * 400, "9" * 40])
-def test_more_digits_than_a_quantity_has_are_refused(parse, text):
-    with pytest.raises(SpecError, match="too large"):
-        parse(text)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +94,6 @@ def test_a_number_of_more_than_64_bits_is_refused():
 
 
 @pytest.mark.parametrize("text", ["", "many", "4MiB", "-3", "4 M M"])
-def test_what_is_no_count_is_refused(text):
+def test_invalid_counts_are_refused(text):
     with pytest.raises(SpecError, match="not a count"):
         parse_count(text)

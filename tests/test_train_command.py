@@ -14,16 +14,9 @@ from fullshard.errors import INTERRUPTED_EXIT_CODE
 from fullshard.spec.records.measurement import Measurement
 
 TINY = [
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=12",
-    "train.validate_every=0",
-    "train.validate_sequences=4",
-    "log.sample_tokens=5",
-    "run.device=cpu",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=12", "train.validate_every=0"),
+    *("train.validate_sequences=4", "log.sample_tokens=5", "run.device=cpu"),
 ]
 
 
@@ -65,7 +58,7 @@ def interruptible() -> Iterator[None]:
     ],
     ids=["SIGINT", "SIGTERM", "SIGINT, then torchrun"],
 )
-def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
+def test_stopped_run_resumes_with_other_ranks_and_strategy(
     number: signal.Signals, before: int, after: int, *, by: tuple[str, ...], tmp_path: Path
 ) -> None:
     """With ranks of its own, and with those that torchrun gives."""
@@ -97,4 +90,4 @@ def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
     assert "validation" in finished.stdout
     assert "predicted" in finished.stdout
     assert measurement.checkpoint in finished.stdout
-    assert finished.stdout.count("\ncheckpoint") == 1, "one rank tells what happened"
+    assert finished.stdout.count("\ncheckpoint") == 1, "one rank prints what happened"

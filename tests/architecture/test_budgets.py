@@ -1,4 +1,4 @@
-"""What keeps the code readable: budgets, names, signatures, docstrings. A rule returns its findings as lines.
+"""Rules of readable code: budgets, names, signatures, docstrings. A rule returns its findings as lines.
 
 Raising a budget is a commit of its own with a reason. A signature that somebody else dictates (a hook, an
 autograd function) says whose it is on its `def` line: `# signature: torch's forward hook`.
@@ -183,7 +183,7 @@ def test_tests_replace_nothing_of_the_package():
     assert found_in(everything(), patches) == {}
 
 
-def test_what_the_library_exports_is_documented():
+def test_public_functions_have_docstrings():
     library = importlib.import_module("fullshard")
     homes = {getattr(library, name).__module__ for name in library.__all__ if not name.startswith("_")}
     homes = {home for home in homes if home in package()} - {"fullshard.errors"}
@@ -223,7 +223,7 @@ def test_every_error_stands_in_the_tree():
         (patches, "from fullshard.spec.run import Run\npatch.delattr(Run, 'load')"),
     ],
 )
-def test_each_rule_sees_what_it_is_for(rule, text):
+def test_each_rule_finds_its_violation(rule, text):
     assert len(rule(of(text))) == 1
 
 

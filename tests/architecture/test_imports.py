@@ -143,7 +143,7 @@ def test_no_dependency_brings_torch_in():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_checks_see_what_they_are_for():
+def test_import_rules_find_violations():
     wrong = made_of(
         fullshard__spec__run="from fullshard.parallel.apply import shard", fullshard__parallel__apply=""
     )

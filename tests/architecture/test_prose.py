@@ -36,12 +36,12 @@ def test_docstrings_open_with_a_verb_or_a_noun():
     assert [line for module in (*package().values(), *bench) for line in fragments(module)] == []
 
 
-def test_source_bench_and_docs_say_who_does_what():
+def test_source_bench_and_docs_have_no_unclear_words():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     paths = [module.path for module in package().values()] + pages + BENCH
     assert [line for path in paths for line in unclear(path)] == []
 
 
-def test_the_rules_see_what_they_are_for():
+def test_prose_rules_find_violations():
     assert fragments(Module("a", ROOT, 'def f():\n    """Where it lies."""'))
     assert not fragments(Module("a", ROOT, 'def f():\n    """Returns where it lies."""'))

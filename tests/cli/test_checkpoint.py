@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -20,9 +21,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
-def test_list_names_what_is_whole_and_what_is_not(
-    run_directory: Path, inner: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_marks_incomplete_checkpoints(run_directory: Path, inner: str, capsys: Any) -> None:
     assert main(["ckpt", "list", str(run_directory / inner), "--json"]) == 0
     whole, broken = json.loads(capsys.readouterr().out)
     assert (whole["step"], whole["problem"], whole["ranks"]) == (3, None, 1)
@@ -30,9 +29,7 @@ def test_list_names_what_is_whole_and_what_is_not(
     assert (Path(broken["path"]).name, "manifest" in broken["problem"]) == ("step-00000007", True)
 
 
-def test_a_person_reads_one_line_a_checkpoint(
-    run_directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_prints_a_line_per_checkpoint(run_directory: Path, capsys: Any) -> None:
     assert main(["ckpt", "list", str(run_directory)]) == 0
     whole, broken = capsys.readouterr().out.splitlines()
     assert whole.startswith("step-00000003 ")
@@ -40,9 +37,7 @@ def test_a_person_reads_one_line_a_checkpoint(
     assert broken.startswith("step-00000007  not whole: manifest.json")
 
 
-def test_an_empty_directory_lists_nothing_and_an_absent_one_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_of_empty_and_absent_directories(tmp_path: Path, capsys: Any) -> None:
     assert main(["ckpt", "list", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["ckpt", "list", str(tmp_path / "absent")]) == CheckpointError.exit_code
@@ -59,8 +54,8 @@ def test_export_takes_the_newest_whole_checkpoint_of_a_run(run_directory: Path, 
 
 @pytest.mark.parametrize("size", ["0", "0.4B", ""])
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
-def test_no_file_of_no_bytes_is_exported(
-    run_directory: Path, tmp_path: Path, size: str, form: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_shard_size_is_refused(
+    run_directory: Path, tmp_path: Path, size: str, form: str, capsys: Any
 ) -> None:
     out = tmp_path / "out"
     arguments = ["ckpt", "export", str(run_directory), str(out), "--shard-size", size, "--format", form]
@@ -69,14 +64,12 @@ def test_no_file_of_no_bytes_is_exported(
 
 
 @pytest.mark.parametrize("option", [["--shard-size", "5GB"], ["--dtype", "bf16"]])
-def test_what_adapters_do_not_take_is_not_ignored(run_directory: Path, option: list[str]) -> None:
+def test_options_without_effect_on_adapters_are_refused(run_directory: Path, option: list[str]) -> None:
     assert main(["ckpt", "export", str(run_directory), "out", "--format", "peft", *option]) == 2
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step-00000003/__0_0.distcp", "thesis.txt", "checkpoints"])
-def test_an_export_destroys_nothing(
-    run_directory: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_does_not_overwrite_other_files(run_directory: Path, name: str, capsys: Any) -> None:
     target = run_directory / name
     if not target.exists():
         target.write_text("years of work")
@@ -93,14 +86,12 @@ def test_an_export_replaces_an_earlier_one_and_by_force_any_file(run_directory: 
     assert main(["ckpt", "export", str(run_directory), str(target)]) == 0
 
 
-def test_a_directory_without_checkpoints_cannot_be_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_without_checkpoints_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert main(["ckpt", "export", str(tmp_path), str(tmp_path / "out")]) == CheckpointError.exit_code
     assert capsys.readouterr().err.startswith("CheckpointError: ")
 
 
-def test_verify_names_what_is_damaged(tmp_path, capsys):
+def test_verify_names_damaged_files(tmp_path, capsys):
     saved(tmp_path / "checkpoints", 1)
     path = saved(tmp_path / "checkpoints", 2)
     assert main(["ckpt", "verify", str(tmp_path)]) == 0

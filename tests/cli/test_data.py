@@ -14,7 +14,7 @@ def prepare(tmp_path: Path, *settings: str) -> int:
     return main(["data", "prepare", *(word for one in own for word in ("--set", one)), "--json"])
 
 
-def test_what_there_is_is_shown_and_made_once(tmp_path: Path, capsys):
+def test_data_is_prepared_once(tmp_path: Path, capsys):
     texts_file(tmp_path / "a.jsonl", 200)
     tokenizer = save_tokenizer(tmp_path / "tok")
     settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/*.jsonl"]', f'data.tokenizer="{tokenizer}"')
@@ -46,7 +46,7 @@ def test_a_page_is_for_people(tmp_path: Path, capsys):
     assert "steps       200, which pass " in shown
 
 
-def test_wrong_data_is_told_by_its_exit_code(tmp_path: Path, capsys):
+def test_wrong_data_has_its_exit_code(tmp_path: Path, capsys):
     (tmp_path / "a.jsonl").write_text("{")
     settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/a.jsonl"]')
     assert prepare(tmp_path, *settings) == 5

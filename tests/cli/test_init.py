@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -35,7 +36,7 @@ def written_keys(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("options", [[], ["--all"]])
-def test_what_init_writes_is_the_default_run(tmp_path: Path, options: list[str]) -> None:
+def test_init_writes_the_default_run(tmp_path: Path, options: list[str]) -> None:
     path = tmp_path / "run.toml"
     assert main(["init", str(path), *options]) == 0
     assert Run.load(path) == Run()
@@ -44,7 +45,7 @@ def test_what_init_writes_is_the_default_run(tmp_path: Path, options: list[str])
     assert len(expected) == 20
 
 
-def test_every_key_stands_there_once_with_what_it_may_be() -> None:
+def test_every_key_has_a_comment() -> None:
     text = default_run_toml_text()
     values = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
     assert all("  # " in line or " # " in line for line in values)
@@ -56,7 +57,7 @@ def test_unset_keys_are_comments_and_defaults_are_values() -> None:
     assert written["prefetch"]["mode"] == Run().prefetch.mode
 
 
-def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "run.toml"
     path.write_text("mine")
     assert main(["init", str(path)]) == SpecError.exit_code
@@ -67,7 +68,7 @@ def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest
     assert Run.load(path) == Run()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "absent" / "run.toml"
     assert main(["init", str(path)]) == SpecError.exit_code
     assert str(path) in capsys.readouterr().err

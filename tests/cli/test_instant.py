@@ -1,4 +1,4 @@
-"""What is shipped or was described before is planned without torch, in a new process."""
+"""Shipped and cached models are planned without torch, in a new process."""
 
 import subprocess
 import sys

@@ -1,27 +1,24 @@
-"""What every verb has in common: quick help, exit codes, one message for one mistake."""
+"""Common to all verbs: quick help, exit codes, one message for one mistake."""
 
 import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import typer
 
+from fullshard.cli.check import group_text
 from fullshard.cli.main import _COMMANDS, EXAMPLES, _build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
+from fullshard.spec.records.finding import CheckReport, Finding
 
 VERBS = [
-    [],
-    ["train"],
-    ["plan"],
-    ["calibrate"],
-    ["report"],
-    ["init"],
-    ["ckpt"],
-    ["ckpt", "list"],
+    *([], ["train"], ["plan"], ["calibrate"], ["report"], ["init"], ["ckpt"], ["ckpt", "list"]),
     ["ckpt", "export"],
 ]
 HEAVY = ("torch", "numpy", "fullshard.spec.run")
@@ -51,9 +48,7 @@ def test_help_imports_little_and_nothing_heavy(verb: list[str]) -> None:
         (["ckpt", "export", "only-one"], "OUT"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_names_the_nearest(
-    wrong: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_names_the_nearest_and_exits_with_2(wrong: list[str], nearest: str, capsys: Any) -> None:
     assert main(wrong) == 2
     out, err = capsys.readouterr()
     assert (out, nearest in err) == ("", True)
@@ -74,8 +69,8 @@ def test_wrong_usage_exits_with_2_and_names_the_nearest(
         (["train", "--set", "run.ranks=5", "--set", "run.device=cpu"], PlanError, "20 or 25"),
     ],
 )
-def test_a_mistake_exits_with_the_code_of_its_error_and_its_message_alone(
-    arguments: list[str], error: type[SpecError], said: str, capsys: pytest.CaptureFixture[str]
+def test_mistake_exits_with_the_code_of_its_error(
+    arguments: list[str], error: type[SpecError], said: str, capsys: Any
 ) -> None:
     assert main(arguments) == error.exit_code
     out, err = capsys.readouterr()
@@ -97,7 +92,7 @@ def float_options(app: typer.Typer, words: tuple[str, ...] = ()) -> Iterator[tup
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0"])
-def test_an_option_takes_no_number_that_is_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_refuse_numbers_that_are_not_positive(value: str, capsys: Any) -> None:
     options = list(float_options(_build_app()))
     assert (("plan",), "--price") in options
     for words, option in options:
@@ -135,9 +130,7 @@ def test_every_command_has_examples_and_each_of_them_parses(words: str) -> None:
             assert rest[0] in {name for option in root.params for name in option.opts}
 
 
-def test_help_shows_examples_line_by_line_and_no_summary_cut_short(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_shows_examples_by_line(capsys: Any) -> None:
     for words in ("", "ckpt", "data"):
         assert main([*words.split(), "--help"]) == 0
         shown = capsys.readouterr().out.partition("Commands:")[2].splitlines()
@@ -156,8 +149,8 @@ def test_help_shows_examples_line_by_line_and_no_summary_cut_short(
         ("plan llama3-7", {"llama3-70b"}),
     ],
 )
-def test_the_shell_completes_commands_options_settings_and_presets(
-    typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_shell_completion(
+    typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("_FULLSHARD_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"fullshard {typed}")
@@ -166,14 +159,49 @@ def test_the_shell_completes_commands_options_settings_and_presets(
     assert set(capsys.readouterr().out.split()) == completed
 
 
-def test_versions_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_versions(capsys: Any) -> None:
     assert main(["--version"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["fullshard", "torch", "python"]
 
 
-def test_help_names_every_exit_code_of_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_exit_code_of_an_error(capsys: Any) -> None:
     assert main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for kind in FullshardError.__subclasses__():
         assert re.search(rf"\b{kind.exit_code} [a-z]", said), kind.__name__
+
+
+def test_run_that_cannot_be_planned_fails_the_check(capsys: Any) -> None:
+    arguments = ["check", "--set", "run.ranks=5", "--set", "run.device=cpu"]
+    assert main([*arguments, "--json"]) == 10
+    report = CheckReport.model_validate_json(capsys.readouterr().out)
+    assert [(one.check, one.status) for one in report.findings] == [("plan", "failure")]
+    assert main(arguments) == 10
+    assert "try: train.global_batch = 20 or 25" in capsys.readouterr().out
+
+
+def test_group_is_one_line_with_reasons_of_skipped_checks() -> None:
+    found = [
+        Finding.ok("a").model_copy(update={"check": "first_loss"}),
+        Finding.skipped("no GPU").model_copy(update={"check": "other_processes"}),
+        Finding.skipped("no GPU").model_copy(update={"check": "gpu_health"}),
+    ]
+    assert group_text(found) == "first loss; skipped: other processes, gpu health (no GPU)"
+
+
+CONFIG = Path(__file__).parents[1] / "convert" / "configs" / "deepspeed_zero3.json"
+
+
+def test_the_run_goes_to_output_and_the_words_to_error(capsys):
+    assert main(["convert", str(CONFIG)]) == 0
+    shown = capsys.readouterr()
+    assert tomllib.loads(shown.out)["sharding"]["strategy"] == "full_shard"
+    assert "zero_optimization.stage" in shown.err
+    assert "40 keys" in shown.err
+
+
+def test_wrong_arguments_are_refused(capsys, tmp_path):
+    assert main(["convert", str(tmp_path / "absent.json")]) == SpecError.exit_code
+    assert main(["convert", str(CONFIG), "--from", "megatron"]) == SpecError.exit_code
+    assert "torchtitan" in capsys.readouterr().err

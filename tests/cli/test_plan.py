@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
 from fullshard.planner.plan_tables import LADDER
-from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
 
 SMALL = ("model.layers=3", "model.d_model=64", "model.heads=4", "model.d_ff=128", "data.sequence_length=64")
@@ -16,13 +16,13 @@ PRESET = "smollm2-135m"  # whose spec is shipped
 ONE_TRACE = ("recompute.mode=none", "run.compile=false")
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+def planned(capsys: Any, *arguments: str) -> dict[str, object]:
     capsys.readouterr()
     assert main(["plan", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_page_fits_a_hundred_columns(capsys: Any) -> None:
     assert main(["plan", PRESET, "--on", "8xH100", "--compare", "--budget", "15T"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -31,7 +31,7 @@ def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(capsys: pytest.
     assert sum(line.endswith("chosen") for line in lines) == 1
 
 
-def test_what_is_pinned_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pinned_settings_are_kept(capsys: Any) -> None:
     pins = ("sharding.strategy=zero2", "prefetch.mode=none", "train.global_batch=16")
     data = planned(capsys, PRESET, "--on", "4xH100", *(part for pin in pins for part in ("--set", pin)))
     best = Plan.parse(data["best"], source="--json")  # type: ignore[arg-type]
@@ -43,18 +43,18 @@ def test_what_is_pinned_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert best.world_size == 4
 
 
-def test_a_run_that_counts_epochs_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_counts_epochs_is_planned(capsys: Any) -> None:
     settings = [part for setting in (*SMALL, *ONE_TRACE, "train.epochs=2") for part in ("--set", setting)]
     assert main(["plan", *settings, "--on", "2xH100"]) == 0
 
 
-def test_ranks_of_the_hardware_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_of_the_hardware_can_be_chosen(capsys: Any) -> None:
     for arguments in (["--ranks", "4"], ["--set", "run.ranks=4"]):
         data = planned(capsys, PRESET, "--on", "8xH100", *arguments)
         assert data["hardware"]["ranks"] == 4  # type: ignore[index]
 
 
-def test_a_saved_plan_is_the_one_that_was_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_plan_equals_the_printed_one(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "plan.json"
     data = planned(capsys, PRESET, "--on", "8xH100", "--save", str(path))
     assert Plan.load(path).model_dump(mode="json") == data["best"]
@@ -83,12 +83,7 @@ def test_a_saved_plan_is_the_one_that_was_shown(tmp_path: Path, capsys: pytest.C
         ),
     ],
 )
-def test_a_mistake_says_what_to_try(
-    arguments: list[str],
-    error: type[SpecError],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes_have_a_remedy(arguments: list[str], error: type[SpecError], said: str, capsys: Any) -> None:
     capsys.readouterr()
     assert main(["plan", *arguments]) == error.exit_code
     err = capsys.readouterr().err
@@ -96,22 +91,7 @@ def test_a_mistake_says_what_to_try(
     assert "Traceback" not in err
 
 
-@pytest.mark.long  # it looks for a way out on up to 128 ranks
-def test_a_model_that_fits_nowhere_is_refused_with_a_way_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hardware = hardware_on("2xL4")
-    chip = hardware.chip.model_copy(update={"memory_bytes": hardware.context_bytes + 10**6})
-    path = tmp_path / "small.toml"
-    hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0}).save(path)
-    assert main(["plan", PRESET, "--on", str(path)]) == PlanError.exit_code
-    out, err = capsys.readouterr()
-    assert out == ""
-    for words in ("no plan fits", "closest: ", "over)", "try: "):
-        assert words in err
-
-
-def test_why_and_the_runners_up_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reason_and_runners_up_are_printed(capsys: Any) -> None:
     assert main(["plan", PRESET, "--on", "2xH100", "--compare"]) == 0
     out = capsys.readouterr().out
     assert "\nwhy " in out
@@ -120,7 +100,7 @@ def test_why_and_the_runners_up_are_told(capsys: pytest.CaptureFixture[str]) -> 
     assert {"binds", "runners_up"} <= set(data["why"])  # type: ignore[call-overload]
 
 
-def test_machines_are_rows_with_their_own_ranks_and_prices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_are_rows_with_ranks_and_prices(capsys: Any) -> None:
     asked = ["--machines", "2xH100@3, 2x8xA100", "--budget", "1B"]
     rows = planned(capsys, PRESET, *asked)["machines"]
     assert [row["ranks"] for row in rows] == [2, 16]  # type: ignore[attr-defined]
@@ -130,7 +110,7 @@ def test_machines_are_rows_with_their_own_ranks_and_prices(capsys: pytest.Captur
 
 
 @pytest.mark.long
-def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: Any) -> None:
     pins = ("recompute.mode=none", "sharding.strategy=full_shard", "train.microbatch=1", "model.layers=1")
     settings = [part for setting in (*SMALL, *pins) for part in ("--set", setting)]
     arguments = ["plan", *settings, "--on", "2xA100", "--ladder", "--budget", "1B", "--price", "2"]
@@ -145,7 +125,7 @@ def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: pytest.CaptureF
     assert all("plan" in one or one["reason"] for one in record)
 
 
-def test_the_largest_microbatch_fits_and_is_planned_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_microbatch_fits_and_is_planned_with(capsys: Any) -> None:
     data = planned(
         capsys, PRESET, "--on", "8xH100", "--set", "train.global_batch=64", "--largest", "microbatch"
     )
@@ -153,16 +133,14 @@ def test_the_largest_microbatch_fits_and_is_planned_with(capsys: pytest.CaptureF
     assert data["largest"] == {"microbatch": data["best"]["microbatch"]}  # type: ignore[index]
 
 
-def test_a_budget_adds_its_time_to_each_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_adds_its_time_to_each_number_of_ranks(capsys: Any) -> None:
     assert main(["plan", PRESET, "--on", "8xH100", "--scaling", "1,8", "--budget", "1T"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split().count("time") == 2
     assert "time: of 1.00T tokens" in lines[-1]
 
 
-def test_the_rate_of_a_drive_can_be_given_with_hardware_that_nobody_has_yet(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_drive_rate_is_an_option(capsys: Any) -> None:
     pins = ("offload.tier=optimizer:nvme", "sharding.strategy=full_shard", "train.global_batch=16")
     arguments = [PRESET, "--on", "2xH100", *(part for pin in pins for part in ("--set", pin))]
     assert main(["plan", *arguments]) == 3

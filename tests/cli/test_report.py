@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def run_directory(path: Path, *, predicted: bool = True) -> Path:
     return path
 
 
-def test_runs_stand_below_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_printed_in_order(tmp_path: Path, capsys: Any) -> None:
     one, other = run_directory(tmp_path / "one"), run_directory(tmp_path / "other")
     assert main(["report", str(one), str(other)]) == 0
     text = capsys.readouterr().out
@@ -30,9 +31,7 @@ def test_runs_stand_below_one_another(tmp_path: Path, capsys: pytest.CaptureFixt
     assert text.index(str(one)) < text.index(str(other))
 
 
-def test_json_has_what_was_said_what_was_seen_and_the_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_prediction_and_measurement(tmp_path: Path, capsys: Any) -> None:
     directory = run_directory(tmp_path / "run")
     assert main(["report", str(directory), "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
@@ -49,9 +48,7 @@ def test_json_has_what_was_said_what_was_seen_and_the_error(
 
 
 @pytest.mark.parametrize("has_plan", [True, False])
-def test_a_run_without_a_prediction_shows_what_was_measured_and_says_so(
-    tmp_path: Path, has_plan: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_a_prediction_shows_its_measurement(tmp_path: Path, has_plan: bool, capsys: Any) -> None:
     directory = run_directory(tmp_path / "run", predicted=False)
     if not has_plan:
         (directory / "plan.json").unlink()
@@ -70,8 +67,8 @@ def test_a_run_without_a_prediction_shows_what_was_measured_and_says_so(
         (["measurement.json"], "holds no run"),
     ],
 )
-def test_a_directory_without_a_run_is_refused(
-    tmp_path: Path, left: list[str] | None, message: str, capsys: pytest.CaptureFixture[str]
+def test_directory_without_a_run_is_refused(
+    tmp_path: Path, left: list[str] | None, message: str, capsys: Any
 ) -> None:
     directory = tmp_path / "run"
     if left is not None:
@@ -82,9 +79,7 @@ def test_a_directory_without_a_run_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_run_that_died_is_shown_with_what_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_a_run_that_died(tmp_path: Path, capsys: Any) -> None:
     run = died(tmp_path / "run")
     (run / "plan.json").write_text('{"version": 99}')
     assert main(["report", str(run)]) == 0
@@ -97,9 +92,7 @@ def test_a_run_that_died_is_shown_with_what_is_known(
     assert (record["state"], record["step"], record["measurement"]) == ("lost", 40, None)
 
 
-def test_a_page_is_written_and_replaces_only_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_page_replaces_only_a_page(tmp_path: Path, capsys: Any) -> None:
     run, page = finished(tmp_path / "run"), tmp_path / "page.html"
     for _ in range(2):
         assert main(["report", str(run), "--html", str(page)]) == 0
@@ -120,9 +113,7 @@ def test_a_page_is_written_and_replaces_only_a_page(
         (["--html", "page.html", "--json"], "give one of them"),
     ],
 )
-def test_a_page_that_cannot_be_written_is_refused(
-    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_page_is_refused(tmp_path: Path, options: list[str], message: str, capsys: Any) -> None:
     run = finished(tmp_path / "run")
     assert main(["report", str(run), *(option.format(run=run) for option in options)]) == SpecError.exit_code
     assert message in capsys.readouterr().err

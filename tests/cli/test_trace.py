@@ -118,7 +118,7 @@ def test_a_wrong_step_or_file_is_refused(run: Path, arguments: list[str], messag
     assert (run / "other.txt").read_text() == "mine"
 
 
-def test_a_run_without_profiles_and_another_directory_are_told_apart(tmp_path: Path, capsys: Any):
+def test_directories_without_profiles_are_refused(tmp_path: Path, capsys: Any):
     assert main(["trace", str(tmp_path), "--out", str(tmp_path / "t.json")]) == 2
     assert "the directory that run.dir names" in capsys.readouterr().err
     (tmp_path / METRICS).write_text("")

@@ -41,7 +41,7 @@ def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str
 
 
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.long), "async"])
-def test_each_save_holds_the_step_it_was_asked_in(ranks, tmp_path, mode):
+def test_each_save_has_the_step_of_its_request(ranks, tmp_path, mode):
     settings = [f"checkpoint.mode={mode}", "checkpoint.keep=0"]
     for said, right in ranks(2).run(saved_while_training, tmp_path, settings):
         assert right
@@ -54,10 +54,10 @@ def test_a_failure_is_reported_and_training_continues(ranks, tmp_path, mode):
     settings = [f"checkpoint.mode={mode}", "checkpoint.keep=0"]
     for said, right in ranks(2).run(saved_while_training, tmp_path, settings):
         assert right
-        told = [line for line in said if "NOT SAVED" in line]
-        assert len(told) == 1
-        assert told[0].startswith("step 3: NOT SAVED")
-        assert "holds another model" in told[0]
+        failures = [line for line in said if "NOT SAVED" in line]
+        assert len(failures) == 1
+        assert failures[0].startswith("step 3: NOT SAVED")
+        assert "holds another model" in failures[0]
 
 
 def save_last(directory: Path) -> None:

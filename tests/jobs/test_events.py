@@ -78,8 +78,8 @@ def test_a_launcher_records_a_fault_with_the_attempt_and_the_last_step(tmp_path:
     log.record_fault(FailureReport.from_exception(DataError("the well is dry.")), rank=1)
     fault = read_events(tmp_path / EVENTS)[-1]
     assert (fault.event, fault.attempt, fault.step) == ("fault", 3, 7)
-    told: dict[str, Any] = {"rank": 1, "error": "DataError", "exit_code": DataError.exit_code}
-    assert told.items() <= dict(fault.details).items()
+    expected: dict[str, Any] = {"rank": 1, "error": "DataError", "exit_code": DataError.exit_code}
+    assert expected.items() <= dict(fault.details).items()
 
 
 def test_a_launcher_records_nothing_in_the_directory_of_another_run(tmp_path: Path):
@@ -89,7 +89,7 @@ def test_a_launcher_records_nothing_in_the_directory_of_another_run(tmp_path: Pa
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_rank_of_another_launcher_records_its_own_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rank_of_another_launcher_records_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     for process in ("elsewhere:1", OwnFaultRecorder(tmp_path).process):
         started(tmp_path, process=process)

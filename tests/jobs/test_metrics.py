@@ -39,7 +39,7 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_line_holds_what_was_measured_and_can_be_read_at_once(tmp_path: Path):
+def test_line_has_the_figures_of_its_step_at_once(tmp_path: Path):
     log = MetricsLog(tmp_path / "runs" / "new")
     log.write_step(metrics(1))
     assert json.loads(log.path.read_text()) == {

@@ -65,7 +65,7 @@ def train_in_little_memory(directory: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def test_a_rank_without_memory_leaves_a_report_of_what_it_held(ranks, tmp_path: Path):
+def test_rank_out_of_memory_writes_a_report(ranks, tmp_path: Path):
     with pytest.raises(TrainError, match=r"^rank 1 ran out of memory in ") as raised:
         ranks(2).run(train_in_little_memory, str(tmp_path / "run"))
     [path] = (tmp_path / "run" / OUT_OF_MEMORY).glob("step-*-rank-00001.txt")
@@ -82,10 +82,7 @@ def test_a_rank_without_memory_leaves_a_report_of_what_it_held(ranks, tmp_path: 
     ("message", "size"),
     [
         ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB", 20 * MIB),
-        (
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes.",
-            4 * MIB,
-        ),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes.", 4 * MIB),
         ("std::bad_alloc", None),
     ],
 )
@@ -104,7 +101,7 @@ def test_a_gpu_without_memory_leaves_a_report(tmp_path: Path):
     assert "1.00 PiB more" in (tmp_path / OUT_OF_MEMORY / "step-00000001-rank-00000.txt").read_text()
 
 
-def test_other_errors_are_no_lack_of_memory():
+def test_other_errors_are_not_out_of_memory():
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
@@ -113,7 +110,7 @@ def test_other_errors_are_no_lack_of_memory():
     assert is_out_of_memory(caused)
 
 
-def test_the_table_says_whether_more_was_needed_or_less_was_available():
+def test_report_distinguishes_need_and_availability():
     planned = context_of(MachineAccess()).plan.prediction
     assert planned is not None
     total = planned.memory.total

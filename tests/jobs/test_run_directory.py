@@ -12,25 +12,15 @@ from fullshard.errors import CheckpointError, TrainError
 from fullshard.jobs.run_directory import check_writable, open_run_directory
 from fullshard.jobs.train import run_job
 from fullshard.spec.run import Run
-
-TINY = [
-    "model.layers=1",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=2",
-    "train.validate_every=0",
-    "log.sample_tokens=0",
-]
+from tests.jobs.test_train import TINY
 
 
-def train_there_and_go_on(directory: str, saved_to: str) -> list[int]:
+def train_and_resume(directory: str, saved_to: str) -> list[int]:
     """Steps at the end of a run, and of the same run resumed; a new one is refused between."""
     ends: list[int] = []
     for steps, resume in ((2, False), (3, False), (3, True)):
-        settings = [*TINY, f"run.dir={directory}", f"checkpoint.dir={saved_to}", f"train.steps={steps}"]
-        run = Run.load(overrides=settings)
+        places = [f"run.dir={directory}", f"checkpoint.dir={saved_to}"]
+        run = Run.load(overrides=[*TINY, *places, f"train.steps={steps}"])
         if steps == 3 and not resume:
             with pytest.raises(CheckpointError, match="holds the checkpoints of another run"):
                 run_job(run, resume=resume, plan=None, command_started=time.time())
@@ -43,9 +33,9 @@ def train_there_and_go_on(directory: str, saved_to: str) -> list[int]:
 
 
 @pytest.mark.parametrize("place", ["directory", "store"])
-def test_checkpoints_lie_where_the_run_says(ranks, tmp_path, place):
+def test_checkpoint_dir_is_used(ranks, tmp_path, place):
     elsewhere = f"memory://runs/{time.monotonic_ns()}" if place == "store" else str(tmp_path / "elsewhere")
-    assert ranks(1).run(train_there_and_go_on, str(tmp_path / "run"), elsewhere) == [[2, 3]]
+    assert ranks(1).run(train_and_resume, str(tmp_path / "run"), elsewhere) == [[2, 3]]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

@@ -1,6 +1,7 @@
 """A run's directory is a run's alone: what is more is neither written into nor renamed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def contents(root: Path) -> list[Path]:
     "name", ["", " ", ".", "..", "/", "../../home", "~", "~/runs", "s3://bucket/run", "./"]
 )
 def test_a_name_of_more_than_a_run_is_refused_before_anything_starts(
-    project: Path, name: str, capsys: pytest.CaptureFixture[str]
+    project: Path, name: str, capsys: Any
 ) -> None:
     before = contents(project.parent)
     for resume in ([], ["--resume"]):
@@ -58,9 +59,7 @@ def test_other_names_are_those_of_runs(name: str) -> None:
     assert parse_run_directory(name) == Path(name)
 
 
-def test_a_link_to_the_home_directory_is_the_home_directory(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_to_the_home_directory_is_refused(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     (project / "link").symlink_to(project.parent)
     for name in (project / "link", project.parent, project / ".."):
@@ -114,7 +113,7 @@ def test_runs_within_a_run_are_not_renamed_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", ["launch.json", "plan.json"])
-def test_what_a_run_has_left_is_set_aside_whole(tmp_path: Path, record: str) -> None:
+def test_earlier_run_is_set_aside_whole(tmp_path: Path, record: str) -> None:
     root = ran_in(tmp_path / "run")
     (root / "tensorboard").mkdir()
     (root / "state").mkdir()
@@ -139,7 +138,7 @@ def test_a_new_run_may_begin_beside_other_files(tmp_path: Path) -> None:
     assert set_aside_earlier_run(tmp_path) is None
 
 
-def test_a_link_to_a_runs_directory_stays_and_what_it_points_to_is_set_aside(tmp_path: Path) -> None:
+def test_target_of_a_linked_run_directory_is_set_aside(tmp_path: Path) -> None:
     real = ran_in(tmp_path / "scratch" / "run")
     (link := tmp_path / "run").symlink_to(real)
     with open_run_directory(link, resume=False) as found:

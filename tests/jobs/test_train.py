@@ -23,15 +23,9 @@ from tests.data.samples import write_json_lines
 from tests.fakes.device import FakeDevice
 
 TINY = (
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=8",
-    "train.validate_every=0",
-    "train.validate_sequences=4",
-    "log.sample_tokens=0",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=8", "train.validate_every=0"),
+    *("train.validate_sequences=4", "log.sample_tokens=0"),
 )
 
 
@@ -48,9 +42,7 @@ def leaves_a_measurement(directory: str, steps: int, *settings: str) -> None:
         ("no_shard", ("exposed_all_reduce",)),
     ],
 )
-def test_the_seconds_of_a_step_by_term_sum_to_the_pace(
-    ranks, tmp_path: Path, strategy: str, collectives: tuple[str, ...]
-):
+def test_terms_of_a_step_sum_to_the_pace(ranks, tmp_path: Path, strategy: str, collectives: tuple[str, ...]):
     ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8, f"sharding.strategy={strategy}")
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     assert made.step_seconds is not None
@@ -154,12 +146,3 @@ def test_a_run_that_fails_has_recorded_all_of_its_steps(ranks, tmp_path: Path, d
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     skipped = [line["skipped"] for line in lines].index(True)
     assert len(lines) - skipped == {"cpu": 2, "fake": 3}[device], "the one that was launched already, too"
-
-
-@pytest.mark.parametrize(("steps", "setting"), [(4, "log.trace_every=1000"), (8, "log.trace_every=0")])
-def test_a_run_that_is_too_short_or_asks_for_none_profiles_no_step(
-    ranks, tmp_path: Path, steps: int, setting: str
-):
-    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), steps, setting)
-    made = Measurement.load(tmp_path / "run" / "measurement.json")
-    assert (made.step_seconds, made.pace.untimed_steps) == (None, 0)

@@ -39,7 +39,7 @@ def peak_on_this_rank() -> tuple[float, str, str]:
     return peak.flops_per_second, peak.source, peak.device
 
 
-def test_all_ranks_hold_themselves_against_the_same_measured_peak(ranks):
+def test_all_ranks_have_the_same_measured_peak(ranks):
     peaks = ranks(2).run(peak_on_this_rank)
     assert peaks[0] == peaks[1]
     assert peaks[0][1:] == ("measured", "cpu, 1 thread")

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.jobs.train import run_job
 from fullshard.observe.memory import (
     allocator_figures,
     measure_peak_memory,
@@ -20,10 +18,8 @@ from fullshard.observe.memory import (
     read_memory_figures,
     storage_bytes_of_tensors,
 )
-from fullshard.spec.plan import Plan
 from fullshard.spec.records.run_files import METRICS
-from fullshard.spec.run import Run
-from tests.jobs.test_train import TINY
+from tests.jobs.test_train import leaves_a_measurement
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -43,11 +39,15 @@ def peak_of_known_tensors() -> int:
     return peak.bytes
 
 
-def test_the_peak_is_the_largest_sum_of_what_is_alive():
-    assert peak_of_known_tensors() == 8 * KIB
+def test_peak_is_the_largest_sum_of_live_tensors_and_measuring_leaves_nothing(capfd):
+    with pytest.raises(ZeroDivisionError), measure_peak_memory(CPU):
+        1 / 0  # noqa: B018
+    assert [peak_of_known_tensors() for _ in range(2)] == [8 * KIB] * 2
+    assert not torch.autograd._profiler_enabled()
+    assert capfd.readouterr() == ("", "")
 
 
-def test_what_is_resized_or_moved_counts_as_it_is():
+def test_resized_storage_counts_its_size():
     with measure_peak_memory(CPU) as peak:
         tensor = kibibytes(1)
         tensor.untyped_storage().resize_(4 * KIB)  # the old KiB stands beside the new four while it is copied
@@ -76,7 +76,7 @@ def own_part_of_a_distributed_tensor() -> int:
     )
 
 
-def test_of_a_dtensor_the_own_part_counts(ranks):
+def test_local_part_of_a_dtensor_counts(ranks):
     assert ranks(2).run(own_part_of_a_distributed_tensor) == [4 * KIB, 4 * KIB]
 
 
@@ -90,7 +90,7 @@ def test_an_address_that_another_thread_released_is_not_counted_twice():
         thread.join()
         again = kibibytes(64)
         del again
-    # Whether the address is handed out again, which is what tells of the release, is the allocator's choice.
+    # Whether the address is handed out again, which shows the release, is the allocator's choice.
     assert peak.bytes in (96 * KIB, (64 + 64) * KIB)
 
 
@@ -111,7 +111,7 @@ def one_step_of_a_small_model():
     return model, peak
 
 
-def test_parts_are_told_apart_and_sum_to_the_peak():
+def test_parts_sum_to_the_peak():
     model, peak = one_step_of_a_small_model()
     parts, weights = peak.parts, sum(p.numel() for p in model.parameters()) * 4
     assert parts is not None
@@ -125,36 +125,14 @@ def test_parts_are_told_apart_and_sum_to_the_peak():
     assert parts.units_in_flight == 0
 
 
-def test_measuring_leaves_nothing_behind():
-    assert peak_of_known_tensors() == peak_of_known_tensors()
-    assert not torch.autograd._profiler_enabled()
-
-
-def test_a_block_that_raises_ends_the_measurement():
-    with pytest.raises(ZeroDivisionError), measure_peak_memory(CPU):
-        1 / 0  # noqa: B018
-    assert not torch.autograd._profiler_enabled()
-
-
-def test_the_meter_says_nothing(capfd):
-    peak_of_known_tensors()
-    assert capfd.readouterr() == ("", "")
-
-
 def test_live_bytes_are_those_of_the_tensors_that_are_kept():
     before = read_live_bytes(CPU)
     kept = torch.ones(1 << 23)
     assert read_live_bytes(CPU) - before == pytest.approx(kept.nbytes, rel=0.01)
 
 
-def train(directory: str) -> None:
-    run = Run.load(overrides=[*TINY, "train.steps=6", "log.every=4", f"run.dir={directory}"])
-    plan = Plan.from_run(run, world_size=dist.get_world_size())
-    run_job(plan.run, resume=False, plan=plan, command_started=time.time())
-
-
 def test_each_step_has_the_memory_of_rank_0_and_a_window_the_most_of_all_ranks(ranks, tmp_path: Path):
-    ranks(2).run(train, str(tmp_path / "run"))
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 6, "log.every=4")
     lines = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert all(line["resident_bytes"] > 0 for line in lines)
     assert sum(line.get("resident_bytes_most", 0) > 0 for line in lines) == 1, "after the fourth step"

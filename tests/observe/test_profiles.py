@@ -23,7 +23,7 @@ from fullshard.training.state import TrainState
 from tests.cli.test_trace import slice_table
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
-from tests.report.nesting import overlaps_in_part
+from tests.report.profiles import overlaps_in_part
 from tests.training.runs import mean_square, run_of, sharded
 from tests.training.same_numbers import build, make_run
 
@@ -50,14 +50,12 @@ def made_profiler(directory: Path, *settings: str, rank: int = 0, first: int = 1
         (1, 5000, "log.trace_every=0", []),
     ],
 )
-def test_sampled_and_chosen_steps_are_due(
-    tmp_path: Path, first: int, last: int, setting: str, due: list[int]
-):
+def test_sampled_and_chosen_steps(tmp_path: Path, first: int, last: int, setting: str, due: list[int]):
     profiler = made_profiler(tmp_path, setting, first=first, last=last)
     assert [step for step in range(first, last + 2) if profiler.is_due(step)] == due
 
 
-def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: Any):
     for rank in (0, 1):
         profiler = made_profiler(tmp_path, "log.profile=[3]", rank=rank)
         with profiler.profile_step(3):
@@ -70,9 +68,7 @@ def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_files_of_old_samples_are_removed_and_failures_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_old_profiles_are_removed(tmp_path: Path, capsys: Any):
     profiler = made_profiler(tmp_path, "log.profile=[1]")
     for step in range(1, 14):
         with profiler.profile_step(step):
@@ -112,7 +108,7 @@ def profile_last_step(directory: str, settings: tuple[str, ...]) -> dict[str, fl
         ),
     ],
 )
-def test_the_trace_of_a_step_has_the_exposed_communication_of_each_unit(
+def test_trace_has_exposed_communication_of_each_unit(
     ranks, tmp_path: Path, count: int, settings: tuple[str, ...], waits: set[str]
 ):
     for names in ranks(count).run(profile_last_step, str(tmp_path), settings):
@@ -157,7 +153,7 @@ GATHERED = {("parts of sequences", "gather of sequences"), ("parts of sequences"
         ),
     ],
 )
-def test_collectives_of_shared_sequences_matmuls_and_experts_have_names_and_one_term(
+def test_collectives_of_model_parallel_axes_have_one_term(
     ranks, tmp_path: Path, model: str, axis: dict[str, Any], names: set[tuple[str, str]]
 ):
     assert {(track, wait.removeprefix("wait for ")) for track, wait in COLLECTIVES.values()} >= names

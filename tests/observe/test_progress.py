@@ -45,7 +45,7 @@ class Terminal:
         self.file: TextIO = os.fdopen(program, "w")
 
     def shown(self) -> str:
-        """What was written since this was asked last."""
+        """The text written since the last call."""
         self.file.write("<end>")  # the kernel brings it over when it likes, but in order
         self.file.flush()
         written = b""
@@ -71,7 +71,7 @@ def cursor_is_visible(written: str) -> bool:
 
 
 @pytest.mark.parametrize("color", ["", "1"])
-def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, color: str):
+def test_off_a_terminal_lines_are_few(monkeypatch: pytest.MonkeyPatch, color: str):
     monkeypatch.setenv("FORCE_COLOR", color)
     file = io.StringIO()
     with show_progress(steps=95, every=20, world_size=2, file=file) as shown:
@@ -88,7 +88,7 @@ def test_off_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
     assert "loss on" not in lines[1], "as it is on all tokens"
 
 
-def test_masked_labels_lower_no_speed_and_are_shown_beside_it():
+def test_masked_labels_do_not_lower_the_speed():
     course = RunProgress(steps=10, world_size=1)
     course.add_step(metrics(1, trained=20))
     parts = course.status_line_parts()
@@ -96,7 +96,7 @@ def test_masked_labels_lower_no_speed_and_are_shown_beside_it():
     assert "loss on 20.0 % of the tokens" in parts
 
 
-def test_a_skipped_step_is_shown_when_it_happens():
+def test_skipped_step_is_shown_at_once():
     file = io.StringIO()
     with show_progress(steps=95, every=20, world_size=1, file=file) as shown:
         for step in range(1, 10):
@@ -104,7 +104,7 @@ def test_a_skipped_step_is_shown_when_it_happens():
     assert "SKIPPED" in file.getvalue().splitlines()[1]
 
 
-def test_a_terminal_has_its_line_redrawn_and_what_is_said_above(terminal: Terminal):
+def test_terminal_line_is_redrawn_below_messages(terminal: Terminal):
     with show_progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
         for step in (1, 2, 3):
             shown.show_step_if_due(metrics(step))
@@ -183,7 +183,7 @@ def test_speed_and_time_left_are_those_without_compiling():
 
 
 @given(width=st.integers(1, 150), world_size=st.integers(1, 1024), skipped=st.booleans())
-def test_a_line_fits_and_says_the_step_first(width: int, world_size: int, skipped: bool):
+def test_line_fits_and_begins_with_the_step(width: int, world_size: int, skipped: bool):
     course = RunProgress(steps=300, world_size=world_size)
     course.add_step(metrics(120, skipped=skipped))
     texts = course.status_line_parts(width=width)

@@ -85,7 +85,7 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
     assert tracker.exit_code == 1
 
 
-def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
+def test_failed_tracker_is_reported_once():
     file = io.StringIO()
     shown = Progress(RunProgress(steps=9, world_size=1), every=9, file=file)
     lost, other = Remembering(lost_after=1), Remembering()
@@ -101,7 +101,7 @@ def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_tracker_that_is_not_installed_is_told_of_on_every_rank(tmp_path: Path, name: str, rank: int):
+def test_missing_tracker_is_refused_on_every_rank(tmp_path: Path, name: str, rank: int):
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
     with (

@@ -37,7 +37,7 @@ def quiet(draw: st.DrawFn, ranks: int) -> list[RankWindow]:
 
 
 @given(st.data(), st.integers(2, 6), st.floats(0.08, 0.3))
-def test_only_the_rank_that_is_slower_is_named_with_its_cause(data: st.DataObject, ranks: int, late: float):
+def test_slow_rank_is_named_with_its_cause(data: st.DataObject, ranks: int, late: float):
     windows = data.draw(quiet(ranks))
     assert find_stragglers(windows) == []
     rank, cause = data.draw(st.integers(0, ranks - 1)), data.draw(st.sampled_from(StragglerCause))

@@ -1,4 +1,4 @@
-"""What trackers are told can be read back from where they keep it, also after a resume; none ends a run."""
+"""Logged figures can be read back from trackers, also after a resume; none ends a run."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def run(directory: Path, *names: str, **section: object) -> Run:
     return Run.parse(values, source="the test")
 
 
-def tell(opened: list[TrackerThread], *, exit_code: int = 0, after_step: int = 0) -> None:
+def log_steps(opened: list[TrackerThread], *, exit_code: int = 0, after_step: int = 0) -> None:
     for tracker in opened:
         for step in range(after_step + 1, 4):
             norm = math.nan if step == 2 else 1.0
@@ -80,7 +80,7 @@ def tell(opened: list[TrackerThread], *, exit_code: int = 0, after_step: int = 0
     assert [tracker.take_messages() for tracker in opened] == [[]] * len(opened)
 
 
-def test_an_unknown_tracker_is_answered_with_those_there_are():
+def test_unknown_tracker_is_refused_with_known_ones():
     with pytest.raises(SpecError, match="no tracker 'no_such_tracker'") as raised:
         check_trackers_installed(["no_such_tracker"])
     assert "there are tensorboard, wandb" in str(raised.value)
@@ -92,10 +92,12 @@ def test_no_tracker_needs_no_package():
     assert open_trackers(Run()) == []
 
 
-def test_a_tracker_of_another_package_is_used_by_its_name_and_continued_by_its_id(notebook: Path):
+def test_tracker_of_another_package_is_continued_by_its_id(notebook: Path):
     check_trackers_installed(["notebook"])
     for after_step in (0, 2):
-        tell(open_trackers(run(notebook.parent, "notebook"), after_step=after_step), after_step=after_step)
+        log_steps(
+            open_trackers(run(notebook.parent, "notebook"), after_step=after_step), after_step=after_step
+        )
     assert notebook.read_text().splitlines() == ["1: 3.0", "2: 1.5", "3: 1.0", "ended 0", "3: 1.0", "ended 0"]
     assert [start.run_id for start in Notebook.started] == [None, "notebook 1"]
     assert json.loads((notebook.parent / "trackers.json").read_text()) == {"notebook": "notebook 1"}
@@ -115,7 +117,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_have_everything(no
     assert {"1: 3.0", "1: 11.0", "2: 12.0", "3: 13.0", "ended 0"} == set(lines)
 
 
-def test_a_slow_tracker_delays_no_step_and_what_it_lacks_is_reported(notebook: Path):
+def test_slow_tracker_delays_no_step(notebook: Path):
     [slow] = open_trackers(run(notebook.parent, "notebook"))
     slow.log(1, {"loss": -2})
     for step in range(2, MOST_WAITING + 10):
@@ -146,7 +148,7 @@ def test_tensorboard_keeps_every_step_and_a_resumed_run_shows_it_once(tmp_path: 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for after_step in (0, 1):
-        tell(open_trackers(run(tmp_path, "tensorboard"), after_step=after_step), after_step=after_step)
+        log_steps(open_trackers(run(tmp_path, "tensorboard"), after_step=after_step), after_step=after_step)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 1.5), (3, 1.0)]
 
@@ -155,7 +157,7 @@ def test_wandb_keeps_an_offline_run_and_continues_it(tmp_path: Path, monkeypatch
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for after_step in (0, 1):
-        tell(open_trackers(run(tmp_path, "wandb"), after_step=after_step), after_step=after_step)
+        log_steps(open_trackers(run(tmp_path, "wandb"), after_step=after_step), after_step=after_step)
     kept = sorted(tmp_path.rglob("run-*.wandb"))
     run_id = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
     assert {one.stem for one in kept} == {f"run-{run_id}"}

@@ -1,4 +1,4 @@
-"""What blocks save leaves for the host and comes back; that it changes no number, and in which order."""
+"""Activations of blocks move to the host and back, in order, and change no number."""
 
 import copy
 import weakref
@@ -30,7 +30,7 @@ HALF = 0.5  # of a block's input: more than the mean and the deviation that a no
 
 
 class LateLane:
-    """Copies only when it is waited for, as a GPU may. What it reads or writes must be there until then, and
+    """Copies only when it is waited for, as a GPU may. Its sources and targets must live until then, and
     what it has not brought is NaN."""
 
     is_concurrent = True
@@ -98,8 +98,8 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
-    """What a forward and backward move. The copier brings nothing back, so gradients are none."""
+def moves_of(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
+    """The moves of a forward and backward. The copier brings nothing back, so gradients are none."""
     moves: list[tuple[str, int]] = []
     twin = offloaded(model, FakeReportingCopier(lambda way, size: moves.append((way, size))), least=least)
     gradients(twin, twin)
@@ -108,7 +108,7 @@ def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("copier", LANES)
 @pytest.mark.parametrize("least", [0.0, HALF])
-def test_gradients_are_bitwise_those_of_what_stays(copier: str, least: float) -> None:
+def test_gradients_are_bitwise_equal_with_offload(copier: str, least: float) -> None:
     model, lanes = blocks(), LANES[copier]()
     twin = offloaded(model, lanes, least=least)
     for _ in range(2):
@@ -117,13 +117,13 @@ def test_gradients_are_bitwise_those_of_what_stays(copier: str, least: float) ->
         assert lanes.idle
 
 
-def test_of_each_block_but_the_last_the_large_storages_move_once() -> None:
+def test_large_storages_of_all_blocks_except_the_last_move_once() -> None:
     """Its input, what its norm gives and its tanh; of parameters, and of a row's mean and deviation, none."""
-    moves = told(blocks(3))
+    moves = moves_of(blocks(3))
     each = [ROWS * WIDTH * 4, ROWS * WIDTH * 4, ROWS * 3 * WIDTH * 4]
     for way in ("out", "back"):
         assert [size for done, size in moves if done == way] == 2 * each
-    small = told(blocks(3), least=0.0)
+    small = moves_of(blocks(3), least=0.0)
     assert sorted(size for way, size in small if way == "out") == sorted(2 * [*each, ROWS * 4, ROWS * 4])
 
 
@@ -177,26 +177,24 @@ class Deaths:
         self.alive.append(weakref.ref(tanh.untyped_storage()))
         return tanh
 
-    def there(self) -> list[bool]:
+    def alive_blocks(self) -> list[bool]:
         return [reference() is not None for reference in self.alive]
 
 
 @pytest.mark.parametrize(
     ("copier", "during"), [("plain", [False, False, False]), ("late", [False, False, True])]
 )
-def test_on_the_device_is_at_most_the_block_that_computes_and_the_one_that_leaves(
-    copier: str, during: list[bool]
-) -> None:
+def test_at_most_two_blocks_are_on_the_device(copier: str, during: list[bool]) -> None:
     model = blocks(5)
     twin = offloaded(model, LANES[copier]())
     deaths, seen = Deaths(twin), list[list[bool]]()
-    twin[3].norm.register_forward_hook(lambda *_: seen.append(deaths.there()))
+    twin[3].norm.register_forward_hook(lambda *_: seen.append(deaths.alive_blocks()))
     result = twin(entering())
     assert seen == [during]
-    assert deaths.there() == [False, False, False, False, True]
+    assert deaths.alive_blocks() == [False, False, False, False, True]
     result.sum().backward()
     del result
-    assert not any(deaths.there())
+    assert not any(deaths.alive_blocks())
 
 
 def test_nothing_that_moved_outlives_the_graph() -> None:
@@ -206,12 +204,12 @@ def test_nothing_that_moved_outlives_the_graph() -> None:
         deaths = Deaths(twin)
         result = twin(entering())
         del result
-        assert deaths.there()[:2] == [False, False]
+        assert deaths.alive_blocks()[:2] == [False, False]
         gradients(twin, twin)
-        assert not any(deaths.there())
+        assert not any(deaths.alive_blocks())
 
 
-def test_backward_may_go_twice_over_what_is_retained() -> None:
+def test_backward_may_run_twice_over_a_retained_graph() -> None:
     model = blocks()
     plain, moved = model, offloaded(model, LateLane())
     found = []
@@ -225,7 +223,7 @@ def test_backward_may_go_twice_over_what_is_retained() -> None:
 
 
 def test_backward_may_go_again_after_another_forward() -> None:
-    """What had not left yet when it went first is gone by then: here the last that moves."""
+    """The last block that moves had not left yet in the first backward."""
     model = blocks(3)
     copier, found = LateLane(), []
     for one in (model, offloaded(model, copier)):
@@ -268,7 +266,7 @@ def test_views_come_back_as_they_were(copier: str) -> None:
     twin = offloaded(model, LANES[copier](), least=0.0)
     assert same(gradients(twin, twin), gradients(model, model))
     # q, k and v are one storage, of 3 widths: the tanh itself.
-    assert [size for way, size in told(model) if way == "out"].count(ROWS * 3 * WIDTH * 4) == 2 * 2
+    assert [size for way, size in moves_of(model) if way == "out"].count(ROWS * 3 * WIDTH * 4) == 2 * 2
 
 
 class Mutating(Block):
@@ -290,7 +288,7 @@ class Mutating(Block):
 
 @pytest.mark.parametrize("copier", LANES)
 @pytest.mark.parametrize("least", [0.0, 100.0])
-def test_what_was_saved_must_not_be_changed_in_place(copier: str, least: float) -> None:
+def test_in_place_change_of_saved_tensors_is_refused(copier: str, least: float) -> None:
     """As without hooks, whether it moves or stays."""
     model = blocks(3, Mutating)
     model[0].changes = "own"
@@ -300,7 +298,7 @@ def test_what_was_saved_must_not_be_changed_in_place(copier: str, least: float) 
             gradients(one, one)
 
 
-def test_what_is_leaving_must_not_be_changed_in_place() -> None:
+def test_in_place_change_of_leaving_tensors_is_refused() -> None:
     model = blocks(3, Mutating)
     model[1].changes = "before"
     twin = offloaded(model, LateLane())
@@ -341,8 +339,8 @@ def test_a_step_that_failed_leaves_the_next_one_whole(copier: str, fails: str, a
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_what_a_compiled_block_saves_moves_too() -> None:
-    """Of weights none, though compiled code saves views of them that do not say whose they are."""
+def test_tensors_saved_by_compiled_blocks_move() -> None:
+    """Except weights, of which compiled code saves views without an owner."""
     torch._dynamo.reset()
     moves: list[tuple[str, int]] = []
     copier = LateLane()
@@ -372,7 +370,7 @@ def test_without_gradients_nothing_moves() -> None:
     assert copier.log == []
 
 
-def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
+def test_copier_follows_the_device_of_the_plan() -> None:
     assert isinstance(choose_host_copier("cpu", torch.device("cpu")), CpuHostCopier)
     assert isinstance(
         choose_host_copier("cuda", torch.device("cpu")), FakeReportingCopier
@@ -380,7 +378,7 @@ def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_gradients_are_those_of_what_stays_too() -> None:
+def test_gradients_on_a_gpu_are_bitwise_equal_with_offload() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(6))).cuda()
     twin = copy.deepcopy(model)
@@ -410,7 +408,7 @@ class Clones(TorchDispatchMode):
 
 
 def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
-    """What leaves in a forward, and bytes of one sequence's input of a block."""
+    """Bytes that leave in a forward, and those of one sequence's input of a block."""
     plan = plan_of(2, "recompute.mode=offload", *settings)
     model = shard(on_meta(name), plan)
     section = UnitSection()
@@ -425,8 +423,8 @@ def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: Callable[..., Any]) -> None:
-    """Of two blocks one moves: input, norm and tanh. Weights, which are larger, are freed and gathered."""
+def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: Any) -> None:
+    """One of two blocks moves: input, norm and tanh. Weights, which are larger, are freed and gathered."""
     settings = (*STRATEGIES[strategy], f"precision.mode={precision}")
     for sizes, numel in ranks(2).run(moved_bytes, "gpt2", *settings):
         each = numel * (2 if precision == "bf16" else 4)
@@ -445,22 +443,13 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: C
         ),
     ],
 )
-def test_training_is_bitwise_that_of_mode_none(
-    model: str,
-    strategy: str,
-    accumulation: tuple[int, str],
-    extra: tuple[str, ...],
-    ranks: Callable[..., Any],
+def test_training_with_offload_is_bitwise_equal(
+    model: str, strategy: str, accumulation: tuple[int, str], extra: tuple[str, ...], ranks: Any
 ) -> None:
     """Parameters, losses and norms of a few steps."""
     runs = [
         make_run(
-            model=model,
-            ranks=2,
-            strategy=strategy,
-            recompute=mode,
-            accumulation=accumulation,
-            extra=extra,
+            model=model, ranks=2, strategy=strategy, recompute=mode, accumulation=accumulation, extra=extra
         )
         for mode in ("none", "offload")
     ]

@@ -1,4 +1,4 @@
-"""shard(model, plan): the same numbers for any module tree, what a unit is told takes effect, wrong uses."""
+"""shard(model, plan): the same numbers for any module tree, settings of units, wrong uses."""
 
 import itertools
 from collections.abc import Callable
@@ -70,35 +70,29 @@ def some_modes() -> list[tuple[str, list[Mode]]]:
 
 
 @pytest.mark.parametrize(("name", "modes"), some_modes(), ids=ARCHITECTURES)
-def test_sharded_gradients_are_the_unsharded_ones(
-    name: str, modes: list[Mode], ranks: Callable[..., Any]
-) -> None:
+def test_sharded_gradients_are_the_unsharded_ones(name: str, modes: list[Mode], ranks: Any) -> None:
     ranks(2).run(check_gradients_in, name, modes)
 
 
-def test_a_recurrent_block_is_recomputed_whole_in_selective_mode(ranks: Callable[..., Any]) -> None:
+def test_a_recurrent_block_is_recomputed_whole_in_selective_mode(ranks: Any) -> None:
     ranks(2).run(check_gradients_in, "recurrent", [("block", "selective", "implicit")])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sharded_gradients_are_the_unsharded_ones_in_every_strategy(
-    strategy: str, ranks: Callable[..., Any]
-) -> None:
+def test_sharded_gradients_are_the_unsharded_ones_in_every_strategy(strategy: str, ranks: Any) -> None:
     ranks(4).run(check_gradients, "shared_weight", STRATEGIES[strategy])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_sharded_gradients_in_the_full_cross_of_modes(name: str, ranks: Callable[..., Any]) -> None:
+def test_sharded_gradients_in_the_full_cross_of_modes(name: str, ranks: Any) -> None:
     ranks(2).run(check_gradients_in, name, list(itertools.product(POLICIES, RECOMPUTE, PREFETCH)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_sharded_gradients_in_the_full_cross_of_strategies(
-    name: str, strategy: str, ranks: Callable[..., Any]
-) -> None:
+def test_sharded_gradients_in_the_full_cross_of_strategies(name: str, strategy: str, ranks: Any) -> None:
     ranks(4).run(check_gradients, name, STRATEGIES[strategy])
 
 
@@ -120,7 +114,7 @@ def check_gradients_of_unreached_experts() -> list[int]:
     return reached
 
 
-def test_experts_that_a_rank_does_not_reach_have_the_right_gradient(ranks: Callable[..., Any]) -> None:
+def test_experts_that_a_rank_does_not_reach_have_the_right_gradient(ranks: Any) -> None:
     reached = ranks(2).run(check_gradients_of_unreached_experts)
     assert [len(one) for one in reached] == [1, 1]
     assert reached[0] != reached[1]
@@ -158,35 +152,35 @@ def overrides_of(text: str) -> str:
     return f"sharding.units.overrides=[{text}]"
 
 
-def test_without_overrides_all_units_are_alike_but_the_last(ranks: Callable[..., Any]) -> None:
+def test_without_overrides_all_units_except_the_last_are_alike(ranks: Any) -> None:
     for seen in ranks(2).run(settings_in_effect):
         alike = {"rows": 0.5, "mesh": (2,), "dtype": "torch.float32"}
         assert seen["blocks.0"] == seen["blocks.1"] == {**alike, "gathered": False, "kept_over": 2}
         assert seen["head"]["gathered"]  # its backward comes next
 
 
-def test_a_unit_has_its_own_reshard_policy(ranks: Callable[..., Any]) -> None:
+def test_reshard_policy_of_a_unit(ranks: Any) -> None:
     text = '{match="blocks.0", reshard_after_forward=false}, {match="head", reshard_after_forward=true}'
     for seen in ranks(2).run(settings_in_effect, overrides_of(text)):
         gathered = {name for name, found in seen.items() if found["gathered"]}
         assert gathered == {"blocks.0"}
 
 
-def test_a_unit_has_its_own_precision(ranks: Callable[..., Any]) -> None:
+def test_precision_of_a_unit(ranks: Any) -> None:
     text = '{match="blocks.0", precision="fp32"}, {match="*head", precision="fp32"}'
     for seen in ranks(2).run(settings_in_effect, overrides_of(text), "precision.mode=bf16"):
         full = {name for name, found in seen.items() if found["dtype"] == "torch.float32"}
         assert full == {"blocks.0", "head"}
 
 
-def test_a_small_unit_is_left_unsharded(ranks: Callable[..., Any]) -> None:
+def test_a_small_unit_is_left_unsharded(ranks: Any) -> None:
     for seen in ranks(2).run(settings_in_effect, overrides_of('{match="embedding", strategy="no_shard"}')):
         assert seen["embedding"]["rows"] == 1.0
         assert seen["embedding"]["mesh"] == (2, 1)
         assert seen["blocks.0"]["rows"] == 0.5
 
 
-def test_a_unit_is_kept_over_fewer_ranks_after_forward(ranks: Callable[..., Any]) -> None:
+def test_a_unit_is_kept_over_fewer_ranks_after_forward(ranks: Any) -> None:
     text = '{match="blocks.0", reshard_after_forward=2}'
     for seen in ranks(4).run(settings_in_effect, overrides_of(text)):
         assert seen["blocks.0"]["rows"] == seen["blocks.1"]["rows"] == 0.25
@@ -197,9 +191,7 @@ def test_a_unit_is_kept_over_fewer_ranks_after_forward(ranks: Callable[..., Any]
 @pytest.mark.parametrize(
     ("kept_over", "message"), [(3, "cannot be kept over 3"), (1, "1 would be false"), (4, "all of them true")]
 )
-def test_a_unit_cannot_be_kept_over_ranks_that_do_not_divide(
-    kept_over: int, message: str, ranks: Callable[..., Any]
-) -> None:
+def test_indivisible_reshard_of_a_unit_is_refused(kept_over: int, message: str, ranks: Any) -> None:
     with pytest.raises(PlanError, match=message):
         ranks(4).run(settings_in_effect, overrides_of(f'{{match="*.0", reshard_after_forward={kept_over}}}'))
 
@@ -236,12 +228,12 @@ def generated(methods: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     return first, plain.generate(tokens_of(0))
 
 
-def test_a_named_method_is_gathered_for_as_forward_is(ranks: Callable[..., Any]) -> None:
+def test_a_named_method_is_gathered_for_as_forward_is(ranks: Any) -> None:
     for sharded, plain in ranks(2).run(generated, ("generate",)):
         assert torch.equal(sharded, plain)
 
 
-def test_a_method_that_is_not_there_is_refused(ranks: Callable[..., Any]) -> None:
+def test_absent_method_is_refused(ranks: Any) -> None:
     with pytest.raises(ShardError, match="no method 'speak'"):
         ranks(1).run(generated, ("speak",))
 
@@ -273,14 +265,14 @@ def read_elsewhere(*settings: str) -> None:
         torch.testing.assert_close(whole(parameter.grad), expected.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_weight_that_is_read_elsewhere_is_named_as_the_cause(ranks: Callable[..., Any]) -> None:
+def test_a_weight_that_is_read_elsewhere_is_named_as_the_cause(ranks: Any) -> None:
     with pytest.raises(
         ShardError, match="parameter that is not gathered(.|\n)*reshard_after_forward = false"
     ):
         ranks(2).run(read_elsewhere)
 
 
-def test_a_weight_that_is_read_elsewhere_may_be_kept_gathered(ranks: Callable[..., Any]) -> None:
+def test_a_weight_that_is_read_elsewhere_may_be_kept_gathered(ranks: Any) -> None:
     ranks(2).run(read_elsewhere, overrides_of('{match="embedding", reshard_after_forward=false}'))
 
 
@@ -309,8 +301,8 @@ def shard_for_other_ranks() -> None:
         (shard_for_other_ranks, PlanError, "the plan is for 3 ranks"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(
-    function: Callable[[], None], error: type[Exception], message: str, ranks: Callable[..., Any]
+def test_sharded_models_and_other_world_sizes_are_refused(
+    function: Callable[[], None], error: type[Exception], message: str, ranks: Any
 ) -> None:
     with pytest.raises(error, match=message):
         ranks(1).run(function)

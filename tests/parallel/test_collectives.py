@@ -39,7 +39,7 @@ def reduced(dtype: torch.dtype, *, mean: bool = False) -> tuple[list[float], int
 
 
 def reduced_beside_a_gather() -> tuple[list[float], list[float]]:
-    """What a gather that begins before a reduction and is waited for after it has, and what the reduction."""
+    """Results of a gather around a reduction, and of the reduction."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gather = DirectAllGather()
     output = torch.full((CHUNK * ranks,), -1.0)
@@ -71,5 +71,5 @@ def test_every_rank_gets_the_mean_of_its_chunk(ranks, n):
     assert [ends for ends, _ in found] == [[rank + (n - 1) / 2] * 2 for rank in range(n)]
 
 
-def test_a_reduction_does_not_take_what_a_gather_is_sent(ranks):
+def test_reduction_beside_a_gather_gets_its_chunks(ranks):
     assert ranks(3).run(reduced_beside_a_gather) == [([1.0, 2.0, 3.0], [1.5])] * 3

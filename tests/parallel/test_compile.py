@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,19 +44,19 @@ def train(name: str, *settings: str) -> Results:
             losses.append(loss.item())
     gradients = {key: whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    told = [str(one.message) for one in caught if one.category is EagerBlockWarning]
-    return list(model.state_dict()), losses, gradients, graphs, told
+    warned = [str(one.message) for one in caught if one.category is EagerBlockWarning]
+    return list(model.state_dict()), losses, gradients, graphs, warned
 
 
-def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: Callable[..., Any]) -> None:
+def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: Any) -> None:
     eager = ranks(2, timeout_seconds=400).run(train, name, *settings)
     compiled = ranks(2, timeout_seconds=400).run(train, name, *settings, "run.compile=true")
-    for (names, losses, gradients, none, _), (names_, losses_, gradients_, graphs, told) in zip(
+    for (names, losses, gradients, none, _), (names_, losses_, gradients_, graphs, warned) in zip(
         eager, compiled, strict=True
     ):
         assert none == 0
         assert graphs > 0
-        assert not told
+        assert not warned
         assert names_ == names
         assert not any("_orig_mod" in one for one in names_)
         assert losses_ == pytest.approx(losses, rel=1e-5)
@@ -77,26 +77,24 @@ def assert_compiled_equals_eager(name: str, settings: tuple[str, ...], ranks: Ca
         ("fused_experts", "offload"),
     ],
 )
-def test_compiled_blocks_compute_what_eager_ones_do(
-    name: str, recompute: str, ranks: Callable[..., Any]
-) -> None:
+def test_compiled_blocks_equal_eager_ones(name: str, recompute: str, ranks: Any) -> None:
     assert_compiled_equals_eager(name, (f"recompute.mode={recompute}",), ranks)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "hybrid_shard"])
-def test_under_every_strategy(strategy: str, ranks: Callable[..., Any]) -> None:
+def test_under_every_strategy(strategy: str, ranks: Any) -> None:
     assert_compiled_equals_eager("decoder", STRATEGIES[strategy], ranks)
 
 
-def test_a_block_that_gathers_runs_eagerly_under_selective_recompute(ranks: Callable[..., Any]) -> None:
+def test_a_block_that_gathers_runs_eagerly_under_selective_recompute(ranks: Any) -> None:
     eager = ranks(2).run(train, "fused_experts", "recompute.mode=selective")
     asked = ranks(2).run(train, "fused_experts", "recompute.mode=selective", "run.compile=true")
-    for (_, losses, *_), (_, losses_, _, graphs, told) in zip(eager, asked, strict=True):
+    for (_, losses, *_), (_, losses_, _, graphs, warned) in zip(eager, asked, strict=True):
         assert graphs == 0
         assert losses_ == losses
-        assert len(told) == 1
-        assert "MixtureBlock runs eagerly" in told[0]
+        assert len(warned) == 1
+        assert "MixtureBlock runs eagerly" in warned[0]
 
 
 class Breaking(Block):
@@ -127,13 +125,13 @@ def stack(kind: type[nn.Module], *, layers: int = 3) -> nn.Sequential:
     return nn.Sequential(*(kind() for _ in range(layers))).double()
 
 
-def test_a_block_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
+def test_block_that_cannot_be_compiled_runs_eagerly() -> None:
     blocks = stack(Breaking)
     expected = run(copy.deepcopy(blocks))
     forwards = compile_blocks(list(blocks), pieces=())
-    with pytest.warns(EagerBlockWarning, match="Breaking runs eagerly: Unsupported") as told:
+    with pytest.warns(EagerBlockWarning, match="Breaking runs eagerly: Unsupported") as warned:
         assert all(torch.equal(*pair) for pair in zip(run(blocks), expected, strict=True))
-    assert len(told) == 1
+    assert len(warned) == 1
     assert all(one.is_eager for one in forwards)
     run(blocks)  # and says no more
 
@@ -157,17 +155,17 @@ def fail_in_backward(graph: torch.fx.Graph) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_block_whose_backward_cannot_be_compiled_runs_eagerly_and_is_named_once(whole: bool) -> None:
+def test_block_without_compiled_backward_runs_eagerly(whole: bool) -> None:
     blocks = stack(Block)
     expected = run(copy.deepcopy(blocks))
     forwards = compile_blocks(list(blocks), pieces=() if whole else set(blocks))
     with (
         torch._inductor.config.patch({"post_grad_custom_post_pass": fail_in_backward}),
-        pytest.warns(EagerBlockWarning, match=r"Block runs eagerly: .*no backward today") as told,
+        pytest.warns(EagerBlockWarning, match=r"Block runs eagerly: .*no backward today") as warned,
     ):
         gradients = run(blocks)
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
-    assert len(told) == 1
+    assert len(warned) == 1
     assert all(one.is_eager for one in forwards) == whole
 
 
@@ -218,7 +216,7 @@ def test_equal_blocks_share_a_graph_and_another_shape_is_a_recompilation() -> No
         assert tally.of_blocks(forwards) == counts
 
 
-def test_too_many_shapes_are_run_eagerly_and_told() -> None:
+def test_too_many_shapes_run_eagerly_with_a_warning() -> None:
     blocks = stack(Deciding, layers=1)
     with torch._dynamo.config.patch(recompile_limit=1):
         forwards = compile_blocks(list(blocks), pieces=())
@@ -229,7 +227,7 @@ def test_too_many_shapes_are_run_eagerly_and_told() -> None:
     assert forwards[0].is_eager
 
 
-def test_what_breaks_a_graph_in_pieces_is_counted() -> None:
+def test_graph_breaks_are_counted() -> None:
     blocks = stack(Breaking)
     expected = run(copy.deepcopy(blocks))
     forwards = compile_blocks(list(blocks), pieces=set(blocks))

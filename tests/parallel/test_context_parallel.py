@@ -1,6 +1,6 @@
 """Attention of a rank's part of each sequence is that part of attention over whole sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def part_of(inputs: QueryKeyValue, begins: Sequence[int], each: int) -> QueryKey
 def varlen_by_mask(
     query: Tensor, key: Tensor, value: Tensor, *places: Any, scale: float | None, window_size: Any
 ) -> Tensor:
-    """What torch's kernel computes: the last query of each sequence is aligned with its last key."""
+    """Computes as torch's kernel does: the last query of each sequence is aligned with its last key."""
     ends_of_queries, ends_of_keys, _, _ = places
     groups = query.shape[1] // key.shape[1]
     result = torch.zeros_like(query)
@@ -127,7 +127,7 @@ def check_parts_add_up(name: str, documents: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_parts_of_models_of_transformers_add_up(name: str, ranks: Callable[..., Any]) -> None:
+def test_parts_of_models_of_transformers_add_up(name: str, ranks: Any) -> None:
     ranks(2).run(check_parts_add_up, name, True)
     ranks(2).run(check_parts_add_up, name, False)
 
@@ -145,7 +145,7 @@ def test_a_model_that_reads_tokens_in_order_is_refused(name: str) -> None:
         use_context_parallel(built_family(name)[0], plan_of(2, "sharding.context_parallel=2"), rank=0)
 
 
-def test_documents_of_a_mixture_with_its_own_balance_loss_are_refused_before_the_run(tmp_path: Path) -> None:
+def test_document_mask_with_a_balance_loss_is_refused(tmp_path: Path) -> None:
     write_config("qwen3_moe", tmp_path)
     settings = [f"model.hf={tmp_path}", "model.options={output_router_logits = true}"]
     build_model(Run.load(overrides=settings))
@@ -154,18 +154,13 @@ def test_documents_of_a_mixture_with_its_own_balance_loss_are_refused_before_the
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_refusal_of_a_balance_loss_and_of_eager_attention_says_what_helps(attention: str) -> None:
+def test_refusal_of_balance_loss_and_eager_attention_has_a_remedy(attention: str) -> None:
     model: Any = built("mixtral" if attention == "sdpa" else "llama")[0]
     model.config._attn_implementation = attention
     model.config.output_router_logits = attention == "sdpa"
     says = 'attention = "sdpa"' if attention == "eager" else "output_router_logits = false"
     with pytest.raises(ShardError, match=says):
         use_context_parallel(model, plan_of(2, "sharding.context_parallel=2"), rank=0)
-
-
-def test_a_module_of_the_users_own_is_refused() -> None:
-    with pytest.raises(ShardError, match="cannot be divided over ranks"):
-        use_context_parallel(nn.Linear(2, 2), plan_of(2, "sharding.context_parallel=2"), rank=0)
 
 
 def test_labels_are_cut_after_the_shift() -> None:
@@ -187,7 +182,7 @@ def test_batches_that_are_not_of_tokens_are_refused(batch: Any) -> None:
         SequencePart(2, 0).cut_batch(batch)
 
 
-def test_a_batch_whose_length_does_not_divide_is_refused_with_the_nearest_that_does() -> None:
+def test_indivisible_length_is_refused_with_the_nearest() -> None:
     batch = {"tokens": torch.zeros(1, 10), "labels": torch.zeros(1, 10)}
     with pytest.raises(TrainError, match="4 equal pieces") as error:
         SequencePart(2, 0).cut_batch(batch)

@@ -1,6 +1,5 @@
 """Models of transformers whose matmuls or experts are divided over ranks compute what they compute whole."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,17 +52,17 @@ def outcome(name: str, settings: tuple[str, ...], adapter: tuple[str, ...] = ())
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_the_same_gradients_of_divided_matmuls(name: str, ranks: Callable[..., Any]) -> None:
+def test_the_same_gradients_of_divided_matmuls(name: str, ranks: Any) -> None:
     assert ranks(2).run(outcome, name, ("sharding.tensor_parallel=2",)) == ["same"] * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # without and with biases
-def test_key_value_heads_may_be_fewer_than_ranks(name: str, ranks: Callable[..., Any]) -> None:
+def test_key_value_heads_may_be_fewer_than_ranks(name: str, ranks: Any) -> None:
     assert ranks(4).run(outcome, name, ("sharding.tensor_parallel=4",)) == ["same"] * 4
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_same_gradients_of_divided_experts(name: str, ranks: Callable[..., Any]) -> None:
+def test_the_same_gradients_of_divided_experts(name: str, ranks: Any) -> None:
     """Alone; and with attention and shared experts divided, over the same ranks and others."""
     assert ranks(2).run(outcome, name, EXPERTS) == ["same"] * 2
     shared = (*EXPERTS, "sharding.tensor_parallel=2", "sharding.expert_parallel=4")
@@ -71,12 +70,12 @@ def test_the_same_gradients_of_divided_experts(name: str, ranks: Callable[..., A
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_the_same_gradients_sharded_over_further_ranks(name: str, ranks: Callable[..., Any]) -> None:
+def test_the_same_gradients_sharded_over_further_ranks(name: str, ranks: Any) -> None:
     assert ranks(4).run(outcome, name, (*EXPERTS, "recompute.mode=full")) == ["same"] * 4
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_the_same_gradients_of_adapters(tensor: int, ranks: Callable[..., Any]) -> None:
+def test_the_same_gradients_of_adapters(tensor: int, ranks: Any) -> None:
     settings = (*EXPERTS, f"sharding.tensor_parallel={tensor}")
     assert ranks(2).run(outcome, "qwen3_moe", settings, ADAPTER) == ["same"] * 2
 
@@ -88,7 +87,5 @@ def test_the_same_gradients_of_adapters(tensor: int, ranks: Callable[..., Any]) 
         ("llama", EXPERTS, "sharding.expert_parallel = 1"),
     ],
 )
-def test_models_that_cannot_be_divided_are_refused(
-    name: str, settings: tuple[str, ...], said: str, ranks: Callable[..., Any]
-) -> None:
+def test_indivisible_models_are_refused(name: str, settings: tuple[str, ...], said: str, ranks: Any) -> None:
     assert all(said in message for message in ranks(2).run(outcome, name, settings))

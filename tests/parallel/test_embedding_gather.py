@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.parallel.units import find_units
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
+from tests.parallel.operations import CountOperations
 from tests.training.runs import BATCH, WIDTH, Layer, meta, run_of, sharded, whole
 
 
@@ -29,18 +29,6 @@ class Lookup(nn.Module):
         return self.head(x)
 
 
-class Gathers(TorchDispatchMode):
-    """Counts all-gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "all_gather_copy_in" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
@@ -58,10 +46,12 @@ def gathers_of_a_step(overrides: tuple[str, ...]) -> tuple[int, int]:
         run_of("sharding.strategy=full_shard", "prefetch.mode=none", *overrides), model=Lookup
     )
     x = torch.randn(BATCH // plan.world_size, WIDTH)
-    with torch.autograd.set_multithreading_enabled(False), Gathers() as gathers:
+    with torch.autograd.set_multithreading_enabled(False), CountOperations() as counted:
         state.model(x).sum().backward()
     units = [m for m in state.model.modules() if isinstance(m, FSDPModule)]
-    return gathers.count, sum(bool(list(m.parameters())) for m in units if m is not state.model)
+    return counted.total("all_gather_copy_in"), sum(
+        bool(list(m.parameters())) for m in units if m is not state.model
+    )
 
 
 def test_an_embedding_is_gathered_once_a_step_and_learns_as_without_ranks(ranks):

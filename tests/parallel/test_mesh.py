@@ -1,6 +1,5 @@
 """Ranks, and the meshes they are laid out in."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -32,12 +31,8 @@ def mesh_of(*settings: str) -> tuple[tuple[str, ...], tuple[int, ...], list[int]
         ("hybrid_shard", ("dp_replicate", "dp_shard"), (2, 2), [[0, 1], [0, 1], [2, 3], [2, 3]]),
     ],
 )
-def test_the_mesh_is_the_plans(
-    strategy: str,
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    shard_groups: list[list[int]],
-    ranks: Callable[..., Any],
+def test_mesh_of_each_strategy(
+    strategy: str, axes: tuple[str, ...], shape: tuple[int, ...], shard_groups: list[list[int]], ranks: Any
 ) -> None:
     seen = ranks(4).run(mesh_of, *STRATEGIES[strategy])
     assert seen == [(axes, shape, group) for group in shard_groups]
@@ -53,14 +48,12 @@ def groups_of(models: list[int], *settings: str) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard", "hpz"])
-def test_process_groups_do_not_grow_with_the_number_of_blocks_or_models(
-    strategy: str, ranks: Callable[..., Any]
-) -> None:
+def test_process_groups_do_not_grow_with_models(strategy: str, ranks: Any) -> None:
     few, many = (ranks(4).run(groups_of, models, *STRATEGIES[strategy]) for models in ([2], [7, 2]))
     assert few == many
 
 
-def test_one_process_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with process_group("cpu") as alone:
@@ -80,17 +73,17 @@ def test_a_failure_inside_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def group_that_is_there() -> tuple[int, int, bool]:
-    with process_group("cpu") as mine:
+    with process_group("cpu") as group:
         pass
-    return mine.rank, mine.world_size, dist.is_initialized()
+    return group.rank, group.world_size, dist.is_initialized()
 
 
-def test_a_group_that_is_there_is_used_and_left(ranks: Callable[..., Any]) -> None:
+def test_existing_group_is_used_and_kept(ranks: Any) -> None:
     assert ranks(2).run(group_that_is_there) == [(0, 2, True), (1, 2, True)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_must_be_there_if_asked_for() -> None:
+def test_requested_cuda_without_a_device_is_refused() -> None:
     assert choose_device_type("auto") == "cpu"
     with pytest.raises(LaunchError, match="no CUDA device"):
         choose_device_type("cuda")
@@ -106,7 +99,7 @@ SOON = timedelta(seconds=120)
 
 
 def attempt(server: dist.TCPStore, order: tuple[int, ...]) -> list[dict[int, str]]:
-    """What each rank reads of the others' addresses; the ranks come in `order`."""
+    """Returns the addresses that each rank reads; the ranks come in `order`."""
 
     def one(rank: int) -> dict[int, str]:
         client = dist.TCPStore("127.0.0.1", server.port, timeout=SOON, wait_for_workers=False)
@@ -127,15 +120,10 @@ def test_the_ranks_of_an_attempt_read_nothing_of_those_before() -> None:
         assert attempt(server, order) == [{rank: f"{order}, {rank}, True" for rank in order}] * len(order)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_does_not_come_is_not_waited_for_forever(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "asked"), [(0, ""), (1, ""), (0, "by a rank that died")])
+def test_missing_rank_times_out(rank: int, asked: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
+    if asked:
+        server.set("fullshard/asks/1", asked)
     with pytest.raises(LaunchError, match="did not meet"):
         agree_on_store_prefix(server, rank=rank, world_size=2, timeout=timedelta(seconds=0.2))
-
-
-def test_one_that_asked_and_died_is_not_taken_for_one_that_is_there() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
-    server.set("fullshard/asks/1", "of one that is dead")
-    with pytest.raises(LaunchError, match="did not meet"):
-        agree_on_store_prefix(server, rank=0, world_size=2, timeout=timedelta(seconds=0.2))

@@ -98,29 +98,6 @@ def test_embeddings_that_shards_cannot_follow_are_refused(kind: type[nn.Module],
         check_parameters(nn.Sequential(kind(3, 2, **option)))
 
 
-def rows_of_norm_one() -> tuple[Tensor, Tensor]:
-    """The weight of an embedding after the statement that the error names, and after torch.renorm."""
-    torch.manual_seed(0)
-    weight = torch.randn(5, 3)
-    model = nn.Sequential(nn.Embedding.from_pretrained(weight.clone(), freeze=False))
-    w, max_norm = (
-        shard(model, Plan.from_run(run_of("sharding.units.min_parameters=1"), world_size=2))[0].weight,
-        1.0,
-    )
-    try:
-        check_parameters(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)))
-    except ShardError as error:
-        statement = str(error.fix).partition("gradients: ")[2].partition(" of the")[0]
-        with torch.no_grad():
-            eval(statement, {"w": w, "max_norm": max_norm})
-    return w.full_tensor(), torch.renorm(weight, 2, 0, max_norm)
-
-
-def test_the_remedy_for_max_norm_does_what_max_norm_does(ranks: Any) -> None:
-    for rows, expected in ranks(2).run(rows_of_norm_one):
-        torch.testing.assert_close(rows, expected)
-
-
 class Elsewhere(nn.Module):
     """A linear layer whose weight something else holds, too."""
 

@@ -1,6 +1,5 @@
-"""What dtype everything has in forward, backward and between."""
+"""Dtypes in forward, backward and between."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,8 +74,8 @@ def dtypes(given: torch.dtype, *settings: str) -> dict[str, torch.dtype]:
         ("bf16_pure", BF16, BF16, FP32),
     ],
 )
-def test_each_mode_keeps_computes_and_reduces_in_its_dtypes(
-    mode: str, kept: torch.dtype, computed: torch.dtype, reduced: torch.dtype, ranks: Callable[..., Any]
+def test_dtypes_of_each_mode(
+    mode: str, kept: torch.dtype, computed: torch.dtype, reduced: torch.dtype, ranks: Any
 ) -> None:
     for seen in ranks(2).run(dtypes, FP32, f"precision.mode={mode}"):
         assert seen == {
@@ -91,7 +90,7 @@ def test_each_mode_keeps_computes_and_reduces_in_its_dtypes(
         }
 
 
-def test_inputs_are_left_as_they_are_where_casting_is_off(ranks: Callable[..., Any]) -> None:
+def test_inputs_are_left_as_they_are_where_casting_is_off(ranks: Any) -> None:
     (seen,) = ranks(1).run(dtypes, BF16, "precision.mode=bf16", "precision.cast_inputs=false")
     assert seen["input"] == BF16
     with pytest.raises(RuntimeError, match="dtype"):

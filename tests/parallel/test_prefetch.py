@@ -28,36 +28,36 @@ class CountedGather(DirectAllGather):
 
 class AtBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tell: Callable[[], None]) -> Tensor:
-        ctx.tell = tell
+    def forward(ctx: Any, x: Tensor, record: Callable[[], None]) -> Tensor:
+        ctx.record = record
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.tell()
+        ctx.record()
         return gradient, None
 
 
 class Marked(Block):
     """Says when its forward begins, and when its backward does."""
 
-    def __init__(self, told: list[int], gathers: list[int]) -> None:
+    def __init__(self, counts: list[int], gathers: list[int]) -> None:
         super().__init__()
-        self.told, self.gathers = told, gathers
+        self.counts, self.gathers = counts, gathers
 
-    def tell(self) -> None:
-        self.told.append(self.gathers[0])
+    def record(self) -> None:
+        self.counts.append(self.gathers[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        self.tell()
-        return AtBackward.apply(super().forward(x), self.tell)
+        self.record()
+        return AtBackward.apply(super().forward(x), self.record)
 
 
 def gathered_at_once(*settings: str) -> tuple[list[int], list[int]]:
     """Units gathered, or being so, when each block begins its forward; and (the last first) its backward."""
-    gathers, told = [0], list[int]()
+    gathers, counts = [0], list[int]()
     with torch.device("meta"):
-        model = nn.Sequential(*(Marked(told, gathers) for _ in range(BLOCKS)))
+        model = nn.Sequential(*(Marked(counts, gathers) for _ in range(BLOCKS)))
     shard(model, plan_of(dist.get_world_size(), *settings))
     for block in model:
         assert isinstance(block, FSDPModule)
@@ -65,8 +65,8 @@ def gathered_at_once(*settings: str) -> tuple[list[int], list[int]]:
     model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
     assert gathers == [2 * BLOCKS]
     # Each block that was done before has been freed.
-    forward = [count - i for i, count in enumerate(told[:BLOCKS])]
-    backward = [count - BLOCKS - i for i, count in enumerate(told[BLOCKS:])]
+    forward = [count - i for i, count in enumerate(counts[:BLOCKS])]
+    backward = [count - BLOCKS - i for i, count in enumerate(counts[BLOCKS:])]
     return forward, backward
 
 
@@ -88,8 +88,6 @@ def ahead(depth: int) -> list[int]:
         (("prefetch.mode=explicit", "prefetch.forward=0", "prefetch.backward=9"), 0, 9),
     ],
 )
-def test_so_many_units_are_gathered_ahead(
-    settings: tuple[str, ...], forward: int, backward: int, ranks: Callable[..., Any]
-) -> None:
+def test_units_gathered_ahead(settings: tuple[str, ...], forward: int, backward: int, ranks: Any) -> None:
     for seen in ranks(2).run(gathered_at_once, *settings):
         assert seen == (ahead(forward), ahead(backward))

@@ -1,19 +1,18 @@
-"""What is computed twice, and that it changes no number."""
+"""Recompute repeats what its mode says, and changes no number."""
 
 import copy
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ShardError
 from fullshard.parallel.materialize import materialize
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
+from tests.parallel.operations import CountOperations
 
 BLOCKS = 4
 MODES = ("none", "full", "every", "selective", "offload")
@@ -28,16 +27,6 @@ class Counted(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.dropout(super().forward(x))
-
-
-class CountOperations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def step(model: nn.Module, mode: str, *, compiled: bool = False) -> tuple[Counter[str], list[Tensor]]:
@@ -128,8 +117,8 @@ def test_a_recomputed_forward_has_the_buffers_of_the_first_and_changes_none(mode
         torch.testing.assert_close(tensor, expected)
 
 
-def test_of_the_matmuls_only_every_other_may_be_saved() -> None:
-    """Of a decoder's block the first, third, fifth and seventh; the last is never needed again."""
+def test_every_other_matmul_may_be_saved() -> None:
+    """The first, third, fifth and seventh of a decoder's block; the last is never needed again."""
     counts: dict[int, int] = {}
     for save in (1, 2, 100):
         model = materialize(on_meta("decoder"), seed=0)
@@ -160,7 +149,7 @@ class InPlace(Block):
         return torch.tanh(y)
 
 
-def test_what_selective_saved_must_not_be_changed_in_place() -> None:
+def test_in_place_change_of_selectively_saved_tensors_is_refused() -> None:
     with pytest.raises(RuntimeError, match="has been mutated"):
         step(nn.Sequential(InPlace(), InPlace()), "selective")
 
@@ -177,9 +166,7 @@ def test_what_selective_saved_must_not_be_changed_in_place() -> None:
         ("selective", {"blocks": 1}, [0]),
     ],
 )
-def test_the_blocks_that_are_asked_for_are_taken(
-    mode: str, settings: dict[str, int], taken: list[int]
-) -> None:
+def test_requested_blocks_recompute(mode: str, settings: dict[str, int], taken: list[int]) -> None:
     model = blocks()
     forwards = [block.forward for block in model]
     apply_recompute(list(model), RecomputeSection(mode=mode, **settings))
@@ -187,7 +174,7 @@ def test_the_blocks_that_are_asked_for_are_taken(
     assert changed == taken
 
 
-def test_more_blocks_than_there_are_cannot_recompute() -> None:
+def test_more_recomputed_blocks_than_blocks_are_refused() -> None:
     with pytest.raises(ShardError, match="only 4 of 5 blocks"):
         apply_recompute(list(blocks()), RecomputeSection(mode="full", blocks=5))
 

@@ -1,7 +1,7 @@
 """Modules of any model, divided by a table of styles, compute what they compute whole."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -113,7 +113,7 @@ def outcome(styles: Mapping[str, str]) -> str:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_same_loss_and_gradients(count: int, ranks: Callable[..., Any]) -> None:
+def test_the_same_loss_and_gradients(count: int, ranks: Any) -> None:
     assert ranks(count).run(outcome, STYLES) == ["same"] * count
 
 
@@ -126,7 +126,5 @@ def test_the_same_loss_and_gradients(count: int, ranks: Callable[..., Any]) -> N
         ({"blocks.*.feed_forward.0": "colwise_16"}, "sharding.tensor_parallel = 1"),
     ],
 )
-def test_tables_that_do_not_fit_are_refused(
-    change: dict[str, str], said: str, ranks: Callable[..., Any]
-) -> None:
+def test_tables_that_do_not_fit_are_refused(change: dict[str, str], said: str, ranks: Any) -> None:
     assert all(said in message for message in ranks(2).run(outcome, {**STYLES, **change}))

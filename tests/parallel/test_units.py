@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.errors import ShardError
-from fullshard.parallel.blocks import called_modules_with_parameters
 from fullshard.parallel.units import ROOT, Unit, find_recompute_blocks, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import ARCHITECTURES, WIDTH, Block, Encoder, Repeating, on_meta
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "block": {},
-    "size": {"min_parameters": 60},
-}
+POLICIES: dict[str, dict[str, Any]] = {"block": {}, "size": {"min_parameters": 60}}
 
 
 def units_of(model: nn.Module, **section: Any) -> dict[str, Unit]:
@@ -56,14 +52,6 @@ def test_every_parameter_is_in_exactly_one_unit(name: str, section: dict[str, An
     check_partition(model, find_units(model, UnitSection(**section)))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_parameter_is_in_exactly_one_unit_of_a_predicate(name: str) -> None:
-    model = on_meta(name)
-    for offset in range(3):
-        wanted = list(called_modules_with_parameters(model))[offset::3]
-        check_partition(model, find_units(model, UnitSection(), predicate=lambda n, _, w=wanted: n in w))
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -88,7 +76,7 @@ def test_every_parameter_is_in_exactly_one_unit_of_a_predicate(name: str) -> Non
         ("root_reads", "embedding blocks.1 (root)"),
     ],
 )
-def test_units_are_the_blocks_with_what_stands_before_and_behind(name: str, expected: str) -> None:
+def test_units_are_blocks_with_embeddings_and_heads(name: str, expected: str) -> None:
     assert " ".join(units_of(on_meta(name))) == expected
 
 
@@ -101,17 +89,17 @@ def test_parameters_of_the_root_and_in_lists_belong_to_the_root() -> None:
     assert set(units_of(on_meta("vit"))[ROOT].parameters) == {"class_token", "prompts.0", "prompts.1"}
 
 
-def test_a_norm_between_two_stacks_of_blocks_is_not_held_until_the_head() -> None:
+def test_norm_between_two_stacks_belongs_to_the_root() -> None:
     units = units_of(on_meta("t5_module"))
     assert units["decoder.norm+head"].keep_until_backward
     assert set(units[ROOT].parameters) == {"encoder.norm.weight", "encoder.norm.bias"}
 
 
-def test_only_what_stands_behind_all_blocks_is_kept_until_backward() -> None:
+def test_only_the_last_unit_is_kept_until_backward() -> None:
     assert [u.name for u in units_of(on_meta("decoder")).values() if u.keep_until_backward] == ["norm+head"]
 
 
-def test_experts_are_known() -> None:
+def test_units_of_experts_are_marked() -> None:
     units = units_of(on_meta("listed_experts"))
     assert [name for name, unit in units.items() if unit.holds_experts] == ["blocks.0.moe", "blocks.1.moe"]
     assert "blocks.0.moe.router.weight" in units["blocks.0.moe"].parameters
@@ -129,7 +117,7 @@ def test_size_policy_makes_units_of_at_least_that_size() -> None:
     }
 
 
-def test_size_policy_never_chooses_what_is_not_called() -> None:
+def test_size_policy_chooses_called_modules_only() -> None:
     with torch.device("meta"):
         units = units_of(Encoder(), min_parameters=50)
     assert "encoder.layers.0.self_attn" in units
@@ -165,7 +153,7 @@ def test_overrides_match_units_by_any_of_their_names() -> None:
 
 
 @pytest.mark.parametrize("section", [{}, {"min_parameters": 10**6}, {"names": ("embedding",)}])
-def test_recompute_works_on_the_repeated_blocks_whatever_the_units(section: dict[str, Any]) -> None:
+def test_repeated_blocks_recompute_for_any_units(section: dict[str, Any]) -> None:
     model = on_meta("decoder")
     units = find_units(model, UnitSection(**section))
     assert find_recompute_blocks(model, units=units) == list(model.blocks)
@@ -190,18 +178,12 @@ def test_a_dense_head_of_two_layers_is_no_pair_of_blocks() -> None:
         (nn.Tanh(), {}, "no parameters"),
         (nn.Linear(2, 2), {}, "no repeated block"),
         (nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2)), {}, "without a shape"),
-        (
-            Repeating(),
-            {"names": ("blocks.*",)},
-            "no module that is called matches 'blocks",
-        ),
+        (Repeating(), {"names": ("blocks.*",)}, "no module that is called matches 'blocks"),
         (Repeating(), {"names": ("layers",)}, "no module that is called matches 'layers'"),
         (Repeating(), {"overrides": ({"match": "head"},)}, "no unit matches 'head'"),
     ],
 )
-def test_what_cannot_be_cut_into_units_is_refused(
-    model: nn.Module, section: dict[str, Any], message: str
-) -> None:
+def test_models_without_units_are_refused(model: nn.Module, section: dict[str, Any], message: str) -> None:
     with pytest.raises(ShardError, match=message):
         find_units(model, UnitSection(**section))
 
@@ -238,9 +220,7 @@ def trees(draw: st.DrawFn) -> nn.Module:
 
 @settings(max_examples=50)
 @given(model=trees(), chosen=st.sets(st.integers(0, 20)), minimum=st.integers(1, 12))
-def test_every_parameter_is_in_exactly_one_unit_of_any_tree(
-    model: nn.Module, chosen: set[int], minimum: int
-) -> None:
+def test_every_parameter_of_any_tree_is_in_one_unit(model: nn.Module, chosen: set[int], minimum: int) -> None:
     places = {module: i for i, module in enumerate(model.modules())}
     if any(places[m] in chosen and isinstance(m, Node) for m in model.modules() if m is not model):
         units = find_units(model, UnitSection(), predicate=lambda _, module: places[module] in chosen)

@@ -5,7 +5,7 @@ are no real ranks: 64 of them, and CUDA, whose kernels are emulated (`describe.e
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -46,14 +46,13 @@ class LiveBytes(TorchDispatchMode):
     A weak reference reports a release. Of the memory within an operation, only the largest parts are known.
 
     device: whose kernels the operations stand for
-    cap: the most live bytes; MemoryError if there are more
     peak: the most live bytes so far
     """
 
-    def __init__(self, device: DeviceType, *, cap: float = float("inf")) -> None:
+    def __init__(self, device: DeviceType) -> None:
         super().__init__()
         self.device: DeviceType = device
-        self.cap, self.live, self.peak = cap, 0, 0
+        self.live, self.peak = 0, 0
         self._sizes: dict[int, int] = {}  # storage -> its bytes
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -115,8 +114,6 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
-        if self.live > self.cap:
-            raise MemoryError(f"{self.live} bytes are more than {self.cap}")
 
 
 def padding_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -141,34 +138,32 @@ class SilentCollective:
         return None
 
 
-def dry_peak_bytes(
-    model: nn.Module, plan: Plan, *, rank: int = 0, loss: Callable[..., Any] = next_token_loss
-) -> int:
-    """The most bytes that are live on `rank` in a step, after one that made the optimizer's state."""
+def dry_peak_bytes(model: nn.Module, plan: Plan) -> int:
+    """Returns the peak bytes of rank 0 in a step after the one that made the optimizer's state."""
     count = LiveBytes(plan.device)
     run = plan.run.run.model_copy(update={"compile": False})
     plan = plan.model_copy(update={"device": "cpu", "run": plan.run.model_copy(update={"run": run})})
-    with fake_ranks(plan.world_size, rank=rank), ExitStack() as stack:
+    with fake_ranks(plan.world_size), ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes are per thread
         stack.enter_context(count.watch_resizes_and_random_states())
         stack.enter_context(disable_packing_detection())
         if count.device == "cuda":
             stack.enter_context(emulate_cuda_kernels())
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        shard_dry(model, plan, device=count.device, rank=rank, fakes=fakes)
+        shard_dry(model, plan, device=count.device, fakes=fakes)
         with fakes:
             count.track([*model.parameters(), *model.buffers()])
             with count:
                 optimizer = build_optimizer(model, plan)
                 for _ in range(2):
                     count.peak = count.live
-                    run_step(model, plan, optimizer=optimizer, loss=loss)
+                    run_step(model, plan, optimizer=optimizer)
     return count.peak
 
 
 @contextmanager
-def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+def fake_ranks(world_size: int) -> Generator[None]:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         yield
     finally:
@@ -176,10 +171,8 @@ def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
         forget_groups()
 
 
-def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, rank: int, fakes: FakeTensorMode) -> None:
-    split = divide_model(
-        model, plan, rank=rank, group_name=lambda axis: build_axis_group(plan, axis).group_name
-    )
+def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, fakes: FakeTensorMode) -> None:
+    split = divide_model(model, plan, rank=0, group_name=lambda axis: build_axis_group(plan, axis).group_name)
     prepared = replace(prepare_sharding(model, plan, split=split), device=device)
     apply_recompute_and_fsdp(model, prepared)
     for module in model.modules():
@@ -195,9 +188,7 @@ def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, rank: int, fa
         finish_sharding(model, prepared)
 
 
-def run_step(
-    model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer, loss: Callable[..., Any]
-) -> None:
+def run_step(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer) -> None:
     """The calls to FSDP2 of `training.step`, in their order, without the norm of gradients."""
     sums = torch.zeros(4, dtype=torch.float64)
     shape = (plan.microbatch, plan.run.data.sequence_length)
@@ -209,8 +200,7 @@ def run_step(
             model.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
         batch = cut_sequences(batch, plan)  # kept until the next one is made, as in training
-        value = loss(model, batch)
-        total = value[0] if isinstance(value, tuple) else value
+        total, _ = next_token_loss(model, batch)
         (total * 1.0).backward()
         sums[0] += total.detach()
     optimizer.step()

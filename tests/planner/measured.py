@@ -1,11 +1,14 @@
 """A step on real ranks, measured; and the same step, predicted. Both return plain values."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.models.build import build_model
@@ -14,6 +17,9 @@ from fullshard.observe.memory import PeakMemory, measure_peak_memory
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.memory import peak_bytes
+from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.search import predict
+from fullshard.spec.machine.hardware import CollectiveRate, Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms
@@ -23,6 +29,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
+from tests.fakes.hardware import cpu_of
 
 # Large enough that scalars and scratch are nothing, small enough for a step in a tenth of a second.
 SHAPES = ["model.d_model=128", "model.layers=3", "model.d_ff=384", "model.vocabulary=1024"]
@@ -72,6 +79,44 @@ def evenly_routed(spec: ModelSpec) -> ModelSpec:
 
 def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
     return peak_bytes(described(plan, frozen=frozen), plan, rank=rank)
+
+
+def hardware_of_one_byte_per_second(ranks: int) -> Hardware:
+    """CPU ranks whose gathers and reduce-scatters take a second per byte: predicted seconds are bytes."""
+    rate = CollectiveRate(base_seconds=0, hop_seconds=0, bytes_per_second=1)
+    free = rate.model_copy(update={"bytes_per_second": 1e30})
+    hardware = cpu_of(ranks)
+    link = hardware.within.model_copy(update={"all_gather": rate, "reduce_scatter": rate, "all_reduce": free})
+    return hardware.model_copy(update={"within": link})
+
+
+class CountBytes(TorchDispatchMode):
+    """Counts the bytes of whole tensors in collectives among ranks that share work, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
+        if name in ("gather_sequence", "reduce_sequence", "exchange_rows"):
+            self.bytes[name] += max(args[0].nbytes, 0 if name == "exchange_rows" else result.nbytes)
+        return result
+
+
+def moved_bytes(plan: Plan) -> Counter[str]:
+    """Counts the bytes of a step on this rank, those for itself included."""
+    model = shard(meta_model(plan), plan)
+    state = TrainState(model, build_optimizer(model, plan))
+    with torch.autograd.set_multithreading_enabled(False), CountBytes() as count:
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
+    return count.bytes
+
+
+def model_parallel_bytes(plan: Plan) -> float:
+    """Bytes that the plan counts for collectives among ranks that share work."""
+    hardware = hardware_of_one_byte_per_second(plan.world_size)
+    return require_prediction(predict(described(plan), plan, hardware)).time.model_parallel
 
 
 def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:

@@ -110,7 +110,7 @@ def test_copies_shorter_than_a_block_take_no_time():
     assert (streams.compute, streams.waited_host) == (60, 0)
 
 
-def test_of_longer_copies_each_is_waited_for_as_long_as_it_is_longer():
+def test_longer_copies_are_waited_for():
     """Out: 10 to 24 and 24 to 38, waited for at 20 and at 34; back: 38 to 52, at 48, and 52 to 66, at 62."""
     streams = played(copy=14)
     assert (streams.compute, streams.waited_host) == (76, 4 * 4)
@@ -145,7 +145,7 @@ def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: fl
 
 @settings(max_examples=25)
 @given(plans(), st.sampled_from([1e8, 1e9, 1e10, 1e12]))
-def test_skipping_what_repeats_gives_what_walking_gives(plan: Plan, rate: float):
+def test_skipping_repeated_blocks_equals_walking_with_offload(plan: Plan, rate: float):
     whole = spec_of(replace(SHAPE, compressed=False))
     assert StepTimePredictor(spec_of(), gpus(rate)).predict_time(plan) == StepTimePredictor(
         whole, gpus(rate), skips=False
@@ -159,7 +159,7 @@ def offloading(*overrides: str) -> Run:
     return run_for(SHAPE, *settings, "sharding.strategy=full_shard", *overrides)
 
 
-def test_on_the_host_is_one_microbatch_of_all_blocks_but_the_last_in_powers_of_two():
+def test_host_keeps_one_microbatch_in_powers_of_two():
     terms = prediction_of(plan_best(spec_of(), gpus(), offloading())).activations
     assert terms is not None
     # 2 sequences: 6,000,000 bytes take 8 MiB.
@@ -192,14 +192,14 @@ def test_activations_and_a_tiers_state_share_the_host():
     assert not fits_in_host_memory(state, moved)
 
 
-def test_how_fast_the_host_is_must_be_known():
+def test_unknown_speed_of_the_host_is_refused():
     with pytest.raises(PlanError, match="how fast its host is is not known"):
         plan_best(spec_of(), gpus(None), offloading())
 
 
 # A search #
 @pytest.mark.parametrize(("hardware", "is_there"), [(gpus(), True), (gpus(None), False), (cpu_of(8), False)])
-def test_it_is_a_candidate_where_there_is_a_host_of_known_speed(hardware: Hardware, is_there: bool):
+def test_activation_offload_is_a_candidate_with_a_known_host(hardware: Hardware, is_there: bool):
     run = run_for(SHAPE, "train.global_batch=16")
     modes = {one.recompute.mode for one in iterate_candidates(spec_of(), hardware, run=run)}
     assert ("offload" in modes) == is_there
@@ -222,7 +222,7 @@ def test_the_search_equals_brute_force(rate: float, spread: float):
         assert chosen.plan.run.recompute.mode != "full"
 
 
-def test_a_plan_that_waits_for_its_host_says_so():
+def test_explanation_names_the_host():
     hardware, run = gpus(1e8), offloading()
     found = search(spec_of(), hardware, run)
     said = explain_plan(found, hardware, spec=spec_of(), run=run)
@@ -230,7 +230,7 @@ def test_a_plan_that_waits_for_its_host_says_so():
     assert "copies of activations" in said.because
 
 
-def test_a_trace_is_of_its_own_blocks_and_sizes():
+def test_untraced_interval_of_offload_is_refused():
     spec = spec_of()
     plan = predict(spec, plan_best(spec, gpus(), offloading("recompute.every=1")), gpus())
     assert plan.prediction is not None

@@ -1,5 +1,6 @@
 """Bytes of a tier are those that ranks take on the device and on the host, and those that drives move."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -20,22 +21,13 @@ from tests.fakes.hardware import cpu_of
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of
 
 BASE = "*[ndg].*"  # all but the norms
-QUICK = {
-    ("optimizer:cpu", "bf16", "device"),
-    ("params+optimizer:nvme", "bf16", "host"),
-}
+CASES = list(itertools.product(TIERS[1:], ("fp32", "bf16"), ("host", "device")))
+QUICK = {("optimizer:cpu", "bf16", "device"), ("params+optimizer:nvme", "bf16", "host")}
 
 
 @pytest.mark.parametrize(
     ("tier", "precision", "update"),
-    [
-        pytest.param(
-            tier, precision, update, marks=[] if (tier, precision, update) in QUICK else pytest.mark.long
-        )
-        for tier in TIERS[1:]
-        for precision in ("fp32", "bf16")
-        for update in ("host", "device")
-    ],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in CASES],
 )
 def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
     ranks, tier: str, precision: str, update: str, tmp_path: Path
@@ -123,7 +115,7 @@ QUICK_SETTINGS = {"accumulated", "frozen base"}
 @pytest.mark.parametrize(
     "setting", [pytest.param(s, marks=[] if s in QUICK_SETTINGS else pytest.mark.long) for s in SETTINGS]
 )
-def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
+def test_drive_traffic_equals_the_plan(ranks, setting: str, tmp_path: Path):
     count, accumulation, frozen, overrides = SETTINGS[setting]
     plan = plan_of(
         count,

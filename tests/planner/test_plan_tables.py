@@ -1,6 +1,7 @@
 """Tables of several plans: each row has the best plan of a case, or the reason why no plan fits."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def budget(hardware: Hardware, price: float | None) -> TrainingBudget:
     return TrainingBudget(tokens=10**12, price_per_hour=price)
 
 
-def test_each_row_is_the_best_plan_at_its_own_price_or_a_reason(capsys: pytest.CaptureFixture[str]):
+def test_each_row_is_the_best_plan_with_its_price_or_a_reason(capsys: Any):
     rows = plan_machines(parse_machines("large@2.5, twice@$1, small"), ask, budget=budget)
     assert [row.plan for row in rows] == [search(SPEC, MACHINES[name], RESIDENT).best for name in MACHINES]
     assert [row.budget and row.budget.price_per_hour for row in rows] == [2.5, 1, None]
@@ -135,7 +136,7 @@ def test_each_rung_is_the_fastest_plan_with_the_settings_of_all_below() -> None:
     assert rungs["eager"].plan != rungs["compile"].plan
 
 
-def test_the_cpu_climbs_what_it_can() -> None:
+def test_ladder_of_the_cpu_lacks_gpu_rungs() -> None:
     missing = [rung for rung in plan_ladder(question(cpu_of(8))) if rung.plan is None]
     assert [rung.name for rung in missing] == ["segments", "fp8"]
     assert all(rung.reason for rung in missing)
@@ -162,7 +163,7 @@ GAINS = [
 ]
 
 
-def test_a_gain_is_over_the_last_rung_that_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gain_is_over_the_last_rung_that_has_a_plan(capsys: Any) -> None:
     paid = TrainingBudget(tokens=10**12, price_per_hour=2.5)
     table = ladder_table([row._replace(budget=paid) for row in GAINS], question=QUESTION)
     gains = [one.get("gain") for one in table.record]
@@ -189,7 +190,3 @@ def test_bytes_that_a_rung_frees_are_negative() -> None:
 def test_a_setting_of_a_rung_is_not_the_users(setting: str) -> None:
     with pytest.raises(SpecError, match="sets .* itself"):
         check_rungs_are_open(["train.steps=3", setting])
-
-
-def test_other_settings_are_the_users() -> None:
-    check_rungs_are_open(["train.steps=3", "precision.mode=bf16_reduce"])

@@ -30,7 +30,7 @@ def question(*settings: str, gib: int = 80) -> PlanRequest:
 
 
 @pytest.mark.parametrize("pin", ["offload.tier=auto", "offload.tier=params+optimizer:cpu"])
-def test_the_largest_microbatch_fits_without_offload_by_choice_and_the_next_does_not(pin: str):
+def test_largest_microbatch_fits_and_the_next_does_not(pin: str):
     asked = question("train.global_batch=512", pin)
     found = plan_largest_input(asked, "microbatch")
     assert found.largest == ("microbatch", found.best.microbatch)

@@ -1,4 +1,4 @@
-"""What `fullshard plan MODEL` means by MODEL, and how many sequences a step has."""
+"""MODEL of `fullshard plan MODEL`, and the sequences of a step."""
 
 import json
 from pathlib import Path
@@ -26,36 +26,23 @@ def test_a_preset_is_a_run_of_that_model(preset):
     assert run.data.sequence_length == min(8192, preset.model.max_sequence)
 
 
-def test_what_the_user_sets_goes_before_what_the_name_says():
+def test_settings_of_the_user_override_the_preset():
     run = resolve_plan_target("llama3-8b").load_run(["data.sequence_length=512", "model.layers=2"])
     assert (run.data.sequence_length, run.decoder_config.layers, run.decoder_config.d_model) == (512, 2, 4096)
 
 
-def test_a_config_is_found_by_its_path_its_directory_or_its_name_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    path = write_config(tmp_path / "models--org--model" / "snapshots" / "abc", {"model_type": "llama"})
-    for name in (str(path), str(path.parent), "org/model"):
-        model = resolve_plan_target(name).load_run([]).model
-        assert isinstance(model, HuggingFaceModel)
-        assert model.hf == str(path)
-
-
-def test_a_config_gives_the_length_of_sequences(tmp_path: Path):
-    path = write_config(tmp_path, {"model_type": "gpt2", "n_positions": 1024})
-    subject = resolve_plan_target(str(path))
-    run = subject.load_run([])
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [({"model_type": "gpt2", "n_positions": 1024}, 1024), ({"model_type": "vit", "image_size": 224}, 1)],
+)
+def test_config_gives_the_length_of_sequences(config: dict[str, object], length: int, tmp_path: Path):
+    path = write_config(tmp_path, config)
+    run = resolve_plan_target(str(path)).load_run([])
     assert isinstance(run.model, HuggingFaceModel)
-    assert (run.model.hf, run.data.sequence_length) == (str(path), 1024)
+    assert (run.model.hf, run.data.sequence_length) == (str(path), length)
 
 
-def test_an_image_counts_as_one_token(tmp_path: Path):
-    path = write_config(tmp_path, {"model_type": "vit", "image_size": 224})
-    assert resolve_plan_target(str(path)).load_run([]).data.sequence_length == 1
-
-
-def test_a_run_file_keeps_its_own_batch(tmp_path: Path):
+def test_run_file_keeps_its_batch(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text("[train]\nglobal_batch = 12\n")
     subject = resolve_plan_target(str(path))
@@ -73,9 +60,7 @@ def test_a_run_file_keeps_its_own_batch(tmp_path: Path):
         ("./absent", "no such file"),
     ],
 )
-def test_a_name_that_is_nothing_is_answered_with_what_is_near(
-    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_unknown_name_is_refused(name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(SpecError) as raised:
         resolve_plan_target(name)
@@ -94,7 +79,7 @@ def run_of(length: int, *overrides: str) -> Run:
     return Run.load(overrides=[f"data.sequence_length={length}", f"model.max_sequence={length}", *overrides])
 
 
-def test_tokens_a_step_are_shared_out_in_whole_sequences():
+def test_tokens_per_step_are_whole_sequences():
     assert choose_global_batch(run_of(8192), tokens=128 * 8192, ranks=8, per_node=8) == (128, None)
     sequences, note = choose_global_batch(run_of(8192), tokens=4_000_000, ranks=8, per_node=8)
     assert sequences == 488
@@ -107,7 +92,7 @@ def test_tokens_a_step_are_shared_out_in_whole_sequences():
     assert sequences % 24 == 0
 
 
-def test_without_a_wish_a_step_has_about_a_million_tokens_or_one_sequence_a_rank():
+def test_default_batch_is_a_million_tokens_or_one_sequence_per_rank():
     assert choose_global_batch(run_of(8192), tokens=None, ranks=8, per_node=8) == (128, None)
     sequences, note = choose_global_batch(run_of(8192), tokens=None, ranks=16384, per_node=1)
     assert sequences == 16384

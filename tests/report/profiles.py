@@ -2,12 +2,14 @@
 
 import gzip
 import json
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, KernelTrace, parse_profile, profiled_step
 from fullshard.spec.records.run_files import PROFILES
-from fullshard.spec.records.step_spans import ProfiledStep
+from fullshard.spec.records.step_spans import ProfiledStep, StepSpan
 
 HOST_THREAD, BACKWARD_THREAD = 1, 2
 
@@ -68,3 +70,20 @@ def made_step(*ranges: tuple[str, float, float], end: float, **facts: int) -> Ma
     for name, begin, until in ((STEP_RANGE, 0, end), *ranges):
         made.host(name, begin, until - begin)
     return made
+
+
+def overlaps_in_part(spans: Iterable[StepSpan]) -> list[StepSpan]:
+    """The spans that overlap another one of their track without nesting; Perfetto drops these."""
+    tracks: dict[str, list[StepSpan]] = defaultdict(list)
+    for span in spans:
+        tracks[span.track].append(span)
+    found: list[StepSpan] = []
+    for each in tracks.values():
+        open_ends: list[float] = []
+        for span in sorted(each, key=lambda one: (one.begin, -one.end)):
+            while open_ends and open_ends[-1] <= span.begin + 1e-12:
+                open_ends.pop()
+            if open_ends and span.end > open_ends[-1] + 1e-12:
+                found.append(span)
+            open_ends.append(span.end)
+    return found

@@ -45,12 +45,12 @@ def write_steps(
             file.write(f"{json.dumps(line)}\n")
 
 
-Told = tuple[str, int, int | None, Mapping[str, object]]
+EventFields = tuple[str, int, int | None, Mapping[str, object]]
 
 
-def write_events(directory: Path, *told: Told) -> None:
+def write_events(directory: Path, *events: EventFields) -> None:
     """`events.jsonl` with (kind, attempt, step, details) of each event, ten seconds apart."""
-    for index, (kind, attempt, step, details) in enumerate(told):
+    for index, (kind, attempt, step, details) in enumerate(events):
         at = STARTED + timedelta(seconds=10 * index)
         event = RunEvent.model_validate(
             {**details, "at": at, "event": kind, "attempt": attempt, "step": step}
@@ -58,7 +58,7 @@ def write_events(directory: Path, *told: Told) -> None:
         event.append_to(directory / EVENTS)
 
 
-def start(attempt: int, made: Plan) -> tuple[Told, Told]:
+def start(attempt: int, made: Plan) -> tuple[EventFields, EventFields]:
     who = {"ranks": 2, "device": "cpu", "process": "host:1", "launch": "a"}
     return ("start", attempt, None, who), ("plan", attempt, None, {"plan": made.model_dump(mode="json")})
 

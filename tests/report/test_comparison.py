@@ -1,4 +1,4 @@
-"""What was said and what was seen stand on one line, and lines sum to the totals under them."""
+"""Predictions and measurements share lines, which sum to the totals under them."""
 
 import io
 import json
@@ -107,7 +107,7 @@ def test_lines_sum_to_the_totals(made: Measurement):
         assert sum(line.measured or 0 for line in terms) == pytest.approx(total.measured)
 
 
-def test_what_meters_cannot_tell_apart_stands_on_one_line():
+def test_terms_that_meters_do_not_separate_share_a_line():
     by_term = {line.term: line for line in compare_prediction(prediction(), measured()).memory}
     assert by_term["rest"].predicted == 1 + 9 + 80 + 20 + 10 + 3
     assert by_term["gradients"].error_percent == pytest.approx(25)
@@ -122,7 +122,7 @@ def test_what_meters_cannot_tell_apart_stands_on_one_line():
     assert (step["data"].predicted, step["stragglers"].measured) == (None, None)
 
 
-def test_an_error_is_of_what_was_measured():
+def test_error_is_relative_to_the_measurement():
     assert ComparisonLine(term="x", predicted=90, measured=100).error_percent == pytest.approx(-10)
     assert ComparisonLine(term="x", predicted=90, measured=0).error_percent is None
     assert ComparisonLine(term="x", measured=100).error_percent is None
@@ -148,7 +148,7 @@ def test_without_a_prediction_every_term_that_was_measured_has_its_line():
     assert rows["in all"] == ("-", "500.0 ms", "")
 
 
-def test_what_was_not_measured_is_not_compared():
+def test_unmeasured_figures_are_not_compared():
     bare = compare_prediction(prediction(), measured(peak_bytes=None, step_seconds=None, pace=pace(2)))
     assert bare.memory == bare.step == bare.speed == ()
     assert (
@@ -173,9 +173,9 @@ def measured_with_tier() -> Measurement:
     )
 
 
-def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
-    made, told = measured_with_tier(), with_tier(disk_read_bytes=2, disk_written_bytes=4)
-    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare_prediction(told, made))}
+def test_comparison_has_host_and_drive_of_a_tier():
+    made, expected = measured_with_tier(), with_tier(disk_read_bytes=2, disk_written_bytes=4)
+    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare_prediction(expected, made))}
     assert rows["host memory, beside"] == ("300 B", "200 B", "+50.0 %")
     assert rows["optimizer"] == ("30.0 ms", "50.0 ms", "-40.0 %")
     assert rows["read in a step"] == ("2 B", "4 B", "-50.0 %")
@@ -183,7 +183,7 @@ def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
     assert dict(measurement_rows(made))["offload"] == "optimizer:nvme in drive"
 
 
-def test_what_a_drive_of_unknown_rate_takes_is_not_predicted():
+def test_time_of_an_unmeasured_drive_is_not_predicted():
     rows = {
         row[0].strip(): row[1]
         for row in comparison_rows(compare_prediction(with_tier(disk_seconds=None), measured()))

@@ -77,16 +77,13 @@ def test_a_finished_run_has_every_section(tmp_path: Path):
     assert "Finished all 100 steps. Validation loss 2.1300." in page.text
     assert all(name in page.text for name in CHARTS)
     assert page.headings == [
-        "Predicted and measured",
-        "Events",
-        "The plan",
-        "Settings that are not at their defaults",
+        *("Predicted and measured", "Events", "The plan", "Settings that are not at their defaults")
     ]
     assert sum(tag == "svg" for tag, _ in page.tags) == len(CHARTS)
     assert "planned" in page.text
 
 
-def test_a_run_that_was_disturbed_says_what_happened_and_where(tmp_path: Path):
+def test_page_of_a_disturbed_run(tmp_path: Path):
     page = shown(read(runs.disturbed(tmp_path / "run")))
     assert "Stopped after step 60 of 100, and saved" in page.text
     assert "2 attempts, 1 fault, 19 steps done again. 2 steps skipped. 1 rollback." in page.text
@@ -97,7 +94,7 @@ def test_a_run_that_was_disturbed_says_what_happened_and_where(tmp_path: Path):
     assert "2 times; the last: left out, for it was not finite" in page.text
 
 
-def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt(tmp_path: Path):
+def test_page_of_a_run_that_died_omits_an_earlier_measurement(tmp_path: Path):
     run = read(runs.died(tmp_path / "run"))
     page = shown(run)
     assert run.measurement is None
@@ -106,7 +103,7 @@ def test_a_run_that_died_is_not_shown_with_the_measurement_of_an_earlier_attempt
     assert "Predicted and measured" in page.headings
 
 
-def test_a_run_that_trains_says_how_far_it_is(tmp_path: Path):
+def test_page_of_a_running_run_has_its_progress(tmp_path: Path):
     page = shown(read(runs.died(tmp_path / "run"), is_running=True))
     assert "Running: step 40 of 100 is done, about 30." in page.text
 
@@ -160,7 +157,7 @@ def test_four_runs_stand_side_by_side(tmp_path: Path):
     assert "run.dir" not in page.texts
 
 
-def test_settings_of_runs_without_a_plan_are_said_to_be_unknown(tmp_path: Path):
+def test_settings_without_a_plan_are_unknown(tmp_path: Path):
     page = shown(read(runs.finished(tmp_path / "a")), read(runs.before_events(tmp_path / "old")))
     assert "Settings are not known for old: there is no plan." in page.text
 
@@ -170,8 +167,8 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
     runs.write_steps(tmp_path, steps)
     saves = [("save", 1, step, {"path": "p" * 50}) for step in range(500, steps, 150)]
     skips = [("skip", 1, step, {"loss": None}) for step in range(40, steps, 270)]
-    told = sorted([*saves, *skips], key=lambda one: one[2])
-    runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *told)
+    events = sorted([*saves, *skips], key=lambda one: one[2])
+    runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *events)
     run = read(tmp_path)
     assert "earlier rows are in events.jsonl" in shown(run).text
     shown(run, run, run, run)
@@ -180,7 +177,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
 def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
     made = runs.plan(f"checkpoint.dir={HOSTILE}")
     directory = runs.finished(tmp_path / 'x"><script>alert(1)<' / "script>")
-    told: list[runs.Told] = [
+    events: list[runs.EventFields] = [
         (
             kind,
             1,
@@ -199,7 +196,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
         )
         for kind in ("start", "save", "save_failed", "fault", "rollback", "resume", "signal", "stop", HOSTILE)
     ]
-    runs.write_events(directory, *told, ("plan", 1, None, {"plan": made.model_dump(mode="json")}))
+    runs.write_events(directory, *events, ("plan", 1, None, {"plan": made.model_dump(mode="json")}))
     for records in (
         [read(directory)],
         [read(directory), read(runs.finished(tmp_path / HOSTILE.replace("/", "")))],
@@ -273,7 +270,7 @@ def test_a_profiled_step_is_a_row_for_each_rank_that_waited_least_or_most(tmp_pa
     assert {"waiting: all-gather", "compute", "10.0 ms", "20.0 ms"} <= set(page.texts)
 
 
-def test_each_rank_that_held_the_others_up_is_an_event_of_its_own(tmp_path: Path):
+def test_each_slow_rank_is_an_event(tmp_path: Path):
     directory = runs.finished(tmp_path / "run")
     slow = {"rank": 2, "cause": "data", "from_step": 31, "seconds": 0.15, "share": 0.31}
     again = slow | {"rank": 1, "cause": HOSTILE.replace("http", ""), "seconds": "many"}

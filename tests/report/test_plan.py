@@ -30,6 +30,11 @@ def rows(plan: Plan, *, budget: TrainingBudget | None = None) -> dict[str, str]:
     return {label.strip(): text for label, text in plan_rows(page(plan, budget=budget)) if label}
 
 
+def with_prediction(plan: Plan, **fields: object) -> Plan:
+    assert plan.prediction is not None
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=fields)})
+
+
 def lines(plan: Plan) -> list[str]:
     return [text for _, text in plan_rows(page(plan))]
 
@@ -42,7 +47,7 @@ def test_every_term_has_words():
     assert not any("_" in label for label in labels)
 
 
-def test_bytes_are_held_against_what_the_device_has():
+def test_memory_is_relative_to_the_device():
     said = rows(predicted())
     assert said["memory"] == "45.00 GiB of 80.00 GiB on the fullest rank (56 %): 35.00 GiB free"
     assert said["activations"].split()[:4] == ["16.00", "GiB", "36", "%"]
@@ -64,8 +69,7 @@ def test_the_moment_of_the_peak_is_a_phrase(moment: str, text: str):
     prediction = plan.prediction
     assert prediction is not None
     memory = prediction.memory.model_copy(update={"moment": moment})
-    plan = plan.model_copy(update={"prediction": prediction.model_copy(update={"memory": memory})})
-    assert rows(plan)["highest"] == text
+    assert rows(with_prediction(plan, memory=memory))["highest"] == text
 
 
 def test_a_speed_lies_where_a_prediction_as_wrong_as_others_puts_it():
@@ -92,7 +96,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much():
     assert said["memory"].endswith("(112 %): 5.00 GiB TOO MUCH")
 
 
-def test_seconds_are_held_against_the_step():
+def test_seconds_are_relative_to_the_step():
     said = rows(predicted())
     assert said["step"] == "2.0 s"
     assert said["compute"].split()[:4] == ["1.5", "s", "75", "%"]
@@ -112,7 +116,7 @@ def test_a_budget_is_time_and_hours_and_money():
     ) == pytest.approx(hours)
 
 
-def test_what_was_asked_for_is_told_from_what_was_chosen():
+def test_requested_settings_are_marked():
     plan = predicted("sharding.strategy=zero2")
     asked = Run.load(overrides=["sharding.strategy=zero2"])
     said = {label: text for label, text in plan_rows(PlanReport(plan, asked, model="", hardware=""))}
@@ -127,14 +131,14 @@ def test_the_page_fits_a_hundred_columns():
     assert out.getvalue().count("fastest") == 20
 
 
-def test_a_long_text_goes_on_below_itself():
+def test_long_text_wraps_in_its_column():
     out = io.StringIO()
     show_labelled_lines([("label", "word " * 30), ("other", "text")], file=out)
     first, second, other = out.getvalue().splitlines()
     assert (first[:12], second[:9], other) == ("label  word ", " " * 9, "other  text")
 
 
-def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
+def test_strategies_are_ordered_by_speed_and_lack():
     plans = [
         predicted("sharding.strategy=no_shard", capacity=30 * GIB),
         predicted("sharding.strategy=zero2", seconds=2.5),
@@ -150,7 +154,7 @@ def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
 
-def test_a_tier_says_what_it_takes_and_what_binds():
+def test_tier_has_its_memory_and_limit():
     plan = predicted()
     assert plan.prediction is not None
     terms = OffloadTerms(
@@ -162,13 +166,8 @@ def test_a_tier_says_what_it_takes_and_what_binds():
         disk_seconds=30.0,
         update_seconds=2.0,
     )
-    offload = plan.run.offload.model_copy(update={"tier": "optimizer:nvme"})
-    plan = plan.model_copy(
-        update={
-            "run": plan.run.model_copy(update={"offload": offload}),
-            "prediction": plan.prediction.model_copy(update={"offload": terms}),
-        }
-    )
+    run = plan.run.with_overrides(["offload.tier=optimizer:nvme"])
+    plan = with_prediction(plan, offload=terms).model_copy(update={"run": run})
     said = rows(plan)
     assert said["offload"] == "optimizer:nvme"
     assert said["host memory"] == "64.00 GiB of 32.00 GiB per rank: TOO MUCH"
@@ -178,21 +177,19 @@ def test_a_tier_says_what_it_takes_and_what_binds():
     assert "a step reads 48.00 GiB and writes 48.00 GiB" in lines(plan)
     assert "what is written wears it by 2.23PB a day for each rank" in lines(plan)
     known = terms.model_copy(update={"disk_seconds": None, "disk_read_bytes": 0})
-    assert plan.prediction is not None
-    untimed = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"offload": known})})
+    untimed = with_prediction(plan, offload=known)
     still = "a step reads 0 B (the state that an update needs is still in memory) and writes 48.00 GiB"
     assert {still, "what is written wears it"} <= set(lines(untimed))
     assert rows(untimed)["step"] == "2.0 s, without its drive"
     for state, mark in (("none", "not calibrated"), ("busy", "calibrated on a busy machine")):
-        marked = plan.prediction.model_copy(update={"calibration": state})
-        assert rows(plan.model_copy(update={"prediction": marked}))["step"] == f"2.0 s  ({mark})"
+        assert rows(with_prediction(plan, calibration=state))["step"] == f"2.0 s  ({mark})"
     assert "the drive's time is not known: fullshard calibrate --drive DIRECTORY" in lines(untimed)
     assert plan.prediction is not None
     assert not plan.prediction.fits_in_memory
 
 
 @pytest.mark.parametrize(("tier", "room"), [(None, ""), (20 * GIB, ": TOO MUCH")])
-def test_activations_on_the_host_say_what_they_take_beside_a_tier(tier: int | None, room: str):
+def test_activations_on_the_host_beside_a_tier(tier: int | None, room: str):
     plan = predicted()
     assert plan.prediction is not None
     terms = {
@@ -201,7 +198,7 @@ def test_activations_on_the_host_say_what_they_take_beside_a_tier(tier: int | No
         ),
         "offload": None if tier is None else OffloadTerms(host_bytes=tier, host_capacity_bytes=32 * GIB),
     }
-    plan = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=terms)})
+    plan = with_prediction(plan, **terms)
     said = [text for label, text in plan_rows(page(plan))]
     assert f"16.00 GiB of 32.00 GiB per rank for activations{room}" in said
     assert "a step copies 12.00 GiB there and back, 500.0 ms in all" in said

@@ -6,14 +6,10 @@ from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
 from fullshard.spec.records.step_spans import COMPUTE, ProfiledStep, StepSpan, parse_spans, spans_to_json
-from tests.report.nesting import overlaps_in_part
-from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step
+from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step, overlaps_in_part
 
 KINDS = (
-    "pre_forward (a)",
-    "post_forward (a)",
-    "pre_backward (b)",
-    "post_backward_reduce (b)",
+    *("pre_forward (a)", "post_forward (a)", "pre_backward (b)", "post_backward_reduce (b)"),
     "all_gather (a)",
 )
 RANGES = (*(f"FSDP::{kind}" for kind in KINDS), "fullshard::all_gather", "fullshard::all_reduce", "aten::mm")
@@ -122,9 +118,7 @@ def test_the_unit_that_began_last_and_has_not_ended_computes():
     ("following", "end"),
     [(("aten::narrow", 40, 45), 40), (("aten::empty", 12, 18), 60), (("aten::add", 70, 75), 60)],
 )
-def test_an_all_reduce_lasts_to_the_next_operation_or_the_end_of_its_range(
-    following: tuple[str, float, float], end: int
-):
+def test_all_reduce_lasts_to_the_next_operation_or_its_range(following: tuple[str, float, float], end: int):
     reduction = [("FSDP::post_backward_reduce (a)", 0, 60), ("c10d::allreduce_", 10, 20)]
     [wait] = [s for s in compute(made_step(*reduction, following, end=100).measured()) if "wait" in s.name]
     assert (wait.name, wait.unit) == ("wait for all-reduce", "a")

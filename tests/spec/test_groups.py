@@ -20,7 +20,7 @@ VECTOR = 64  # elements: the widest that a processor takes at once, of the narro
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[list[ShardSizes]]:
-    """What each of some ranks holds of the same parameters: each has as many elements at most."""
+    """Shards of the same parameters on each of some ranks."""
     ranks = draw(st.integers(1, 4))
     sizes = st.integers(1, 200) | st.integers(900, 1100) | st.integers(1, 9000)
     most = draw(st.lists(sizes, max_size=12))
@@ -48,9 +48,9 @@ def limit_of(sub_group_parameters: int) -> int:
 
 @given(worlds(), LIMITS)
 def test_every_element_is_in_one_group(world: list[list[ShardSizes]], limit: int) -> None:
-    for held in world:
-        groups = group_shards(held, sub_group_parameters=limit)
-        for one in held:
+    for shards in world:
+        groups = group_shards(shards, sub_group_parameters=limit)
+        for one in shards:
             own = [s for group in groups for s in group.segments if s.name == one.name]
             ends = [0, *(segment.end for segment in own)]
             assert [segment.begin for segment in own] == ends[:-1]
@@ -59,11 +59,9 @@ def test_every_element_is_in_one_group(world: list[list[ShardSizes]], limit: int
 
 
 @given(worlds(), LIMITS)
-def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
-    world: list[list[ShardSizes]], limit: int
-) -> None:
-    for held in world:
-        for index, group in enumerate(group_shards(held, sub_group_parameters=limit)):
+def test_groups_are_within_their_limit_without_overlap(world: list[list[ShardSizes]], limit: int) -> None:
+    for shards in world:
+        for index, group in enumerate(group_shards(shards, sub_group_parameters=limit)):
             assert group.index == index
             assert group.padded_numel <= limit_of(limit)
             assert all(one.numel > 0 and one.offset % VECTOR == 0 for one in group.segments)
@@ -71,12 +69,10 @@ def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
 
 
 @given(worlds(), LIMITS)
-def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
-    world: list[list[ShardSizes]], limit: int
-) -> None:
-    for held in world:
-        groups = group_shards(held, sub_group_parameters=limit)
-        for one in held:
+def test_large_shards_are_cut_at_multiples(world: list[list[ShardSizes]], limit: int) -> None:
+    for shards in world:
+        groups = group_shards(shards, sub_group_parameters=limit)
+        for one in shards:
             names = [group.names.count(one.name) for group in groups if one.name in group.names]
             assert names == [1] * -(-one.max_numel // limit_of(limit))
         for segment in (s for group in groups for s in group.segments):
@@ -85,12 +81,12 @@ def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
 
 @given(worlds(), LIMITS)
 def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSizes]], limit: int) -> None:
-    def told(groups: tuple[OffloadGroup, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
+    def names_of(groups: tuple[OffloadGroup, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
         return [(group.index, group.dtype, group.names) for group in groups]
 
-    first, *others = (group_shards(held, sub_group_parameters=limit) for held in world)
+    first, *others = (group_shards(shards, sub_group_parameters=limit) for shards in world)
     for groups in (first, *others):
-        assert told(groups) == told(first)
+        assert names_of(groups) == names_of(first)
         assert all({s.name for s in group.segments} <= set(group.names) for group in groups)
     in_order = list(dict.fromkeys(name for group in first for name in group.names))
     assert in_order == [one.name for one in world[0]]
@@ -100,8 +96,8 @@ def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSizes]], limit: 
 def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSizes]], limit: int) -> None:
     """A rank that has fewer rows has the first ones: so nothing that is kept beside them moves."""
     places: dict[tuple[str, int], tuple[int, int]] = {}
-    for held in world:
-        for group in group_shards(held, sub_group_parameters=limit):
+    for shards in world:
+        for group in group_shards(shards, sub_group_parameters=limit):
             for one in group.segments:
                 assert places.setdefault((one.name, one.begin), (group.index, one.offset)) == (
                     group.index,
@@ -110,9 +106,7 @@ def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSizes
 
 
 @given(worlds(), LIMITS)
-def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
-    world: list[list[ShardSizes]], limit: int
-) -> None:
+def test_portions_have_whole_parameters(world: list[list[ShardSizes]], limit: int) -> None:
     groups = group_shards(world[0], sub_group_parameters=limit)
     found = list(join_groups_of_split_parameters(groups))
     assert [group for portion in found for group in portion] == list(groups)
@@ -123,6 +117,6 @@ def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
 
 
 def test_more_groups_than_an_update_can_go_through_are_refused_before_they_are_made() -> None:
-    held = [ShardSizes("p", numel=10**18, max_numel=10**18, dtype="float32")]
+    shards = [ShardSizes("p", numel=10**18, max_numel=10**18, dtype="float32")]
     with pytest.raises(PlanError, match="too many groups"):
-        group_shards(held, sub_group_parameters=64_000_000)
+        group_shards(shards, sub_group_parameters=64_000_000)

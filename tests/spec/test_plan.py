@@ -1,4 +1,4 @@
-"""What is chosen for a run: degrees and batches that work out, or a refusal that says which would."""
+"""Degrees and batches of a plan divide its ranks, or are refused with those that would."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_a_plan_with_a_setting_of_an_earlier_version_is_read_without_it(tmp_path
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-def test_a_plan_trains_only_if_settings_that_are_gone_had_their_defaults(tmp_path):
+def test_plan_with_removed_settings_not_at_defaults_is_refused(tmp_path):
     path, tree = tmp_path / "plan.json", json.loads(Plan.from_run(Run(), world_size=2).model_dump_json())
     units = tree["run"]["sharding"]["units"]
     units |= {"policy": "block", "min_parameters": 10_000_000}
@@ -87,7 +87,7 @@ def test_a_plan_trains_only_if_settings_that_are_gone_had_their_defaults(tmp_pat
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"run": 3}', "no json"])
-def test_what_is_no_saved_plan_is_refused_by_name(tmp_path, content):
+def test_files_that_are_not_plans_are_refused(tmp_path, content):
     path = tmp_path / "plan.json"
     path.write_text(content)
     with pytest.raises(SpecError, match=r"plan\.json is not a saved plan"):
@@ -181,7 +181,7 @@ def test_auto_precision_goes_by_the_hardware(device, bf16_hardware, param):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"])
-def test_shards_are_at_least_as_wide_as_what_is_computed_with(mode):
+def test_master_dtype_is_at_least_as_wide_as_compute_dtype(mode):
     precision = Precision.from_mode(mode)
     assert ITEMSIZE[precision.master] >= ITEMSIZE[precision.param]
     assert precision.loss_scaling is (precision.param == "fp16")

@@ -20,19 +20,10 @@ from tests.launch.command import performed
 
 # Of 20 equal blocks of 3 million parameters, of a few tokens: the state is all there is.
 MANY_LAYERS = (
-    "model.d_model=512",
-    "model.heads=8",
-    "model.d_ff=1536",
-    "model.vocabulary=256",
-    "model.layers=20",
-    "data.sequence_length=32",
-    "sharding.strategy=full_shard",
-    "precision.mode=fp32",
-    "recompute.mode=none",
-    "offload.sub_group_parameters=1000000",
-    "offload.host_bytes=1000000000",
-    "train.microbatch=1",
-    "run.device=cpu",
+    *("model.d_model=512", "model.heads=8", "model.d_ff=1536", "model.vocabulary=256"),
+    *("model.layers=20", "data.sequence_length=32", "sharding.strategy=full_shard"),
+    *("precision.mode=fp32", "recompute.mode=none", "offload.sub_group_parameters=1000000"),
+    *("offload.host_bytes=1000000000", "train.microbatch=1", "run.device=cpu"),
 )
 STEPS = 4
 # What the whole command has beside a model, in address space: data and imports 80 MB, the memory meter 50,
@@ -94,7 +85,7 @@ def limit_of(tier: str, *sizes: str, ranks: int) -> int:
 
 
 def planned_bytes(plan: Plan) -> int:
-    """Of a rank's device and host, as `fullshard plan` has them; what a CPU rank takes is both."""
+    """Predicted bytes of a rank's device and host; a CPU rank needs both."""
     import torch
 
     from fullshard.models.decoder import DecoderModel
@@ -124,7 +115,7 @@ def settled() -> int:
 
 
 def status(key: str) -> int:
-    """Bytes, as Linux tells of this process."""
+    """Bytes that Linux reports for this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 

@@ -3,7 +3,7 @@
 [Note: one run is one draw] Rank counts, microbatches and strategies sum the same gradients in other orders,
 and scale them by other factors, so what a run in fp32 rounds is a draw from a distribution. Its width differs
 between parameters: a gradient that is a small sum of large terms passes on the roundings of the terms. One
-unsharded run does not tell the width, for it may be lucky: in `layers.2.norm.bias` of the odd model 32 of
+unsharded run does not show the width, for it may be lucky: in `layers.2.norm.bias` of the odd model 32 of
 them, alike but for microbatches and the scale of their loss, were off by 6 to 26 units of 2**-24, and the
 plain loop by 5.8. So the width is the root mean square over DRAWS unsharded runs, each with rows in another
 order, in other microbatches, and with another scale of the loss, which change nothing in exact arithmetic.
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import choose_loss
@@ -34,6 +33,7 @@ from fullshard.training.state import TrainState
 from fullshard.training.step import balance_experts
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.models import VOCABULARY, OddModel
+from tests.training.runs import whole
 
 STEPS = 6
 LENGTH = 9
@@ -137,11 +137,7 @@ def train_sharded(model_name: str, run: Run) -> tuple[dict[str, Tensor], list[fl
     state = TrainState(model, build_optimizer(model, plan), data=Rows(VOCABULARY))
     steps = list(train(state, plan, loss=choose_loss(run, model)))
     assert not any(step.skipped for step in steps)
-    whole = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-    return whole, [step.loss for step in steps], [step.grad_norm for step in steps]
+    return whole(model), [step.loss for step in steps], [step.grad_norm for step in steps]
 
 
 @cache
@@ -213,15 +209,15 @@ def rounding(model: str, *, length: int = LENGTH) -> dict[str, float]:
 def assert_same_numbers(model: str, results: list[Any], *, length: int = LENGTH) -> None:
     exact, exact_losses, exact_norms = train_unsharded(model, torch.float64, length=length)
     expected = rounding(model, length=length)
-    for whole, losses, norms in results:
+    for parameters, losses, norms in results:
         assert losses == pytest.approx(exact_losses, rel=1e-5)
         assert norms == pytest.approx(exact_norms, rel=1e-4)
-        assert whole.keys() == exact.keys()
-        for name, tensor in whole.items():
+        assert parameters.keys() == exact.keys()
+        for name, tensor in parameters.items():
             error = relative_error(tensor, exact[name])
             assert error <= 1e-5, name
             # Below half a unit in the last place of fp32 a comparison is one of luck.
             assert error <= 3 * max(expected[name], 2**-24), (name, error, expected[name])
-    for whole, *_ in results[1:]:
-        for name, tensor in whole.items():
+    for parameters, *_ in results[1:]:
+        for name, tensor in parameters.items():
             assert torch.equal(tensor, results[0][0][name]), f"{name} differs between ranks"

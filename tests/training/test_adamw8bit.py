@@ -1,4 +1,4 @@
-"""Moments in 8 bits: they train as moments in 32 do, and any ranks go on from what others have saved."""
+"""Moments in 8 bits: they train as moments in 32 do, and any ranks resume from others' checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def wide(*more: str) -> tuple[TrainState, Plan]:
 
 
 def moments(state: TrainState) -> dict[str, Any]:
-    """What this rank keeps of each parameter's first and second moment."""
+    """This rank's parts of the moments, by parameter."""
     return {
         f"{name}.{key}": local_tensor(state.optimizer.state[parameter][key])
         for name, parameter in state.model.named_parameters()
@@ -80,31 +80,29 @@ def test_it_trains_as_adamw_does(ranks: Any) -> None:
 def bytes_of_state() -> tuple[int, set[str]]:
     state, plan = wide(EIGHT)
     next(iter(train(state, plan, loss=rotated)))
-    held = moments(state)
-    kinds = {name for name, kept in held.items() if type(kept).__name__ == "OptimState8bit"}
-    return storage_bytes_of_tensors(held.values()), kinds
+    kept_moments = moments(state)
+    kinds = {name for name, kept in kept_moments.items() if type(kept).__name__ == "OptimState8bit"}
+    return storage_bytes_of_tensors(kept_moments.values()), kinds
 
 
 def test_large_shards_are_kept_in_a_byte_a_moment_and_small_ones_as_they_are(ranks: Any) -> None:
     matrix = ROWS * COLUMNS // 2
     quantised = matrix + 4 * matrix // 256 + 4 * 256
     small = 4 * (ROWS + COLUMNS) // 2
-    for held, kinds in ranks(2).run(bytes_of_state):
-        assert held == 2 * (2 * quantised + small)
+    for size, kinds in ranks(2).run(bytes_of_state):
+        assert size == 2 * (2 * quantised + small)
         assert kinds == {f"{m}.weight.{key}" for m in ("up", "down") for key in ("exp_avg", "exp_avg_sq")}
     assert all(not kinds for _, kinds in ranks(3).run(bytes_of_state)), "43 rows of 64 are no whole blocks"
 
 
-# Checkpoints
-
-
+# Checkpoints #
 def some_steps(state: TrainState, plan: Plan) -> None:
     for _, _step in zip(range(4), train(state, plan, loss=rotated), strict=False):
         pass
 
 
 def saved(directory: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What is in the checkpoint, whole, and this rank's codes and scales."""
+    """Saves; returns the whole state, and this rank's codes and scales."""
     state, plan = wide(EIGHT)
     some_steps(state, plan)
     save(state, directory)
@@ -112,7 +110,7 @@ def saved(directory: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def loaded(directory: str) -> tuple[dict[str, Tensor], dict[str, Any], float]:
-    """The same of a state that has loaded it, and its next loss."""
+    """Loads; returns the whole state, this rank's codes and scales, and the next loss."""
     state, plan = wide(EIGHT)
     load(state, directory)
     full, codes = _gathered(state), _codes(state)
@@ -132,7 +130,7 @@ def _codes(state: TrainState) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", sampled([1, 2, 3], here=[3]))
-def test_any_ranks_go_on_from_what_two_have_saved(n: int, ranks: Any, tmp_path: Path) -> None:
+def test_any_ranks_resume_from_two(n: int, ranks: Any, tmp_path: Path) -> None:
     full, codes = ranks(2).run(saved, str(tmp_path))[0]
     assert full["optimizer.up.weight.exp_avg"].dtype is torch.float32
     found = ranks(n).run(loaded, str(tmp_path))
@@ -149,7 +147,7 @@ def test_any_ranks_go_on_from_what_two_have_saved(n: int, ranks: Any, tmp_path: 
 
 
 def test_negative_extremes_keep_their_codes() -> None:
-    """Of a block whose largest value is negative the first code is not the whole scale."""
+    """The first code is not the whole scale of a block whose largest value is negative."""
     parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     optimizer = import_adamw8bit_class()([parameter])
     values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))

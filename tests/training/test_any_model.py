@@ -1,7 +1,6 @@
 """Models that take batches of their own train by the same `train`, the same at any number of ranks."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def losses(name: str) -> list[tuple[float, int]]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in NAMES[:2] else pytest.mark.long) for n in NAMES]
 )
-def test_steps_are_the_same_on_two_ranks_as_on_one(name: str, ranks: Callable[..., Any]) -> None:
+def test_steps_are_the_same_on_two_ranks_as_on_one(name: str, ranks: Any) -> None:
     (alone,) = ranks(1).run(losses, name)
     for one in ranks(2).run(losses, name):
         assert [count for _, count in one] == [count for _, count in alone]

@@ -44,9 +44,7 @@ def test_extra_state_is_loaded_with_its_types(tmp_path: Path) -> None:
     assert tensors["empty"].numel() == 0
 
 
-def test_extra_state_that_needs_pickle_is_named_at_the_start_and_refused_at_the_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_extra_state_that_needs_pickle_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         state = state_of({"codes": {1, 2}})
     assert "extra.1.codes is a set" in caplog.text
@@ -54,9 +52,7 @@ def test_extra_state_that_needs_pickle_is_named_at_the_start_and_refused_at_the_
         save(state, tmp_path)
 
 
-def test_a_checkpoint_without_extra_state_is_loaded_and_the_module_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_without_extra_state_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     save(TrainState(model, torch.optim.SGD(model.parameters())), tmp_path)
     state = state_of({"calls": 7})
@@ -66,7 +62,7 @@ def test_a_checkpoint_without_extra_state_is_loaded_and_the_module_named(
     assert state.model[1].extra == {"calls": 7}
 
 
-def test_what_a_state_dict_hook_adds_or_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_of_state_dict_hooks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
 
     def hook(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -1,6 +1,5 @@
 """Runs in fp8, emulated on a CPU: against torchao's own modules, and against bf16."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def gradients_by_torchao(run: Run, gathers_fp8: bool) -> tuple[float, dict[str, 
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_rowwise"])
-def test_gradients_are_those_of_torchaos_modules(mode: str, ranks: Callable[..., Any]) -> None:
+def test_gradients_are_those_of_torchaos_modules(mode: str, ranks: Any) -> None:
     run = fp8_run(mode, *FULL, "model.d_ff=112", "train.global_batch=24")
     ours = ranks(2).run(gradients_here, run)
     theirs = ranks(2).run(gradients_by_torchao, run, mode == "fp8")
@@ -126,7 +125,7 @@ def curve_and_validation(run: Run) -> tuple[list[float], float]:
         pytest.param("fp8_rowwise", (*FULL, "offload.tier=optimizer:cpu"), marks=pytest.mark.long),
     ],
 )
-def test_loss_is_that_of_bf16(mode: str, settings: tuple[str, ...], ranks: Callable[..., Any]) -> None:
+def test_loss_is_that_of_bf16(mode: str, settings: tuple[str, ...], ranks: Any) -> None:
     fp8 = ranks(4).run(curve_and_validation, fp8_run(mode, *settings))
     bf16 = ranks(4).run(curve_and_validation, make_run("bf16", settings))
     assert len({loss for _, loss in fp8}) == 1
@@ -150,9 +149,7 @@ def losses_here(run: Run) -> list[float]:
         ),
     ],
 )
-def test_divided_matmuls_train_to_the_same_loss(
-    mode: str, count: int, tensor: int, ranks: Callable[..., Any]
-) -> None:
+def test_divided_matmuls_train_to_the_same_loss(mode: str, count: int, tensor: int, ranks: Any) -> None:
     """Ranks use parts of one whole weight for keys and values: there are fewer heads than ranks."""
     settings = (*FULL, "model.kv_heads=1")
     whole_matmuls = ranks(1).run(losses_here, fp8_run(mode, *settings))[0]
@@ -173,9 +170,7 @@ def part(run: Run, directory: Path, until: int) -> tuple[list[float], dict[str, 
 
 
 @pytest.mark.parametrize("settings", [(), ("sharding.tensor_parallel=2",)])
-def test_resumed_run_has_the_same_bits(
-    settings: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_resumed_run_has_the_same_bits(settings: tuple[str, ...], ranks: Any, tmp_path: Path) -> None:
     run = fp8_run("fp8", *FULL, *settings)
     ((through, weights, _), *_) = ranks(2).run(part, run, tmp_path / "whole", 6)
     parts = [ranks(2).run(part, run, tmp_path / "parts", until)[0] for until in (3, 6)]
@@ -184,7 +179,7 @@ def test_resumed_run_has_the_same_bits(
     assert all(plain for *_, plain in parts)
 
 
-def test_other_ranks_and_bf16_resume_a_run_in_fp8(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_other_ranks_and_bf16_resume_a_run_in_fp8(ranks: Any, tmp_path: Path) -> None:
     """The next loss is the one of the same weights on as many ranks as before, in the same precision."""
     run = fp8_run("fp8", *FULL)
     ((_, saved, _), *_) = ranks(2).run(part, run, tmp_path, 3)
@@ -225,7 +220,7 @@ def traffic(run: Run) -> tuple[int, int, int]:
     return sum(counter.sent), len(counter.sent), count_issued_collectives(torch.device("cpu")) - before
 
 
-def test_matrices_are_sent_in_half_the_bytes_and_scales_in_one_reduction(ranks: Callable[..., Any]) -> None:
+def test_matrices_are_sent_in_half_the_bytes_and_scales_in_one_reduction(ranks: Any) -> None:
     settings = (*FULL, "train.microbatch=4")  # three microbatches a step
     (fp8, gathers, reduced), *_ = ranks(2).run(traffic, fp8_run("fp8", *settings))
     (bf16, gathers_, reduced_), *_ = ranks(2).run(traffic, make_run("bf16", settings))
@@ -320,7 +315,7 @@ def refused(run: Run) -> None:
     shard(meta_model(run), Plan.from_run(run, world_size=dist.get_world_size()))
 
 
-def test_unit_in_fp8_that_is_resharded_to_fewer_ranks_is_refused(ranks: Callable[..., Any]) -> None:
+def test_unit_in_fp8_that_is_resharded_to_fewer_ranks_is_refused(ranks: Any) -> None:
     override = 'sharding.units.overrides=[{match="blocks.*", reshard_after_forward=2}]'
     with pytest.raises(PlanError, match="in fp8 cannot be kept over fewer ranks"):
         ranks(4).run(refused, fp8_run("fp8", *FULL, override))
@@ -341,5 +336,5 @@ def scales_in_a_users_loop(run: Run) -> bool:
     return torch.equal(seen[0], 2 * seen[1])
 
 
-def test_scales_follow_weights_that_anything_changes(ranks: Callable[..., Any]) -> None:
+def test_scales_follow_weights_that_anything_changes(ranks: Any) -> None:
     assert ranks(2).run(scales_in_a_users_loop, fp8_run("fp8", *FULL)) == [True, True]

@@ -40,16 +40,14 @@ def indices(steps: Iterator[Step]) -> list[int]:
     return [step.index for step in steps]
 
 
-# Figures
-
-
+# Figures #
 def figures() -> tuple[list[Step], tuple[int, int, int]]:
     state, plan = sharded(run_of("train.microbatch=2", "schedule.kind=constant"))
     steps = list(train(state, plan, loss=mean_square))
     return steps, (state.step, state.trained_tokens, state.skipped)
 
 
-def test_a_step_tells_what_it_did(ranks: Any) -> None:
+def test_step_has_its_figures(ranks: Any) -> None:
     """A regression, with batches that are tuples, and a loss that is a mean."""
     first, second = ranks(2).run(figures)
     assert first[1] == (6, 6 * BATCH * 4, 0)
@@ -62,20 +60,7 @@ def test_a_step_tells_what_it_did(ranks: Any) -> None:
     assert first[0][0].tokens == BATCH * 4, "a row counts as data.sequence_length"
 
 
-def learns() -> tuple[float, float]:
-    state, plan = sharded(run_of("train.steps=60", "optimizer.learning_rate=3e-2"), data=[pairs(0)] * 60)
-    losses = [step.loss for step in train(state, plan, loss=mean_square)]
-    return losses[0], losses[-1]
-
-
-def test_any_module_learns_with_any_loss(ranks: Any) -> None:
-    first, last = ranks(1).run(learns)[0]
-    assert last < 0.2 * first
-
-
-# Data
-
-
+# Data #
 def without_data() -> list[str]:
     state, plan = sharded(run_of())
     said = []
@@ -111,7 +96,7 @@ def uneven(counts: tuple[int, ...], microbatch: int) -> tuple[list[int], str]:
         ((2, 2, 2), 4, 2, "the data ended after step 2 of 30, first on all ranks."),
     ],
 )
-def test_iterables_that_end_end_the_run_on_all_ranks_alike_and_one_line_says_so(
+def test_end_of_the_data_ends_the_run_on_all_ranks(
     counts: tuple[int, ...], microbatch: int, steps: int, message: str, ranks: Any
 ) -> None:
     found = ranks(3).run(uneven, counts, microbatch)
@@ -168,9 +153,7 @@ def test_a_source_is_asked_for_the_step_that_the_state_is_at(ranks: Any) -> None
     assert ranks(2).run(asked_for) == [[(step, rank) for step in (2, 3, 4)] for rank in (0, 1)]
 
 
-# Leaving and entering
-
-
+# Leaving and entering #
 def stopped_on_rank_one(device: str, *more: str) -> tuple[list[tuple[int, bool]], int]:
     state, plan = sharded(run_of("train.steps=20", *more))
     asked = iter(range(20))
@@ -185,12 +168,9 @@ def stopped_on_rank_one(device: str, *more: str) -> tuple[list[tuple[int, bool]]
 
 
 @pytest.mark.parametrize(
-    ("device", "more", "last"),
-    [("cpu", (), 4), ("fake", ("optimizer.name=sgd",), 4), ("fake", (), 5)],
+    ("device", "more", "last"), [("cpu", (), 4), ("fake", ("optimizer.name=sgd",), 4), ("fake", (), 5)]
 )
-def test_a_stop_on_one_rank_ends_all_after_the_same_step(
-    device: str, more: tuple[str, ...], last: int, ranks: Any
-) -> None:
+def test_stop_on_one_rank_ends_all_ranks(device: str, more: tuple[str, ...], last: int, ranks: Any) -> None:
     """It is asked for before step 4. A host that does not wait for the device reads that one step later."""
     steps = [(index, index == last) for index in range(1, last + 1)]
     assert ranks(3).run(stopped_on_rank_one, device, *more) == [(steps, last)] * 3
@@ -210,7 +190,7 @@ def in_pieces(kind: str, lengths: tuple[int, ...]) -> tuple[list[int], dict[str,
 
 
 @pytest.mark.parametrize("kind", sampled(["source", "list", "iterator"], here=["source", "iterator"]))
-def test_a_run_that_was_broken_out_of_goes_on(kind: str, ranks: Any) -> None:
+def test_interrupted_loop_continues_bitwise(kind: str, ranks: Any) -> None:
     straight = ranks(2).run(in_pieces, kind, ())
     pieces = ranks(2).run(in_pieces, kind, (1, 3))
     for (seen, bits), (expected, expected_bits) in zip(pieces, straight, strict=True):
@@ -232,7 +212,7 @@ def epochs() -> list[list[int]]:
 
 
 def count_calls(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean of the batch itself: it tells which batch it was."""
+    """The mean of the batch, by which the test knows the batch."""
     return batch[0].mean() + 0 * mean_square(model, batch)
 
 
@@ -274,12 +254,9 @@ def modes(*, root: bool) -> list[list[bool]]:
     return seen
 
 
-def test_modules_train_in_the_modes_that_the_user_chose(ranks: Any) -> None:
-    assert ranks(1).run(partial(modes, root=True)) == [[[False, True]] * 4]
-
-
-def test_a_model_in_evaluation_mode_is_put_into_training_mode(ranks: Any) -> None:
-    assert ranks(1).run(partial(modes, root=False)) == [[[True, True]] * 4]
+@pytest.mark.parametrize("root", [True, False], ids=["training", "evaluation"])
+def test_modules_keep_their_modes_unless_the_model_is_in_evaluation_mode(root: bool, ranks: Any) -> None:
+    assert ranks(1).run(partial(modes, root=root)) == [[[not root, True]] * 4]
 
 
 def freezes_in_the_loop() -> list[bool]:
@@ -351,23 +328,6 @@ def test_a_parameter_that_is_unfrozen_without_the_optimizer_is_logged(ranks: Any
             "layers.0.linear.weight, layers.0.linear.bias",
         )
     ]
-
-
-def after_a_validation() -> tuple[bool, bool]:
-    """Forwards between steps leave units gathered; training continues with what was updated."""
-    bits = []
-    for validates in (False, True):
-        state, plan = sharded(run_of("sharding.strategy=shard_grad_op", "train.microbatch=3"))
-        for _ in train(state, plan, loss=mean_square):
-            if validates:
-                with torch.no_grad():
-                    state.model(pairs(0)[0])
-        bits.append(local_bits(state))
-    return same_bits(*bits), "optimizer.head.weight.exp_avg" in bits[1]
-
-
-def test_forwards_between_steps_change_nothing(ranks: Any) -> None:
-    assert ranks(2).run(after_a_validation) == [(True, True)] * 2
 
 
 def train_with_a_hook_of_a_shard() -> None:

@@ -1,7 +1,6 @@
 """The mixture form of the reference decoder: its numbers, its balance, and what is known about it."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ COMPILED = (2, "biased_mixture_decoder", "no_shard", {"extra": ["run.compile=tru
 
 
 @pytest.mark.parametrize("case", [*CASES, pytest.param(COMPILED, marks=pytest.mark.long)], ids=str)
-def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> None:
+def test_the_same_numbers(case: tuple[Any, ...], ranks: Any) -> None:
     count, model, strategy, more = case
     run = make_run(model=model, ranks=count, strategy=strategy, **more)
     assert_same_numbers(model, ranks(count).run(train_sharded, model, run))
@@ -60,7 +59,7 @@ def biases_after_each_step() -> list[list[float]]:
     return [biases(), *(biases() for _, _ in zip(range(2), train(state, plan, loss=loss), strict=False))]
 
 
-def test_a_skipped_step_leaves_the_balance_biases(ranks: Callable[..., Any]) -> None:
+def test_a_skipped_step_leaves_the_balance_biases(ranks: Any) -> None:
     for before, after, skipped in ranks(2).run(biases_after_each_step):
         assert before != after
         assert skipped == after
@@ -110,9 +109,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_best_experts_of_each_token() -> No
 # With torch's kernel, in turn, and padded.
 @pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (5, torch.float32), (16, torch.bfloat16)])
 @pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0), (17, 16, 300)])
-def test_groups_have_the_products_and_gradients_of_their_own_matrix(
-    counts: tuple[int, ...], width: int, dtype: torch.dtype
-) -> None:
+def test_grouped_matmuls_equal_plain_ones(counts: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(counts), width, generator=rng).to(dtype).requires_grad_()
     matrices = torch.randn(len(counts), width, width, generator=rng).to(dtype).requires_grad_()

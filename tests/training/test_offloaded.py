@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -62,7 +62,7 @@ class Odd(nn.Module):
 
 
 class Spoilt(Pairs):
-    """Of which a step, the third, is left out."""
+    """Pairs whose third step is skipped."""
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in super().microbatches(step, rank=rank, plan=plan):
@@ -85,14 +85,8 @@ def adapted(run: Run) -> tuple[TrainState, Plan]:
 
 
 ADAPTERS = (
-    "adapter.rank=4",
-    "adapter.alpha=12",
-    "adapter.base_dtype=bf16",
-    "model.d_model=32",
-    "model.layers=2",
-    "model.d_ff=48",
-    f"model.vocabulary={VOCABULARY}",
-    "data.sequence_length=9",
+    *("adapter.rank=4", "adapter.alpha=12", "adapter.base_dtype=bf16", "model.d_model=32"),
+    *("model.layers=2", "model.d_ff=48", f"model.vocabulary={VOCABULARY}", "data.sequence_length=9"),
 )
 
 
@@ -119,18 +113,18 @@ def tier_of(tier: str, case: Case, directory: str) -> tuple[str, ...]:
 
 
 def differences(cases: Sequence[Case], tiers: Sequence[str], directory: str) -> list[str]:
-    """What on this rank is not as it is without a tier."""
-    told: list[str] = []
+    """Returns how this rank differs from a run without a tier."""
+    found: list[str] = []
     for i, case in enumerate(cases):
         steps, bits = found_by(case)
         for tier in tiers:
             other_steps, other = found_by(case, *tier_of(tier, case, f"{directory}/{i}"))
             if other_steps != steps:
-                told.append(f"{case}, {tier}: losses, norms or skipped steps")
+                found.append(f"{case}, {tier}: losses, norms or skipped steps")
             if not same_bits(bits, other):
                 names = [n for n in bits.keys() & other.keys() if not torch.equal(bits[n], other[n])]
-                told.append(f"{case}, {tier}: {sorted(names or bits.keys() ^ other.keys())}")
-    return told
+                found.append(f"{case}, {tier}: {sorted(names or bits.keys() ^ other.keys())}")
+    return found
 
 
 HYBRID = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")
@@ -149,10 +143,7 @@ SAMPLE = {
         Case("odd", (PURE,), WHOLE),
         Case("odd", ("sharding.strategy=zero1", "train.microbatch=2", EACH, ON_DEVICE), WHOLE),
     ],
-    4: [
-        Case("odd", ("precision.mode=bf16", *FEWER)),
-        Case("odd", (*HYBRID, "train.microbatch=1", EACH)),
-    ],
+    4: [Case("odd", ("precision.mode=bf16", *FEWER)), Case("odd", (*HYBRID, "train.microbatch=1", EACH))],
 }
 
 
@@ -160,7 +151,7 @@ FEW_STEPS = "train.steps=5"
 
 
 @pytest.mark.parametrize("n", SAMPLE)
-def test_a_run_is_bit_for_bit_that_without_a_tier(n: int, ranks: Callable[..., Any], tmp_path: Any) -> None:
+def test_offloaded_run_is_bitwise_equal(n: int, ranks: Any, tmp_path: Any) -> None:
     cases = [replace(case, settings=(*case.settings, FEW_STEPS)) for case in SAMPLE[n]]
     for i, case in enumerate(cases):  # each tier with a part of them; with all in the full cross
         tiers = TIERS[i % 2 :: 2]
@@ -201,20 +192,20 @@ def cases_of(precision: str, n: int, strategy: str) -> list[Case]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("n", "strategy"), WORLDS)
-def test_a_run_is_bit_for_bit_that_without_a_tier_in_the_full_cross(
-    n: int, strategy: str, *, precision: str, ranks: Callable[..., Any], tmp_path: Any
+def test_offloaded_run_in_the_full_cross(
+    n: int, strategy: str, *, precision: str, ranks: Any, tmp_path: Any
 ) -> None:
     cases = cases_of(precision, n, strategy)
     assert ranks(n, timeout_seconds=800).run(differences, cases, TIERS, str(tmp_path)) == [[]] * n
 
 
 def tiers_agree(case: Case, directory: str) -> list[bool]:
-    """Whether each tier finds what the first one does."""
+    """Returns whether each tier computes the numbers of the first."""
     found = [found_by(case, *tier_of(tier, case, directory)) for tier in TIERS]
     return [steps == found[0][0] and same_bits(bits, found[0][1]) for steps, bits in found]
 
 
-def test_moments_in_bf16_are_rounded_alike_on_every_tier(ranks: Callable[..., Any], tmp_path: Any) -> None:
+def test_moments_in_bf16_are_rounded_alike_on_every_tier(ranks: Any, tmp_path: Any) -> None:
     case = Case("odd", ("offload.moments=bf16", "precision.mode=bf16", FEW_STEPS))
     assert ranks(3).run(tiers_agree, case, str(tmp_path)) == [[True] * len(TIERS)] * 3
 
@@ -236,9 +227,7 @@ def drawn(tier: str, directory: str) -> tuple[Tensor, Tensor]:
     return before, validate()
 
 
-def test_what_is_computed_beside_training_follows_the_last_update(
-    ranks: Callable[..., Any], tmp_path: Any
-) -> None:
+def test_validation_sees_the_last_update(ranks: Any, tmp_path: Any) -> None:
     expected = ranks(2).run(drawn, "none", str(tmp_path))
     for tier in TIERS:
         for own, other in zip(expected, ranks(2).run(drawn, tier, str(tmp_path)), strict=True):
@@ -254,12 +243,12 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     assert offloaded is not None
     layers = cast(list[FSDPModule], list(cast(nn.ModuleList, state.model.layers)))
     last = cast(FSDPModule, cast(Odd, state.model).head)
-    go_on, gathered = threading.Event(), threading.Event()
+    resumed, gathered = threading.Event(), threading.Event()
     first = {name for name in offloaded.names if name.startswith("layers.0.")}
 
     def update(group: OffloadGroup, parts: MasterAndMoments) -> None:
         if not first & set(group.names):
-            go_on.wait()
+            resumed.wait()
         parts.master.fill_(7.0)
 
     def gather_the_last() -> None:
@@ -272,12 +261,12 @@ def gathers_in_an_update(directory: str) -> tuple[bool, bool, bool]:
     thread = threading.Thread(target=gather_the_last)
     thread.start()
     waits = not gathered.wait(0.2)
-    go_on.set()
+    resumed.set()
     thread.join()
     late = bool((cast(nn.Linear, last).weight == 7.0).all())
     offloaded.wait_for_update()
     return early, waits, late
 
 
-def test_a_gather_waits_for_its_own_part_of_an_update_alone(ranks: Callable[..., Any], tmp_path: Any) -> None:
+def test_gather_waits_for_its_part_of_the_update(ranks: Any, tmp_path: Any) -> None:
     assert ranks(1).run(gathers_in_an_update, str(tmp_path)) == [(True, True, True)]

@@ -1,18 +1,15 @@
 """State of any tier goes into, and comes out of, the one reshardable checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fullshard.checkpoint import BackgroundSaver, load, save
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
-from fullshard.weights.export import export, full_state
+from fullshard.weights.export import full_state
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
 from tests.training.test_offloaded import TIERS, TINY, Odd
 
@@ -37,7 +34,7 @@ def whole_of(state: TrainState) -> Bits:
 
 
 def hop(tier: str, to: int, directory: str, saved: str) -> tuple[Bits, list[float], Bits]:
-    """What was loaded, the losses of the steps up to `to`, and what was then saved."""
+    """Returns the loaded state, the losses of the steps up to `to`, and the saved state."""
     state, plan = state_on(tier, directory)
     load(state, saved, missing_ok=to <= 4)
     loaded, losses = whole_of(state), advance(state, plan, to=to)
@@ -54,7 +51,7 @@ HOPS = [
 ]
 
 
-def test_state_goes_from_any_ranks_and_tier_to_any_others(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_state_goes_from_any_ranks_and_tier_to_any_others(ranks: Any, tmp_path: Path) -> None:
     """Bit for bit, and on along the curve of the run that stays where it is."""
     saved = str(tmp_path / "checkpoints")
     before: Bits | None = None
@@ -104,34 +101,11 @@ QUICK = [("optimizer:cpu", BEFORE), ("params+optimizer:nvme", AMID)]
         for more in (BEFORE, AMID)
     ],
 )
-def test_a_state_that_loads_goes_on_as_the_one_that_saved(
-    tier: str, more: tuple[Any, ...], ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_loaded_state_continues_bitwise(tier: str, more: tuple[Any, ...], ranks: Any, tmp_path: Path) -> None:
     """Also from before the first step, when there are no moments."""
     for saved, loaded, on, loaded_on in ranks(3).run(after_loading, tier, str(tmp_path), *more):
         assert same_bits(saved, loaded)
         assert same_bits(on, loaded_on)
-
-
-def exported(tier: str, directory: str) -> Bits:
-    state, plan = state_on(tier, f"{directory}/{tier}")
-    advance(state, plan, to=2)
-    save(state, f"{directory}/{tier}/checkpoints")
-    if torch.distributed.get_rank() == 0:
-        export(f"{directory}/{tier}/checkpoints", f"{directory}/{tier}/model.safetensors")
-    return whole_of(state)
-
-
-@pytest.mark.parametrize("tiers", [TIERS[-1:], pytest.param(TIERS[:-1], marks=pytest.mark.long)])
-def test_an_export_is_that_of_a_state_without_a_tier(
-    tiers: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    whole = [ranks(2).run(exported, tier, str(tmp_path))[0] for tier in ("none", *tiers)]
-    files = [load_file(tmp_path / tier / "model.safetensors") for tier in ("none", *tiers)]
-    for found, file in zip(whole, files, strict=True):
-        assert same_bits(found, whole[0])
-        assert same_bits(file, files[0])
-    assert files[0].keys() == {name.removeprefix("model.") for name in whole[0] if name.startswith("model.")}
 
 
 def saved_beside(tier: str, directory: str) -> tuple[Bits, Bits]:
@@ -150,8 +124,6 @@ def saved_beside(tier: str, directory: str) -> tuple[Bits, Bits]:
 
 
 @pytest.mark.parametrize("tier", ["optimizer:cpu", "params+optimizer:cpu"])
-def test_what_is_saved_beside_further_steps_is_what_was_there(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_background_save_has_the_step_at_its_start(tier: str, ranks: Any, tmp_path: Path) -> None:
     for when, loaded in ranks(2).run(saved_beside, tier, str(tmp_path)):
         assert same_bits(when, loaded)

@@ -1,6 +1,6 @@
-"""What is frozen, with the tiers that keep parameters: outside like what is trained, and never another."""
+"""Frozen parameters with the tiers that offload parameters: kept beside it, and never changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import OffloadError, ShardError
 from fullshard.observe.memory import storage_bytes_of_tensors
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.state import find_offloaded_state
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
@@ -87,7 +86,7 @@ def state_on(
 
 
 def write_weights(directory: Path, *, without: str = "none") -> str:
-    """What is frozen, of other values than a run begins with."""
+    """Writes frozen parameters with other values than a run begins with."""
     base = dict(Base().named_parameters())
     names = [name for name in FROZEN if not name.startswith(without)]
     save_file({name: torch.randn(base[name].shape) for name in names}, directory / "model.safetensors")
@@ -106,12 +105,12 @@ def advance(state: TrainState, plan: Plan, *, to: int) -> list[str]:
 
 
 def trained_on(tier: str, directory: str, *more: str) -> tuple[list[str], Bits, int, bool]:
-    """Losses, this rank's bits, what its shards take of the device, and whether what is frozen is there."""
+    """Losses, this rank's bits, bytes of the frozen shards on the device, and whether they have values."""
     state, plan = state_on(tier, directory, *more)
     losses = advance(state, plan, to=3)
     own = [p for p in state.model.parameters() if not p.requires_grad]
-    there = all(not local_tensor(p).isnan().any() for p in own)
-    return losses, local_bits(state), storage_bytes_of_tensors(local_tensor(p) for p in own), there
+    on_device = all(not local_tensor(p).isnan().any() for p in own)
+    return losses, local_bits(state), storage_bytes_of_tensors(local_tensor(p) for p in own), on_device
 
 
 STRATEGIES = {
@@ -132,13 +131,11 @@ STRATEGIES = {
         ),
     ],
 )
-def test_a_base_outside_of_the_device_is_trained_on_bit_for_bit(
-    n: int, more: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_offloaded_base_changes_no_bit(n: int, more: tuple[str, ...], ranks: Any, tmp_path: Path) -> None:
     """And kept bit for bit, in fp32 too where it is computed in bf16."""
     more = (*more, STRATEGIES[n])
     expected = ranks(n).run(trained_on, "none", "none", *more)
-    assert all(there for *_, there in expected)
+    assert all(on_device for *_, on_device in expected)
     for tier in (DRIVE, HOST):
         for found, own in zip(
             ranks(n).run(trained_on, tier, f"{tmp_path}/{tier}", *more), expected, strict=True
@@ -152,7 +149,7 @@ def test_a_base_outside_of_the_device_is_trained_on_bit_for_bit(
 def saved_and_loaded(
     tier: str, directory: str, saved: Literal["all", "trained"] = "all"
 ) -> tuple[Bits, Bits, Bits, list[str], list[str]]:
-    """Bits when saved, of another seed before it loads, and after; and the losses of both from there."""
+    """Bits when saved, of another seed before it loads, and after; and the losses of both after it."""
     state, plan = state_on(tier, f"{directory}/one", saved=saved)
     advance(state, plan, to=2)
     save(state, f"{directory}/checkpoints", plan=plan)
@@ -165,18 +162,14 @@ def saved_and_loaded(
 
 
 @pytest.mark.parametrize("tier", [DRIVE, HOST, pytest.param("none", marks=pytest.mark.long)])
-def test_a_checkpoint_brings_the_base_to_wherever_it_is(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_checkpoint_brings_the_base_to_wherever_it_is(tier: str, ranks: Any, tmp_path: Path) -> None:
     for saved, before, after, losses, on in ranks(2).run(saved_and_loaded, tier, str(tmp_path)):
         assert not same_bits(frozen(before), frozen(saved))
         assert same_bits(after, saved)
         assert losses == on
 
 
-def test_a_checkpoint_of_adapters_alone_leaves_the_base_as_it_is(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_adapters_alone_leaves_the_base_as_it_is(ranks: Any, tmp_path: Path) -> None:
     for saved, before, after, losses, on in ranks(2).run(saved_and_loaded, DRIVE, str(tmp_path), "trained"):
         assert saved.keys().isdisjoint(f"model.{name}" for name in FROZEN)
         assert not same_bits(before, saved)
@@ -195,7 +188,7 @@ def imported(tier: str, directory: str) -> tuple[Bits, Tensor]:
     return local_bits(state), computed(state)
 
 
-def test_weights_are_read_into_a_base_wherever_it_is(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_weights_are_read_into_a_base_wherever_it_is(ranks: Any, tmp_path: Path) -> None:
     write_weights(tmp_path)
     expected = ranks(3).run(imported, "none", str(tmp_path))
     for tier in (DRIVE, HOST):
@@ -204,9 +197,8 @@ def test_weights_are_read_into_a_base_wherever_it_is(ranks: Callable[..., Any], 
             assert torch.equal(found[1], own[1])
 
 
-def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
-    """Of a run on weights that ended without a checkpoint: where the next goes on, whether with the same
-    bits, and the losses of both from there."""
+def resume_on_weights(directory: str) -> tuple[int, bool, list[str], list[str]]:
+    """Returns where a run on weights resumes without a checkpoint, whether bitwise, and both runs' losses."""
 
     def started(name: str) -> tuple[TrainState, Plan]:
         state, plan = state_on(DRIVE, f"{directory}/{name}", unset=True)
@@ -226,57 +218,12 @@ def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
     return step, same, losses, advance(undisturbed, plan, to=4)[2:]
 
 
-def test_a_run_on_weights_goes_on_from_its_drive_with_the_weights(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_run_on_weights_resumes_from_its_drive(ranks: Any, tmp_path: Path) -> None:
     """Which a tier does not keep, since no step changes them."""
     write_weights(tmp_path)
-    for step, same, losses, undisturbed in ranks(2).run(gone_on, str(tmp_path)):
+    for step, same, losses, undisturbed in ranks(2).run(resume_on_weights, str(tmp_path)):
         assert (step, same) == (2, True)
         assert losses == undisturbed
-
-
-def broken_off(tier: str, directory: str) -> bool:
-    """Whether nothing is computed with a base that was loaded in part, until all of it is."""
-    state, _ = state_on(tier, directory)
-    outside, before = find_offloaded_state(state.model), computed(state)
-    assert outside is not None
-    portions = outside.iterate_tensors_to_fill()
-    next(portions)
-    portions.close()
-    with pytest.raises(OffloadError, match="loaded in part"):
-        state.tensors()
-    with pytest.raises(EOFError):
-        fill(state, fails=True)
-    fill(state, fails=False, frozen=False)
-    with pytest.raises(OffloadError, match="loaded in part"):
-        computed(state)
-    for module in state.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    fill(state, fails=False)
-    after = computed(state)
-    return not torch.equal(after, before) and bool(after.isfinite().all())
-
-
-def fill(state: TrainState, *, fails: bool, frozen: bool = True) -> None:
-    outside = find_offloaded_state(state.model)
-    assert outside is not None
-    of_the_base = 0
-    for portion in outside.iterate_tensors_to_fill(frozen=frozen):
-        for name, new in portion.items():
-            for key, one in new.items():
-                local_tensor(one).fill_(0.01 if key == "master" else 0.0)
-            of_the_base += name in outside.frozen.engine
-        if fails and of_the_base > 8:
-            raise EOFError("the file ends here")
-
-
-@pytest.mark.parametrize("tier", [DRIVE, HOST])
-def test_a_base_that_is_loaded_in_part_is_not_computed_with(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    assert ranks(1).run(broken_off, tier, str(tmp_path)) == [True]
 
 
 def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
@@ -300,17 +247,15 @@ def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("tier", [DRIVE, pytest.param("optimizer:nvme", marks=pytest.mark.long)])
-def test_what_a_load_will_bring_is_not_written_before_nor_used(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_unset_parameters_are_neither_written_nor_used(tier: str, ranks: Any, tmp_path: Path) -> None:
     (found,) = ranks(1).run(without_values, tier, str(tmp_path))
     written, said = found
     assert written < PAGE_BYTES  # a manifest
     assert all("no values yet" in one for one in said)
 
 
-def gone_on_from_damage(directory: str, weights: str | None) -> tuple[int, list[str], list[str]]:
-    """Where a run goes on whose kept step is damaged while it starts, its losses, and those of another."""
+def resume_from_damage(directory: str, weights: str | None) -> tuple[int, list[str], list[str]]:
+    """Returns the step and losses of a run whose kept step is damaged while it starts, and other losses."""
 
     def made(name: str) -> tuple[TrainState, Plan]:
         return state_on(DRIVE, f"{directory}/{name}", unset=weights is not None)
@@ -341,17 +286,15 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_weights", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_step_that_is_damaged_while_a_run_starts_leaves_what_there_was_before(
-    has_weights: bool, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_damaged_generation_is_not_used_at_the_start(has_weights: bool, ranks: Any, tmp_path: Path) -> None:
     weights = write_weights(tmp_path) if has_weights else None
-    for step, losses, undisturbed in ranks(2).run(gone_on_from_damage, str(tmp_path), weights):
+    for step, losses, undisturbed in ranks(2).run(resume_from_damage, str(tmp_path), weights):
         assert step == 0
         assert losses == undisturbed
 
 
-def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
-    """Where a run goes on that now begins with other values, and whether with the bits that it had."""
+def resume_with_another_seed(directory: str) -> tuple[int, bool]:
+    """Returns where a run with another seed resumes, and whether bitwise."""
     state, plan = state_on(DRIVE, directory)
     advance(state, plan, to=2)
     save(state, f"{directory}/saved", plan=plan)
@@ -363,14 +306,12 @@ def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
     return again.step, same_bits(local_bits(again), bits)
 
 
-def test_a_run_goes_on_from_its_drive_with_the_base_of_its_checkpoint(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    assert ranks(2).run(gone_on_elsewhere, str(tmp_path)) == [(3, True)] * 2
+def test_run_resumes_from_its_drive_with_the_base_of_its_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(resume_with_another_seed, str(tmp_path)) == [(3, True)] * 2
 
 
 def loaded_twice(tier: str, directory: str) -> Tensor:
-    """What is computed after an import that broke off, which leaves nothing to compute with, and another."""
+    """Imports twice, of which the first fails and leaves nothing to compute with."""
     state, plan = state_on(tier, f"{directory}/{tier}", unset=True)
 
     def init(module: nn.Module) -> None:
@@ -381,8 +322,9 @@ def loaded_twice(tier: str, directory: str) -> Tensor:
 
     with pytest.raises(EOFError):
         load_pretrained(state.model, directory, plan=plan, init=init)
-    with pytest.raises(OffloadError, match="loaded in part"):
-        computed(state)
+    for use in (lambda: computed(state), state.tensors):
+        with pytest.raises(OffloadError, match="loaded in part"):
+            use()
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -394,9 +336,7 @@ LACKING = "layers.3.up"
 
 
 @pytest.mark.parametrize("tier", [DRIVE, pytest.param(HOST, marks=pytest.mark.long)])
-def test_an_import_that_broke_off_can_be_repeated(
-    tier: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_import_that_broke_off_can_be_repeated(tier: str, ranks: Any, tmp_path: Path) -> None:
     write_weights(tmp_path, without=LACKING)
     ((_, expected),) = ranks(1).run(imported, tier, str(tmp_path))
     (found,) = ranks(1).run(loaded_twice, tier, str(tmp_path))
@@ -444,7 +384,7 @@ def refusal_of_integers() -> str:
     return str(raised.value)
 
 
-def test_integers_are_frozen_outside_as_well(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_integers_are_frozen_outside_as_well(ranks: Any, tmp_path: Path) -> None:
     if ranks(1).run(shards_integers) == [False]:
         assert "cannot shard the integer parameters of layers.0" in ranks(1).run(refusal_of_integers)[0]
         pytest.skip("this torch cannot shard parameters of integers")

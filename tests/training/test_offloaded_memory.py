@@ -1,4 +1,4 @@
-"""What is resident in a CPU rank with its state on a drive is what is planned, and a limit near it holds."""
+"""Resident memory of a CPU rank with its state on a drive is as planned, also under a limit near it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ WIDE = ("model.d_model=768", "model.d_ff=2304", "model.layers=40")
 @pytest.mark.parametrize("tier", ["optimizer:nvme", "params+optimizer:nvme"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resident_memory_is_as_planned(ranks: int, tier: str, tmp_path: Path):
-    """Of 969 MB of state, of which a rank holds no more than its gradients and what passes through."""
+    """A rank keeps its gradients and buffers, of 969 MB of state."""
     ended = start("measured", tmp_path, ranks=ranks, tier=tier)
     assert ended.returncode == 0, ended.stderr
     for rank in range(ranks):
@@ -33,20 +33,8 @@ def test_resident_memory_is_as_planned(ranks: int, tier: str, tmp_path: Path):
         assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
 
 
-def test_state_of_eight_times_a_budget_is_trained_in_what_is_planned(tmp_path: Path):
-    """4.3 GB over four ranks. Over fewer, gradients alone are more than an eighth: 4 of 16 bytes."""
-    ended = start("measured", tmp_path, ranks=4, tier="params+optimizer:nvme", settings=WIDE)
-    assert ended.returncode == 0, ended.stderr
-    for rank in range(4):
-        found = left(tmp_path, rank)
-        assert found["state"] > 8 * found["peak"]
-        assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
-
-
 @pytest.mark.parametrize(("ranks", "settings"), [(1, ()), (4, WIDE)], ids=["1", "4, eight times"])
-def test_a_run_under_a_hard_limit_finishes_with_the_tier_and_ends_without(
-    ranks: int, settings: tuple[str, ...], tmp_path: Path
-):
+def test_run_under_a_hard_limit_needs_the_tier(ranks: int, settings: tuple[str, ...], tmp_path: Path):
     """The whole of `fullshard train`: data, the memory meter, validation, checkpoint."""
     limit = limit_of("params+optimizer:nvme", *settings, ranks=ranks)
     tiered = partial(start, "limited", ranks=ranks, settings=settings, limit=limit)

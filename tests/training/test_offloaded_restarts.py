@@ -1,4 +1,4 @@
-"""A run whose state is on drives dies: what it goes on from, which is bit for bit the run that did not."""
+"""A run whose state is on drives dies, and resumes bitwise from its newest whole generation."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def state_on(directory: str) -> tuple[TrainState, Plan]:
 
 
 def undisturbed() -> list[tuple[float, Bits]]:
-    """Of each step, from 0: its loss, and this rank's bits after it; without a tier."""
+    """Returns the loss and this rank's bits after each step, from 0, without a tier."""
     state, plan = sharded(run_of(*settings("none", "none")))
     found = [(0.0, local_bits(state))]
     return found + [(step.loss, local_bits(state)) for step in train(state, plan, loss=mean_square)]
@@ -66,18 +66,18 @@ def killed(step: int, directory: str, settled: bool) -> None:
             os._exit(1)
 
 
-def gone_on(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]:
-    """The step that it went back to, the bits there, and what followed."""
+def resume(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]:
+    """Returns the resumed step, the bits at it, and what followed."""
     state, plan = state_on(directory)
     step = state.step if state.restore_newest_generation(at_least=0) else None
     bits = local_bits(state)
     return step, bits, [(one.loss, local_bits(state)) for one in train(state, plan, loss=mean_square)]
 
 
-def check(n: int, ranks: Callable[..., Any], directory: Path) -> int | None:
-    """Goes on, and holds it against the run that was not disturbed. Returns where it went on from."""
+def check(n: int, ranks: Any, directory: Path) -> int | None:
+    """Resumes, and compares with the undisturbed run. Returns the step that it resumed from."""
     expected = ranks(n).run(undisturbed)
-    found = ranks(n).run(gone_on, str(directory))
+    found = ranks(n).run(resume, str(directory))
     (step,) = {one[0] for one in found}
     for (_, bits, after), own in zip(found, expected, strict=True):
         assert same_bits(bits, own[step or 0][1])
@@ -89,7 +89,7 @@ def check(n: int, ranks: Callable[..., Any], directory: Path) -> int | None:
 
 
 def manifests(directory: Path, rank: int) -> dict[int, Path]:
-    """Of a rank's whole generations, by step."""
+    """The manifests of a rank's whole generations, by step."""
     paths = directory.glob(f"offload/state/rank-{rank:05d}/state-*.json")
     return {json.loads(path.read_text().splitlines()[0])["step"]: path for path in paths}
 
@@ -102,24 +102,18 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-# A run that dies
-
-
+# A run that dies #
 @pytest.mark.parametrize(
     ("n", "settled"),
     [(1, True), (3, False), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, False), (3, True)))],
 )
-def test_a_run_that_dies_goes_on_from_a_step_that_all_ranks_have(
-    n: int, settled: bool, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_dead_run_resumes_from_a_step_of_all_ranks(n: int, settled: bool, ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"died \(exit code 1\)"):
         ranks(n).run(killed, 4, str(tmp_path), settled)
     assert check(n, ranks, tmp_path) in ({4} if settled and n == 1 else {3, 4})
 
 
-def test_the_newest_step_that_is_whole_on_all_ranks_is_taken(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_newest_step_that_is_whole_on_all_ranks_is_taken(ranks: Any, tmp_path: Path) -> None:
     ranks(3).run(until, 4, str(tmp_path))
     assert all(manifests(tmp_path, rank).keys() == {3, 4} for rank in range(3))
     manifests(tmp_path, 1)[4].unlink()  # as if it had died before
@@ -131,13 +125,13 @@ def begun(directory: str) -> None:
     state_on(directory)
 
 
-def test_a_run_that_dies_before_it_goes_on_loses_nothing(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_run_that_dies_before_it_resumes_loses_nothing(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(until, 4, str(tmp_path))
     ranks(2).run(begun, str(tmp_path))
     assert check(2, ranks, tmp_path) == 4
 
 
-def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     """Then the older one is taken, and where that is damaged too, none: the state is as it began."""
     for damaged, expected in (({4}, 3), ({3, 4}, None)):
         directory = tmp_path / str(expected)
@@ -147,14 +141,13 @@ def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Callable[..., Any],
         assert check(2, ranks, directory) == expected
 
 
-def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(until, 4, str(tmp_path))
     flip(manifests(tmp_path, 0)[4].with_suffix(".payload"), at=100)
     assert check(2, ranks, tmp_path) == 3
 
 
-def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    """What is there is no part of it."""
+def test_run_without_resume_begins_anew(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(until, 4, str(tmp_path))
     ranks(2).run(until, 2, str(tmp_path))
     assert [manifests(tmp_path, rank).keys() for rank in range(2)] == [{1, 2}] * 2
@@ -162,9 +155,7 @@ def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Callable[..., Any]
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), pytest.param(2, 1, marks=pytest.mark.long)])
-def test_files_of_another_number_of_ranks_make_room(
-    before: int, after: int, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_files_of_other_ranks_are_replaced(before: int, after: int, ranks: Any, tmp_path: Path) -> None:
     """Nodes have left or come: what was kept are parts for other ranks, and the checkpoint has all."""
     ranks(before).run(until, 1, str(tmp_path))
     ranks(after).run(until, 2, str(tmp_path))
@@ -187,15 +178,11 @@ def opened_after_a_failure(directory: str) -> None:
     close_offloaded_state(shard(meta(Regression), plan), plan=plan, finished=True)
 
 
-def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(
-    ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_failed_open_is_released_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(opened_after_a_failure, str(tmp_path))
 
 
-# A run that is dead already
-
-
+# A run that is dead already #
 def skips_all_from(step: int, directory: str) -> None:
     """Skips every step after the given number, until the run ends."""
     state, plan = sharded(run_of(*settings(directory), "train.max_skipped_steps=2"))
@@ -221,8 +208,6 @@ def breaks_in(step: int, directory: str) -> None:
 
 
 @pytest.mark.parametrize("act", [skips_all_from, breaks_in])
-def test_a_generation_that_cannot_be_trained_on_is_not_resumed_from(
-    act: Callable[..., None], ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_unusable_generation_is_not_resumed(act: Callable[..., None], ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(act, 4, str(tmp_path))
     assert check(2, ranks, tmp_path) == 3

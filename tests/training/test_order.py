@@ -24,60 +24,27 @@ from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, ru
 # The fake device notices what it is there for
 
 
-def read_item(x: Tensor) -> object:
-    return x.sum().item()
-
-
-def read_bool(x: Tensor) -> object:
-    return bool(x.sum() > 0)
-
-
-def read_list(x: Tensor) -> object:
-    return x.tolist()
-
-
-def read_format(x: Tensor) -> object:
-    return f"{x[0]:.3f}"
-
-
-def read_mask(x: Tensor) -> object:
-    return x[x > 0]
-
-
-def read_nonzero(x: Tensor) -> object:
-    return x.nonzero()
-
-
-def read_equal(x: Tensor) -> object:
-    return torch.equal(x, x)
-
-
-def copy_list(x: Tensor) -> object:
-    return torch.tensor([1.0, 2.0], device=x.device)
-
-
-def copy_to(x: Tensor) -> object:
-    return torch.ones(3).to(x.device)
-
-
-def copy_into_slice(x: Tensor) -> object:
+def copy_into_slice(x: Tensor) -> None:
     x[:2] = torch.tensor([1.0, 2.0])
-    return x
 
 
-def copy_to_host(x: Tensor) -> object:
-    return torch.empty(3).copy_(x)
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.sum() > 0),
+    "list": lambda x: x.tolist(),
+    "format": lambda x: f"{x[0]:.3f}",
+    "mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "equal": lambda x: torch.equal(x, x),
+    "tensor of a list": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "to the device": lambda x: torch.ones(3).to(x.device),
+    "into a slice": copy_into_slice,
+    "to the host": lambda x: torch.empty(3).copy_(x),
+    "read before the copy is done": lambda x: torch.empty(3).copy_(x, non_blocking=True).tolist(),
+}
 
 
-def read_at_once(x: Tensor) -> object:
-    return torch.empty(3).copy_(x, non_blocking=True).tolist()
-
-
-WAITS = [read_item, read_bool, read_list, read_format, read_mask, read_nonzero, read_equal]
-WAITS += [copy_list, copy_to, copy_into_slice, copy_to_host, read_at_once]
-
-
-@pytest.mark.parametrize("act", WAITS)
+@pytest.mark.parametrize("act", WAITS.values(), ids=list(WAITS))
 def test_the_fake_device_notes_each_wait(act: Callable[[Tensor], object]) -> None:
     x = torch.randn(3)
     with FakeDevice() as device:
@@ -98,9 +65,7 @@ def test_the_fake_device_notes_nothing_else() -> None:
     assert device.waits == []
 
 
-# The number of waits in a step
-
-
+# The number of waits in a step #
 def mean_and_item(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     loss = mean_square(model, batch)
     assert loss.item() >= 0
@@ -155,12 +120,7 @@ def test_a_step_on_an_iterable_waits_for_no_more_than_the_comparison_of_the_firs
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        ("fault_tolerance.on_spike=rollback",),
-        ("optimizer.name=sgd",),
-        ("precision.mode=fp16",),
-    ],
+    "more", [("fault_tolerance.on_spike=rollback",), ("optimizer.name=sgd",), ("precision.mode=fp16",)]
 )
 def test_the_strict_order_waits_once_for_each_decision(more: tuple[str, ...], ranks: Any) -> None:
     for waits in ranks(2).run(waits_of_steps, more):
@@ -172,9 +132,7 @@ def test_a_wait_that_the_loss_adds_is_counted(ranks: Any) -> None:
         assert [len(step) for step in waits] == [3] * 6, "one for each microbatch"
 
 
-# The same numbers
-
-
+# The same numbers #
 class OneSpike(Pairs):
     """Batch 5 has targets far off, and those of batch 3 are not finite."""
 
@@ -274,15 +232,13 @@ def steps_after_a_break() -> tuple[list[bool], str]:
     return stopping, f"step {state.step}: {raised.value.what}"
 
 
-def test_a_break_does_not_lose_what_a_step_has_decided(ranks: Any) -> None:
+def test_break_keeps_the_decision_of_the_step(ranks: Any) -> None:
     for stopping, error in ranks(2).run(steps_after_a_break):
         assert stopping == [True]
         assert error.startswith("step 3: 2 steps in a row"), "known one step after it was launched"
 
 
-# The garbage collector
-
-
+# The garbage collector #
 def collector() -> list[bool]:
     """Returns whether the collector is on: in the loop, after a break, after an error, and after the end."""
     found = []

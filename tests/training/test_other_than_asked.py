@@ -143,7 +143,7 @@ def messages_of_a_run(model: type[nn.Module], data: Any) -> list[str]:
     return messages
 
 
-def test_buffers_that_follow_each_ranks_own_batches_are_named(ranks: Any) -> None:
+def test_buffers_that_differ_between_ranks_are_logged(ranks: Any) -> None:
     first, second = ranks(2).run(messages_of_a_run, Statistics, None)
     assert [text for text in first if "changes 1 buffers" in text and "mean" in text]
     assert not [text for text in second if "buffers" in text]
@@ -206,7 +206,7 @@ def changed_after_a_validation(strategy: str, validates: bool) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_what_a_loop_changes_after_a_validation_is_kept(strategy: str, ranks: Any) -> None:
+def test_changes_after_a_validation_are_kept(strategy: str, ranks: Any) -> None:
     (expected, _), (found, _) = (
         ranks(2).run(changed_after_a_validation, strategy, own) for own in (False, True)
     )

@@ -1,7 +1,6 @@
 """Ranks that share matmuls or sequences, or divide experts, alone and at once: the numbers of one rank."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +95,7 @@ def run_of(ranks: int, axes: Axes, model: str, strategy: str = "full_shard", **m
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_numbers(case: tuple[Any, ...], ranks: Callable[..., Any]) -> None:
+def test_the_same_numbers(case: tuple[Any, ...], ranks: Any) -> None:
     count, axes, model, strategy, more = case
     run = run_of(count, axes, model, strategy, **more)
     found = ranks(count).run(train_sharded, model, run)
@@ -114,7 +113,7 @@ RECOMPUTE = ("none", "full", "every", "selective")
 
 @pytest.mark.long
 @pytest.mark.parametrize("index", range(len(CROSS)), ids=[str(one) for one in CROSS])
-def test_the_same_numbers_in_the_full_cross(index: int, ranks: Callable[..., Any]) -> None:
+def test_the_same_numbers_in_the_full_cross(index: int, ranks: Any) -> None:
     """Recompute and accumulation go round."""
     axes, strategy = CROSS[index]
     more = {
@@ -129,9 +128,7 @@ def test_the_same_numbers_in_the_full_cross(index: int, ranks: Callable[..., Any
 @pytest.mark.long
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
-def test_the_same_numbers_from_any_offload_target(
-    tier: str, strategy: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_same_numbers_from_any_offload_target(tier: str, strategy: str, ranks: Any, tmp_path: Path) -> None:
     run = run_of(4, Axes(2), ONE_HEAD, strategy, extra=[f"offload.tier={tier}", f"run.dir={tmp_path}"])
     _, losses, norms = train_unsharded(ONE_HEAD, torch.float64, length=LENGTH)
     # The parameters themselves are on the drive.
@@ -157,7 +154,7 @@ def initial_values(axes: Axes, model: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("model", [DECODER, MIXTURE])
-def test_initial_values_do_not_depend_on_the_mesh(model: str, ranks: Callable[..., Any]) -> None:
+def test_initial_values_do_not_depend_on_the_mesh(model: str, ranks: Any) -> None:
     run = run_of(1, Axes(), model)
     expected = dict(materialize(build(model, run), seed=run.run.seed).named_parameters())
     for axes in (Axes(2, 2, 1), *([Axes(2, 1, 4), Axes(1, 2, 2)] if model == MIXTURE else ())):
@@ -177,7 +174,7 @@ def saved_again(axes: Axes, source: Path | None, target: Path) -> dict[str, Tens
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_passes_through_any_meshes_unchanged(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_checkpoint_passes_through_any_meshes_unchanged(ranks: Any, tmp_path: Path) -> None:
     """Weights and moments, bit for bit; torch.distributed.checkpoint alone reads them from any."""
     chain = (
         (4, Axes(2, 2, 1)),
@@ -227,7 +224,7 @@ def compared_replicas(axes: Axes, model: str, extra: tuple[str, ...], damaged: s
     ],
 )
 def test_replicas_are_compared_with_those_of_the_same_part(  # noqa: PLR0917
-    axes: Axes, model: str, extra: tuple[str, ...], damaged: str, said: str, ranks: Callable[..., Any]
+    axes: Axes, model: str, extra: tuple[str, ...], damaged: str, said: str, ranks: Any
 ) -> None:
     assert ranks(4).run(compared_replicas, axes, model, extra, None) == [None] * 4
     for message in ranks(4).run(compared_replicas, axes, model, extra, damaged):
@@ -240,7 +237,7 @@ def shard_indices() -> dict[str, int]:
     return {name: shard_index(parameter) for name, parameter in model.named_parameters()}
 
 
-def test_each_part_has_an_index_of_its_own(ranks: Callable[..., Any]) -> None:
+def test_each_part_has_its_shard_index(ranks: Any) -> None:
     by_rank = ranks(4).run(shard_indices)
     for name, expected in (("head", [0, 1, 2, 3]), ("norm", [0, 0, 1, 1])):
         assert [indices[f"{name}.weight"] for indices in by_rank] == expected
@@ -269,7 +266,7 @@ def counted_and_compared() -> tuple[tuple[int, int], tuple[int, int]]:
     return (step.tokens, step.trained_tokens or 0), (plan.run.tokens_per_step, valid)
 
 
-def test_tokens_count_once_and_any_loss_may_read_the_logits(ranks: Callable[..., Any]) -> None:
+def test_tokens_count_once_and_any_loss_may_read_the_logits(ranks: Any) -> None:
     for tokens, expected in ranks(2).run(counted_and_compared):
         assert tokens == expected
 
@@ -288,7 +285,7 @@ def gradients_of_skewed_routing(expert: int) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
 
 
-def test_a_rank_that_gets_no_token_takes_part(ranks: Callable[..., Any]) -> None:
+def test_a_rank_that_gets_no_token_takes_part(ranks: Any) -> None:
     expected = ranks(2).run(gradients_of_skewed_routing, 1)[0]
     for found in ranks(2).run(gradients_of_skewed_routing, 2):
         assert not found["blocks.0.feed_forward.experts.up"][2:].any()
@@ -313,8 +310,8 @@ NAMED_BLOCKS = ["sharding.units.names=['blocks.*']"]
         (2, Axes(expert=2), MIXTURE, {"extra": NAMED_BLOCKS}, ("blocks.0", "names of the experts too")),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_does(  # noqa: PLR0917
-    count: int, axes: Axes, model: str, more: dict[str, Any], said: tuple[str, ...], ranks: Callable[..., Any]
+def test_indivisible_models_are_refused_with_divisors(  # noqa: PLR0917
+    count: int, axes: Axes, model: str, more: dict[str, Any], said: tuple[str, ...], ranks: Any
 ) -> None:
     for message in ranks(count).run(refused, axes, model, more):
         assert all(text in message for text in said)

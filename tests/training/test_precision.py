@@ -1,6 +1,6 @@
-"""What a run computes in bf16 and fp16, against plain unsharded loops of the same precision."""
+"""Runs in bf16 and fp16, against plain unsharded loops of the same precision."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.parallel.materialize import materialize
-from fullshard.spec.plan import DeviceType, Plan, Precision
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
@@ -175,7 +175,7 @@ def distance_to_fp32(losses: Sequence[float] | Tensor) -> float:
     return float((torch.as_tensor(losses, dtype=torch.float64) - exact).abs().max())
 
 
-def run_case(case: Case, ranks: Callable[..., Any], *, mode: str) -> list[float]:
+def run_case(case: Case, ranks: Any, *, mode: str) -> list[float]:
     n, microbatches, overrides = case
     run = make_run(mode, [f"train.microbatch={BATCH // n // microbatches}", *overrides])
     first, *others = ranks(n).run(sharded_losses, run)
@@ -184,7 +184,7 @@ def run_case(case: Case, ranks: Callable[..., Any], *, mode: str) -> list[float]
     return first
 
 
-def test_the_range_leaves_out_what_is_not_bf16() -> None:
+def test_range_of_bf16_runs_excludes_fp32() -> None:
     """Or the tests below would say nothing. (Margins: 0.7 of the tolerance inside, 3.8 of it outside.)"""
     with pytest.raises(AssertionError):
         assert_within_five_runs(plain_losses(torch.float32, 1), times=2.0)
@@ -202,29 +202,12 @@ def test_sums_in_bf16_widen_the_range_no_more_than_twice(case: Case, ranks: Any)
 
 
 @pytest.mark.parametrize("case", cases(("full_shard-2",)))
-def test_fp16_losses_are_three_times_nearer_to_fp32_than_bf16_ones(case: Case, ranks: Any) -> None:
+def test_fp16_losses_are_nearer_to_fp32_than_bf16(case: Case, ranks: Any) -> None:
     """Three bits of mantissa more; a factor of 5 to 10 was seen."""
     assert 3 * distance_to_fp32(run_case(case, ranks, mode="fp16")) < distance_to_fp32(five_bf16_runs())
 
 
 @pytest.mark.parametrize("case", cases(("full_shard-2",)))
-def test_pure_bf16_losses_are_at_most_three_times_as_far_from_fp32_as_bf16_ones(
-    case: Case, ranks: Any
-) -> None:
+def test_pure_bf16_losses_are_near_fp32(case: Case, ranks: Any) -> None:
     """The weights themselves have 8 bits; factors of 0.8 to 1.6 were seen."""
     assert distance_to_fp32(run_case(case, ranks, mode="bf16_pure")) < 3 * distance_to_fp32(five_bf16_runs())
-
-
-def test_the_automatic_precision_is_bf16_where_the_hardware_has_it() -> None:
-    fp32, bf16 = Precision.from_mode("fp32"), Precision.from_mode("bf16")
-
-    def chosen(device: DeviceType, mode: str = "auto", *, bf16_hardware: bool | None = None) -> Precision:
-        run = make_run(mode)
-        return Plan.from_run(run, world_size=1, device=device, bf16_hardware=bf16_hardware).precision
-
-    assert chosen("cpu") == fp32
-    assert chosen("cuda") == bf16
-    assert chosen("cuda", bf16_hardware=False) == fp32
-    assert chosen("cpu", bf16_hardware=True) == bf16
-    assert chosen("cpu", "bf16") == bf16
-    assert chosen("cuda", "fp32", bf16_hardware=True) == fp32

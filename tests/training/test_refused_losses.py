@@ -1,5 +1,6 @@
 """Results of loss functions, and numbers of microbatches, that a step refuses."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,69 +17,29 @@ from fullshard.training.loop import train
 from tests.training.runs import mean_square, pairs, run_of, sharded
 
 
-def refusals(losses: Sequence[Callable[..., Any]], numbers: Sequence[int]) -> list[str]:
+def refusals(losses: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """Returns the error for each loss, and for each number of microbatches other than 3."""
-    said = []
-    for loss, data in [*((loss, None) for loss in losses), *((mean_square, Number(n)) for n in numbers)]:
+    errors = []
+    cases = [*((LOSSES[name][0], None) for name in losses), *((mean_square, Number(n)) for n in numbers)]
+    for loss, data in cases:
         state, plan = sharded(run_of("train.microbatch=4"), data=data)
         with pytest.raises(TrainError) as raised:
             next(iter(train(state, plan, loss=loss)))
-        said.append(str(raised.value))
-    return said
-
-
-def no_loss(model: nn.Module, batch: Any) -> Any:
-    model(batch[0])
-
-
-def loss_of_rows(model: nn.Module, batch: Any) -> Any:
-    return model(batch[0]).square().sum(1)
-
-
-def loss_as_float(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch).item()
-
-
-def detached_loss(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch).detach(), 4
-
-
-def loss_of_three(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch), 4, "rows"
-
-
-def loss_and_output(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch), model(batch[0])
-
-
-def loss_without_count(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch), None
-
-
-def complex_loss(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch) * 1j
+        errors.append(str(raised.value))
+    return errors
 
 
 def loss_without_gradients(model: nn.Module, batch: Any) -> Any:
-    torch.set_grad_enabled(False)
-    try:
+    with torch.no_grad():
         return mean_square(model, batch)
-    finally:
-        torch.set_grad_enabled(True)
 
 
-def loss_of_nan(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch), torch.tensor(math.nan)
-
-
-def loss_of_infinitely_many(model: nn.Module, batch: Any) -> Any:
-    return mean_square(model, batch), math.inf
+calls = itertools.count()
 
 
 def loss_of_either_kind(model: nn.Module, batch: Any) -> Any:
     total = mean_square(model, batch)
-    loss_of_either_kind.calls = getattr(loss_of_either_kind, "calls", 0) + 1  # type: ignore[attr-defined]
-    return (total, 4) if loss_of_either_kind.calls % 2 else total  # type: ignore[attr-defined]
+    return (total, 4) if next(calls) % 2 else total
 
 
 class Number:
@@ -89,36 +50,50 @@ class Number:
         yield from [pairs(step, plan.microbatch)] * self.number
 
 
-NO_LOSSES: dict[Callable[..., Any], str] = {
-    no_loss: "NoneType",
-    loss_of_rows: "a float32 tensor of shape [4]",
-    loss_as_float: "float",
-    detached_loss: "a loss without a gradient (requires_grad=False)",
-    loss_of_three: "tuple",
-    complex_loss: "a complex64 tensor of shape []",
-    loss_without_gradients: "a loss without a gradient (requires_grad=False)",
+# name -> (loss, what the error reports)
+NO_LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
+    "none": (lambda model, batch: None, "NoneType"),
+    "rows": (lambda model, batch: model(batch[0]).square().sum(1), "a float32 tensor of shape [4]"),
+    "float": (lambda model, batch: mean_square(model, batch).item(), "float"),
+    "detached": (
+        lambda model, batch: (mean_square(model, batch).detach(), 4),
+        "a loss without a gradient (requires_grad=False)",
+    ),
+    "three values": (lambda model, batch: (mean_square(model, batch), 4, "rows"), "tuple"),
+    "complex": (lambda model, batch: mean_square(model, batch) * 1j, "a complex64 tensor of shape []"),
+    "no gradients": (loss_without_gradients, "a loss without a gradient (requires_grad=False)"),
 }
-NO_COUNTS: dict[Callable[..., Any], str] = {
-    loss_and_output: "a float32 tensor of shape [4, 2]",
-    loss_without_count: "NoneType",
-    loss_of_nan: "nan, over all ranks and microbatches of the step",
-    loss_of_infinitely_many: "inf, over all ranks and microbatches of the step",
+NO_COUNTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "output": (
+        lambda model, batch: (mean_square(model, batch), model(batch[0])),
+        "a float32 tensor of shape [4, 2]",
+    ),
+    "no count": (lambda model, batch: (mean_square(model, batch), None), "NoneType"),
+    "nan": (
+        lambda model, batch: (mean_square(model, batch), torch.tensor(math.nan)),
+        "nan, over all ranks and microbatches of the step",
+    ),
+    "infinite": (
+        lambda model, batch: (mean_square(model, batch), math.inf),
+        "inf, over all ranks and microbatches of the step",
+    ),
 }
+LOSSES = {**NO_LOSSES, **NO_COUNTS, "mean or sum": (loss_of_either_kind, "")}
 
 
-def test_what_is_no_loss_is_refused(ranks: Any) -> None:
-    said = ranks(1).run(refusals, list(NO_LOSSES), [])[0]
-    for message, got in zip(said, NO_LOSSES.values(), strict=True):
-        assert "the loss function gave no loss to train on" in message
-        assert f"got: {got}\n" in message
+def test_results_that_are_not_losses_are_refused(ranks: Any) -> None:
+    errors = ranks(1).run(refusals, list(NO_LOSSES), [])[0]
+    for error, (_, got) in zip(errors, NO_LOSSES.values(), strict=True):
+        assert "the loss function gave no loss to train on" in error
+        assert f"got: {got}\n" in error
 
 
-def test_what_is_no_count_is_refused(ranks: Any) -> None:
-    said = ranks(1).run(refusals, [*NO_COUNTS, loss_of_either_kind], [])[0]
-    for message, got in zip(said, NO_COUNTS.values(), strict=False):
-        assert "count" in message.partition("\n")[0]
-        assert f"got: {got}\n" in message
-    assert "a mean for some microbatches, and a sum with its count for others" in said[-1]
+def test_results_that_are_not_counts_are_refused(ranks: Any) -> None:
+    *errors, last = ranks(1).run(refusals, [*NO_COUNTS, "mean or sum"], [])[0]
+    for error, (_, got) in zip(errors, NO_COUNTS.values(), strict=True):
+        assert "count" in error.partition("\n")[0]
+        assert f"got: {got}\n" in error
+    assert "a mean for some microbatches, and a sum with its count for others" in last
 
 
 def mean_or_sum(model: nn.Module, batch: Any) -> Any:
@@ -144,7 +119,7 @@ def test_another_number_of_microbatches_is_refused(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(0.25, 3.0), (0.0, math.nan)])
-def test_a_validation_loss_is_the_mean_over_what_counts(weight: float, expected: float) -> None:
+def test_validation_loss_is_the_mean_over_counts(weight: float, expected: float) -> None:
     model = nn.Linear(2, 2)
     batches = [torch.tensor(3.0 * weight), torch.tensor(3.0 * weight)]
     found = validation_loss(model, batches, loss=lambda _, total: (total, weight))  # type: ignore[arg-type,return-value]

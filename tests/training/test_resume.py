@@ -1,6 +1,6 @@
-"""A run that stops and goes on is the run that did not stop."""
+"""A resumed run equals the undisturbed run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import load, save
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
@@ -17,17 +16,12 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import (
-    changed_settings,
-    check_can_continue,
-    continue_run,
-    result_settings,
-)
+from fullshard.training.resume import changed_settings, check_can_continue, continue_run, result_settings
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState, rows_in_values
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
-from tests.training.runs import WIDTH, Regression, mean_square, meta, run_of, sharded
+from tests.training.runs import WIDTH, Regression, mean_square, meta, run_of, sharded, whole
 from tests.training.same_numbers import STRATEGIES, build, make_run
 
 STEPS = 8
@@ -36,7 +30,7 @@ STEPS = 8
 def train_part(
     directory: Path, *, strategy: str, until: int, extra: list[str], model_name: str = "odd_tied"
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Goes on from the newest checkpoint, if there is one, to step `until`; saves. Losses, whole weights."""
+    """Resumes from the newest checkpoint, trains to step `until`, saves. Returns losses and whole weights."""
     world_size = dist.get_world_size()
     run = make_run(
         model=model_name, ranks=world_size, strategy=strategy, extra=[f"train.steps={STEPS}", *extra]
@@ -55,19 +49,11 @@ def train_part(
         losses[-1] += torch.rand(()).item() * 1e-9  # moves the random state, and shows it
     if until < STEPS:
         save(state, directory, plan=plan)
-    whole = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-    return losses, whole
+    return losses, whole(model)
 
 
 def run_parts(
-    ranks: Callable[..., Any],
-    directory: Path,
-    parts: list[tuple[int, str, int]],
-    *extra: str,
-    model: str = "odd_tied",
+    ranks: Any, directory: Path, parts: list[tuple[int, str, int]], *extra: str, model: str = "odd_tied"
 ) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
     """Each part: (ranks, strategy, last step). Every rank's losses, all parts joined; the last weights."""
     curves: list[list[float]] = []
@@ -78,7 +64,7 @@ def run_parts(
         # A rank that was not there before has no curve of its own yet: all ranks have the same losses.
         before = curves[0] if curves else []
         curves = [(curves[rank] if rank < len(curves) else before) + own for rank, own in enumerate(losses)]
-        weights = [whole for _, whole in results]
+        weights = [parameters for _, parameters in results]
     return curves, weights
 
 
@@ -89,34 +75,26 @@ def part(directory: Path, strategy: str, until: int, extra: list[str], model: st
 PRECISIONS = ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [pytest.param("full_shard", "fp32", marks=pytest.mark.long), ("hybrid_shard", "bf16")],
-)
-def test_the_same_ranks_go_on_bitwise(
-    strategy: str, precision: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    assert_bitwise(ranks, tmp_path, strategy, precision)
+def test_resumed_run_equals_undisturbed_run_bitwise(ranks: Any, tmp_path: Path) -> None:
+    assert_bitwise(ranks, tmp_path, "hybrid_shard", "bf16")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_same_ranks_go_on_bitwise_in_the_full_cross(
-    strategy: str, precision: str, ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_resumed_run_in_the_full_cross(strategy: str, precision: str, ranks: Any, tmp_path: Path) -> None:
     assert_bitwise(ranks, tmp_path, strategy, precision)
 
 
-def assert_bitwise(ranks: Callable[..., Any], path: Path, strategy: str, precision: str) -> None:
+def assert_bitwise(ranks: Any, path: Path, strategy: str, precision: str) -> None:
     n = 4 if STRATEGIES[strategy] else 2
     mode = f"precision.mode={precision}"
-    whole_curve, whole = run_parts(ranks, path / "whole", [(n, strategy, STEPS)], mode)
+    whole_curve, expected = run_parts(ranks, path / "whole", [(n, strategy, STEPS)], mode)
     parts = [(n, strategy, 3), (n, strategy, 7), (n, strategy, STEPS)]
     curve, stopped = run_parts(ranks, path / "parts", parts, mode)
     assert curve == whole_curve
     for name, tensor in stopped[0].items():
-        assert torch.equal(tensor, whole[0][name]), name
+        assert torch.equal(tensor, expected[0][name]), name
 
 
 @pytest.mark.parametrize(
@@ -130,14 +108,14 @@ def assert_bitwise(ranks: Callable[..., Any], path: Path, strategy: str, precisi
     ],
     ids=["ranks 2→3→1→4", "full→no→hybrid", "hpz→zero1→hybrid_zero2"],
 )
-def test_other_ranks_and_strategies_go_on_alike(
-    parts: list[tuple[int, str, int]], ranks: Callable[..., Any], tmp_path: Path
+def test_other_ranks_and_strategies_resume(
+    parts: list[tuple[int, str, int]], ranks: Any, tmp_path: Path
 ) -> None:
-    whole_curve, whole = run_parts(ranks, tmp_path / "whole", [(1, "no_shard", STEPS)])
+    whole_curve, expected = run_parts(ranks, tmp_path / "whole", [(1, "no_shard", STEPS)])
     curve, moved = run_parts(ranks, tmp_path / "parts", parts)
     assert curve[0] == pytest.approx(whole_curve[0], rel=1e-5)
     for name, tensor in moved[0].items():
-        error = (tensor - whole[0][name]).norm() / whole[0][name].norm()
+        error = (tensor - expected[0][name]).norm() / expected[0][name].norm()
         assert error <= 1e-5, name
 
 
@@ -182,9 +160,7 @@ def rows_used(
 
 
 @pytest.mark.parametrize("batch", [6, 8, 12, 24])
-def test_with_another_batch_a_run_continues_behind_the_rows_seen(
-    batch: int, ranks: Any, tmp_path: Path
-) -> None:
+def test_changed_batch_continues_after_the_seen_rows(batch: int, ranks: Any, tmp_path: Path) -> None:
     after = [f"train.global_batch={batch}"]
     used, messages = ranks(1).run(rows_used, tmp_path, [], after, ByRow)[0]
     assert used == list(range(3 * 12 + 2 * batch))
@@ -226,7 +202,7 @@ def seen_again(directory: Path) -> list[str]:
     return continue_run(fresh, plan)
 
 
-def test_that_an_iterable_starts_anew_is_reported(ranks: Any, tmp_path: Path) -> None:
+def test_iterable_that_starts_anew_is_reported(ranks: Any, tmp_path: Path) -> None:
     ((message,),) = ranks(1).run(seen_again, tmp_path)
     assert "12 rows comes again" in message
 

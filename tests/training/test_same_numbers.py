@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -69,7 +69,7 @@ def pairwise() -> list[dict[str, Any]]:
 
 
 def covering(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of `cases` those that have a value of an axis that none before them has: together they have all."""
+    """The cases with a value of an axis that none before them has: together they have all values."""
     seen: set[tuple[str, Any]] = set()
     chosen: list[dict[str, Any]] = []
     for case in cases:
@@ -82,21 +82,13 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join("".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in case.values())
 
 
-def check(case: dict[str, Any], ranks: Callable[..., Any]) -> None:
+def check(case: dict[str, Any], ranks: Any) -> None:
     run = make_run(**case)
     assert_same_numbers(case["model"], ranks(case["ranks"]).run(train_sharded, case["model"], run))
 
 
-PAIRS = pairwise()
-SAMPLE = covering(PAIRS)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.long) for case in PAIRS],
-    ids=name_of,
-)
-def test_sharded_run_equals_unsharded_run(case: dict[str, Any], ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("case", covering(pairwise()), ids=name_of)
+def test_sharded_run_equals_unsharded_run(case: dict[str, Any], ranks: Any) -> None:
     check(case, ranks)
 
 
@@ -108,9 +100,7 @@ WITHIN = ("prefetch", "units", "loss_chunk")
 @pytest.mark.parametrize(
     "case", [case for case in all_cases() if all(case[axis] == AXES[axis][0] for axis in WITHIN)], ids=name_of
 )
-def test_sharded_run_equals_unsharded_run_in_the_full_cross(
-    case: dict[str, Any], ranks: Callable[..., Any]
-) -> None:
+def test_sharded_run_equals_unsharded_run_in_the_full_cross(case: dict[str, Any], ranks: Any) -> None:
     for values in itertools.product(*(AXES[axis] for axis in WITHIN)):
         check(case | dict(zip(WITHIN, values, strict=True)), ranks)
 
@@ -127,7 +117,7 @@ def test_sharded_run_equals_unsharded_run_in_the_full_cross(
     ],
 )
 def test_sharded_run_equals_unsharded_run_on_two_by_three(
-    strategy: str, degree: str, accumulation: tuple[int, str], model: str, ranks: Callable[..., Any]
+    strategy: str, degree: str, accumulation: tuple[int, str], model: str, ranks: Any
 ) -> None:
     case = {"model": model, "ranks": 6, "strategy": strategy, "accumulation": accumulation}
     run = make_run(**case, extra=[degree])

@@ -1,4 +1,4 @@
-"""TrainState: what a checkpoint of it holds, and that a state that takes it over goes on bit for bit."""
+"""TrainState: the contents of its checkpoint, from which another state continues bitwise."""
 
 import random
 import re
@@ -18,6 +18,12 @@ from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
+from fullshard.training.random_state import (
+    generator_states,
+    saved_generator_states,
+    seed_generators,
+    set_generator_states,
+)
 from fullshard.training.state import LossScale, TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY, OddModel
@@ -99,7 +105,7 @@ def resumed(*overrides: str) -> tuple[dict[str, Any], dict[str, Any], bool]:
         (2, ("precision.mode=fp16",)),
     ],
 )
-def test_a_resumed_run_goes_on_bit_for_bit(n: int, overrides: tuple[str, ...], ranks: Any) -> None:
+def test_resumed_state_continues_bitwise(n: int, overrides: tuple[str, ...], ranks: Any) -> None:
     for straight, resumed_values, same in ranks(n).run(resumed, *overrides):
         assert resumed_values == straight
         assert straight["step"] == 6
@@ -132,15 +138,13 @@ def scale_after_loading() -> tuple[LossScale, LossScale]:
     return loaded, other.loss_scale
 
 
-def test_the_loss_scale_goes_on_in_its_window(ranks: Any) -> None:
+def test_loss_scale_resumes_in_its_window(ranks: Any) -> None:
     assert ranks(1).run(scale_after_loading) == [
         (LossScale(32.0, window=50, good_steps=7), LossScale(32.0, window=50, good_steps=8))
     ]
 
 
-# What it holds
-
-
+# What it holds #
 class TiedOdd(OddModel):
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -199,9 +203,7 @@ def test_units_that_are_gathered_are_saved_and_loaded_as_shards(strategy: str, r
     assert ranks(2).run(after_a_forward, strategy) == [(True, True)] * 2
 
 
-# What is refused
-
-
+# What is refused #
 def refusals() -> dict[str, str]:
     state, plan = sharded(run_of())
     advance(state, plan, steps=1)
@@ -268,3 +270,28 @@ def refused_saves(directory: Path) -> list[str]:
 def test_a_state_that_cannot_be_trained_on_is_not_saved(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1).run(refused_saves, tmp_path) == [[name for name in UNUSABLE for _ in range(2)]]
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["step-00000001"]
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand([]).item(), random.random(), float(np.random.rand())
+
+
+def draw_seeded() -> tuple[float, float, float]:
+    seed_generators(Plan.from_run(run_of(), world_size=2))
+    return draw()
+
+
+def draw_after_resume_on_more_ranks() -> tuple[float, float, float]:
+    """The checkpoint has the states of rank 0 alone."""
+    seed_generators(Plan.from_run(run_of(), world_size=2))
+    saved = {f"{name[:-1]}0": state for name, state in generator_states().items()}
+    draw()
+    read = {name: saved[name] for name in saved_generator_states(saved)}
+    set_generator_states(read)
+    return draw()
+
+
+def test_host_random_numbers_are_equal_on_all_ranks(ranks: Any) -> None:
+    drawn = ranks(2).run(draw_seeded)
+    assert drawn[0] == drawn[1]
+    assert ranks(2).run(draw_after_resume_on_more_ranks) == drawn

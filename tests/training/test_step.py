@@ -13,18 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.errors import TrainError
 from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.gradients import (
-    local_gradient_norms,
-    local_share_of_squared_norm,
-    tensors_counted_here,
-)
 from fullshard.training.loop import Step, train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -33,6 +27,7 @@ from fullshard.training.step import count_computed_tokens, run_step
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
+from tests.parallel.operations import CountOperations
 from tests.training.runs import (
     BATCH,
     Pairs,
@@ -84,15 +79,8 @@ def counted_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor
     return ((model(x) - y).square().sum(1) * counted).sum(), counted.sum()
 
 
-def counted_rows_as_int(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    total, count = counted_rows(model, batch)
-    return total, int(count)
-
-
 @pytest.mark.parametrize(("n", "microbatch"), [(1, 3), (2, 2), (3, 1), (3, 4)])
-def test_a_sum_is_divided_by_the_count_over_ranks_and_microbatches(
-    n: int, microbatch: int, ranks: Any
-) -> None:
+def test_sum_is_divided_by_count_over_ranks_and_microbatches(n: int, microbatch: int, ranks: Any) -> None:
     run = unclipped(microbatch)
     x, y = pairs(0)
     counts = (y[:, 0] > 0).view(-1, microbatch).sum(1)
@@ -106,13 +94,6 @@ def test_a_sum_is_divided_by_the_count_over_ranks_and_microbatches(
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
         assert step.loss == pytest.approx(mean, rel=1e-5)
         assert (step.tokens, step.trained_tokens) == (run.tokens_per_step, count)
-
-
-def test_a_count_may_be_an_int(ranks: Any) -> None:
-    results = [
-        ranks(2).run(gradient_of_a_step, unclipped(2), f)[0] for f in (counted_rows, counted_rows_as_int)
-    ]
-    assert same_bits(results[0][0], results[1][0])
 
 
 def mean_of_counted_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -134,9 +115,7 @@ def test_a_mean_is_averaged_over_microbatches(ranks: Any) -> None:
         assert (step.tokens, step.trained_tokens) == (run.tokens_per_step, None)
 
 
-# The true norm
-
-
+# The true norm #
 class OddWithUnused(OddModel):
     """Also a matrix that no loss depends on."""
 
@@ -183,7 +162,7 @@ UNSHARDED_LAYER = 'sharding.units.overrides=[{match="layers.1", strategy="no_sha
         (4, MixedOdd, (UNSHARDED_HEAD, "sharding.reshard_after_forward=2", "train.microbatch=1")),
     ],
 )
-def test_the_norm_and_what_clipping_does_are_those_of_the_unsharded_model(
+def test_norm_and_clipping_equal_unsharded(
     n: int, model: type[nn.Module], more: tuple[str, ...], ranks: Any
 ) -> None:
     run = norm_run(*more)
@@ -228,9 +207,7 @@ def test_gradients_that_the_optimizer_does_not_hold_do_not_add_up(ranks: Any) ->
     assert later == pytest.approx([first, first])
 
 
-# What is skipped
-
-
+# What is skipped #
 def poisoned(kind: str, *, at_call: int) -> Callable[..., Any]:
     """`mean_square`, but for one call on the last rank."""
     calls = itertools.count(1)
@@ -278,7 +255,7 @@ def without_the_second_step(more: tuple[str, ...]) -> dict[str, Tensor]:
         ("loss", 2, ("precision.mode=bf16_pure",)),
     ],
 )
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(
+def test_step_that_is_not_finite_is_skipped_on_all(
     kind: str, n: int, more: tuple[str, ...], ranks: Any
 ) -> None:
     expected = ranks(n).run(without_the_second_step, more)
@@ -304,9 +281,7 @@ def run_to_the_error(device: str) -> tuple[list[int], int, int, str]:
 
 
 @pytest.mark.parametrize(("device", "last"), [("cpu", 7), ("fake", 8)])
-def test_a_run_stops_on_all_ranks_after_so_many_skipped_steps_in_a_row(
-    device: str, last: int, ranks: Any
-) -> None:
+def test_run_stops_on_all_ranks_after_skipped_steps(device: str, last: int, ranks: Any) -> None:
     """Steps 5, 6 and 7 are skipped. A host ahead of its device reads that of 7 after launching 8."""
     what = "3 steps in a row had a loss or gradient norm that is not finite."
     expected = [*range(5, last + 1)], last, last - 4, what
@@ -336,16 +311,6 @@ def test_a_step_without_a_valid_token_anywhere_is_skipped(ranks: Any) -> None:
 # Accumulation
 
 
-class AllReduces(TorchDispatchMode):
-    """Counts them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "allreduce" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def all_reduces(microbatch: int) -> int:
     state, plan = sharded(
         run_of(
@@ -357,9 +322,9 @@ def all_reduces(microbatch: int) -> int:
     )
     steps = train(state, plan, loss=mean_square)
     next(steps)
-    with AllReduces() as counted:
+    with CountOperations() as counted:
         next(steps)
-    return counted.count
+    return counted.total("allreduce")
 
 
 def test_replicas_are_reduced_once_a_step(ranks: Any) -> None:
@@ -396,7 +361,7 @@ def live_objects(more: tuple[str, ...]) -> list[tuple[int, int]]:
 
 
 def specs_are_leaked() -> bool:
-    """Whether torch leaks the spec of each plain scalar among DTensors (2.11 does: AdamW's step counts)."""
+    """Returns whether torch leaks the spec of each plain scalar among DTensors, as 2.11 does."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded_ones = [distribute_tensor(torch.ones(4), mesh, [Shard(0)])]
 
@@ -424,36 +389,6 @@ def test_no_objects_pile_up_from_step_to_step(more: tuple[str, ...], ranks: Any)
     for (objects, tensors), (objects_later, tensors_later) in ranks(2).run(live_objects, more):
         assert tensors_later == tensors
         assert objects_later - objects < 20
-
-
-# Gradients #
-SIZES = (7, 3, 1, 8, 2, 5, 4, 6)
-
-
-def counted_and_norms() -> tuple[int, float, float]:
-    """Returns the number of elements that this rank counts, the sum of all shares, and what it should be."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    placements = ((Replicate(), Replicate()), (Replicate(), Shard(0)), (Shard(0), Replicate()))
-    wholes = [torch.randn(4, size) for size in SIZES for _ in placements] + [torch.randn(())]
-    gradients = [
-        distribute_tensor(whole, mesh, placements[number % len(placements)])
-        for number, whole in enumerate(wholes[:-1])
-    ]
-    counted = tensors_counted_here([*gradients, wholes[-1]])
-    share = torch.as_tensor(local_share_of_squared_norm(local_gradient_norms(counted)), dtype=torch.float64)
-    dist.all_reduce(share)
-    expected = sum(whole.double().square().sum().item() for whole in wholes)
-    return sum(tensor.numel() for tensor in counted), share.item(), expected
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_each_part_of_a_gradient_is_counted_by_one_of_the_ranks_that_have_it(world_size, ranks):
-    found = ranks(world_size).run(counted_and_norms)
-    for _, norm, expected in found:
-        assert norm == pytest.approx(expected, rel=1e-6)
-    counts = [count for count, *_ in found]
-    assert max(counts) - min(counts) <= 2 * 3 * 4 * max(SIZES)  # a largest tensor more or less, of each kind
 
 
 # Tokens #

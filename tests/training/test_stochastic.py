@@ -28,7 +28,7 @@ def every_bf16() -> Tensor:
     return torch.arange(1 << 16).to(torch.int32).bitwise_left_shift(16).view(torch.float32)
 
 
-def test_what_bf16_can_hold_stays_as_it_is() -> None:
+def test_bf16_values_are_not_changed() -> None:
     values = every_bf16()
     finite = values[values.isfinite()]
     assert torch.equal(rounded(finite).float(), finite)
@@ -66,7 +66,7 @@ def test_the_mean_of_many_roundings_is_the_exact_value(value: float) -> None:
 
 
 def test_consecutive_seeds_give_independent_noise() -> None:
-    """Steps and parameters are told apart by seeds alone."""
+    """Steps and parameters differ in their seeds alone."""
     n = 2000
     half_way = torch.full((16,), 1 + 2**-8)
     up = torch.stack([(rounded(half_way, seed=seed) > 1).double() for seed in range(n)])  # (seeds, 16)
@@ -77,16 +77,7 @@ def test_consecutive_seeds_give_independent_noise() -> None:
     assert abs(float(neighbours)) < 5 / math.sqrt(15 * n)
 
 
-def test_other_dtypes_are_copied() -> None:
-    exact = torch.tensor([1.0001, -3.3])
-    out = torch.empty(2)
-    round_stochastically(exact.clone(), out=out, halfwords=torch.tensor([3, 65535], dtype=torch.int32))
-    assert torch.equal(out, exact)
-
-
-# The optimizer
-
-
+# The optimizer #
 def descend(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, steps: int) -> None:
     """Down ½ ‖x - 3‖²."""
     for _ in range(steps):
@@ -171,10 +162,7 @@ def parts_after_a_run(strategy: tuple[str, ...]) -> dict[str, tuple[int, Tensor]
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        ("sharding.strategy=no_shard",),
-        ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
-    ],
+    [("sharding.strategy=no_shard",), ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")],
     ids=["no_shard", "hybrid_shard"],
 )
 def test_replicas_agree_bit_for_bit(strategy: tuple[str, ...], ranks: Any) -> None:

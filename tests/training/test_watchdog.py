@@ -51,7 +51,7 @@ HARMS = {
     "harm",
     [pytest.param(harm, marks=[pytest.mark.long] * (harm == "holds_the_interpreter")) for harm in HARMS],
 )
-def test_a_hang_is_ended_and_the_rank_is_named_that_the_others_wait_for(harm: str, tmp_path: Path) -> None:
+def test_hang_is_ended_and_its_rank_is_named(harm: str, tmp_path: Path) -> None:
     ranks, said, codes = HARMS[harm]
     assert hung(harm, tmp_path, ranks=ranks, culprit=1) == codes
     for rank in (rank for rank, code in enumerate(codes) if code == TrainError.exit_code):
@@ -92,9 +92,7 @@ def test_collectives_wait_for_longer_than_the_watchdog() -> None:
         assert section.process_group_timeout_seconds >= 600
 
 
-# Who is to blame
-
-
+# Who is to blame #
 def seen(phase: RunPhase, step: int = 4, *, process: int = 1) -> Heartbeat:
     return Heartbeat(host_and_namespace_id(), process, step, str(phase), 31.0, 30.0, NOW - 1)
 
@@ -138,7 +136,7 @@ def test_of_as_many_the_one_that_is_further_on_left_something_out() -> None:
     )
 
 
-def test_the_flight_recorder_tells_ranks_of_one_place_apart() -> None:
+def test_flight_recorder_distinguishes_ranks_in_one_phase() -> None:
     reports = {
         rank: report(RunPhase.REDUCE, collective=f"gloo:all_reduce {17 - (rank == 2)}") for rank in range(4)
     }
@@ -177,7 +175,7 @@ def test_where_all_are_alike_none_is_blamed() -> None:
         (None, "its host or the link to it is gone"),
     ],
 )
-def test_a_rank_that_says_nothing_is_named_before_any_that_waits(state: str | None, said: str) -> None:
+def test_silent_rank_is_named_before_waiting_ranks(state: str | None, said: str) -> None:
     silent = {3: UnresponsiveRank(seen(RunPhase.FORWARD), state)}
     verdict = diagnose_hang({0: WAITING, 1: BUSY, 2: WAITING}, silent, now=NOW)
     assert verdict.error.what.startswith("rank 3 does not answer, last heartbeat in forward of step 5")
@@ -192,14 +190,14 @@ def test_ranks_that_never_spoke_are_named_too() -> None:
     assert verdict.error.what.startswith("rank 1 (and rank 2) does not answer, no heartbeat yet")
 
 
-def test_of_thousands_of_ranks_few_lines_and_stacks_are_shown() -> None:
+def test_report_of_thousands_of_ranks_is_short() -> None:
     reports = dict.fromkeys(range(4096), WAITING) | dict.fromkeys(range(100, 200), BUSY)
     verdict = diagnose_hang(reports, {}, now=NOW)
     assert len(str(verdict.error.got).splitlines()) == 2
     assert verdict.stacks.count("every thread") <= 8
 
 
-def test_the_state_of_a_process_is_told_on_its_own_host_only() -> None:
+def test_process_state_is_known_on_the_same_host_only() -> None:
     own = Heartbeat(host_and_namespace_id(), os.getpid(), 1, "data", 1.0, 1.0, NOW)
     assert process_state_letter(own) in ("R", "S")
     assert process_state_letter(Heartbeat("elsewhere", os.getpid(), 1, "data", 1.0, 1.0, NOW)) is None

@@ -35,7 +35,7 @@ QUICK = [*SETTINGS, *ENVIRONMENT, *STORAGE, *(one for one in (*MODELS, *DATA) if
     "fault",
     [pytest.param(one, id=one.name, marks=() if one in QUICK else pytest.mark.long) for one in FAULTS],
 )
-def test_a_fault_is_found_by_the_check_meant_for_it(fault: Fault, tmp_path: Path) -> None:
+def test_fault_is_found_by_its_check(fault: Fault, tmp_path: Path) -> None:
     found = problems(fault.make(tmp_path), group=GROUP_OF[fault.check])
     assert fault.check in found
     assert found[fault.check].fix or found[fault.check].why
@@ -53,7 +53,7 @@ def test_no_complaint_without_a_fault(tmp_path: Path) -> None:
     assert {group: problems(part, group=group) for group, part in parts.items()} == {g: {} for g in parts}
 
 
-def test_a_model_that_cannot_be_computed_is_one_failure_and_the_rest_is_skipped() -> None:
+def test_model_that_raises_is_one_failure() -> None:
     plan = plan_of_decoder("none", "train.loss=tests.models.own:square_loss")
     found = problems(build_model_trial(plan), group="model")
     assert [one.status for one in found.values()] == ["failure"]

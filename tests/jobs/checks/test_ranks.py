@@ -1,6 +1,5 @@
 """Checks that ranks make together: of links, settings and a sharded step."""
 
-from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -18,7 +17,7 @@ PAIRS = [PairRate(ranks, 1e9) for ranks in combinations(range(4), 2)]
 
 
 def found_on_ranks(fault: str) -> dict[str, Finding]:
-    """What ranks find; the last has another environment."""
+    """The findings of ranks, of which the last has another environment."""
     model = ("model.python=tests.fakes.broken:Decoder", f'model.options={{fault="{fault}"}}')
     run = Run.load(overrides=[*model, *BATCHES, "run.device=cpu"])
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -27,7 +26,7 @@ def found_on_ranks(fault: str) -> dict[str, Finding]:
     return {one.check: one for one in find_on_ranks(run, ranks=ranks, environment=environment)}
 
 
-def test_ranks_measure_their_links_settings_and_sharded_step(ranks: Callable[..., Any]) -> None:
+def test_ranks_measure_their_links_settings_and_sharded_step(ranks: Any) -> None:
     first, other = ranks(2).run(found_on_ranks, "none")
     assert first["sharded_step"] == other["sharded_step"]
     assert (first["sharded_step"].status, first["links"].status) == ("ok", "ok")
@@ -42,7 +41,7 @@ def test_ranks_measure_their_links_settings_and_sharded_step(ranks: Callable[...
         ("drops by rank", "rank 0: gathers blocks.1; rank 1: gathers blocks.0"),
     ],
 )
-def test_a_model_that_depends_on_the_rank_is_found(ranks: Callable[..., Any], fault: str, text: str) -> None:
+def test_a_model_that_depends_on_the_rank_is_found(ranks: Any, fault: str, text: str) -> None:
     found = ranks(2).run(found_on_ranks, fault)[0]["sharded_step"]
     assert found.status == "failure"
     assert text in found.got

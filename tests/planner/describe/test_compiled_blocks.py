@@ -72,12 +72,12 @@ def saved_by_compiler(run: Run) -> int:
 @pytest.mark.parametrize(
     "mode", ["selective", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("none", "full"))]
 )
-def test_a_block_saves_what_the_compiler_saves(mode: str) -> None:
+def test_traced_block_saves_as_the_compiler_does(mode: str) -> None:
     run = run_of(f"recompute.mode={mode}", "run.compile=true")
     assert saved_per_block(trace_of(run)) == saved_by_compiler(run)
 
 
-def test_a_run_that_leaves_it_open_is_traced_both_ways_on_a_gpu_only() -> None:
+def test_automatic_compile_is_traced_eager_and_compiled_on_gpu_only() -> None:
     """And a compiled block saves and launches less than an eager one."""
     run = run_of("recompute.mode=none", "run.compile=auto", "precision.mode=bf16")
     with torch.device("meta"):

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import storage_key
 from fullshard.planner.describe.describe_run import build_spec_key, describe_run
 from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.run import Run
+from tests.parallel.operations import CountOperations
 
 KERNELS: tuple[AttentionKernel, ...] = ("flash", "cudnn")
 BATCH, HEADS, LENGTH = 2, 4, 64
@@ -23,24 +23,16 @@ SMALL = (
 )
 
 
-class AttentionCalls(TorchDispatchMode):
-    """Records which kernels of attention run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if "_scaled_dot_product" in name:
-            self.names.append(name.removeprefix("aten::_scaled_dot_product_"))
-        return func(*args, **(kwargs or {}))
+def attention_kernels(calls: CountOperations) -> list[str]:
+    """Returns the kernels of attention that ran, in order."""
+    prefix = "aten::_scaled_dot_product_"
+    return [name.removeprefix(prefix) for name in calls.counts if name.startswith(prefix)]
 
 
 def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, width: int):
     """Returns (kernels of forward and backward, bytes saved for backward beyond the inputs)."""
     inside: dict[object, int] = {}
-    with emulate_cuda_kernels(kernel), FakeTensorMode(), AttentionCalls() as calls:
+    with emulate_cuda_kernels(kernel), FakeTensorMode(), CountOperations() as calls:
         shape = (BATCH, HEADS, LENGTH, width)
         query = torch.empty(shape, dtype=dtype, requires_grad=True)
         key, value = (
@@ -63,7 +55,7 @@ def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, widt
             )
         out.sum().backward()
         assert [tensor.grad.shape for tensor in (query, key, value)] == [query.shape, key.shape, value.shape]
-    return calls.names, sum(inside.values())
+    return attention_kernels(calls), sum(inside.values())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +70,7 @@ def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, widt
         ("cudnn", torch.float32, False, 16, "efficient_attention"),
     ],
 )
-def test_the_kernel_is_the_one_that_torch_chooses(kernel, dtype, masked, width, runs):
+def test_emulated_attention_kernel_equals_torchs_choice(kernel, dtype, masked, width, runs):
     names, _ = attend(kernel, dtype=dtype, masked=masked, grouped=False, width=width)
     assert names == [runs, f"{runs}_backward"]
 
@@ -95,7 +87,7 @@ def test_masked_attention_with_grouped_heads_has_cudnns_kernel_and_no_scores_per
     assert elsewhere >= saved - 16
 
 
-def test_one_trace_of_the_decoder_is_for_every_chip_and_the_key_tells_models_that_may_mask_apart():
+def test_attention_kernel_is_in_the_key_of_models_that_may_mask():
     one_trace = ("recompute.mode=none", "run.compile=false")
     decoder = Run.load(overrides=[*SMALL, *one_trace, "data.document_mask=true"])
     flash, cudnn = (describe_run(decoder, "cuda", attention_kernel=one, cached=False) for one in KERNELS)
@@ -110,7 +102,7 @@ def test_one_trace_of_the_decoder_is_for_every_chip_and_the_key_tells_models_tha
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_values_narrower_than_keys_keep_their_width(kernel: str):
     """Multi-head latent attention (DeepSeek) has heads of 192 in queries and keys, and of 128 in values."""
-    with emulate_cuda_kernels(kernel), FakeTensorMode(), AttentionCalls() as calls:
+    with emulate_cuda_kernels(kernel), FakeTensorMode(), CountOperations() as calls:
         wide, narrow = (
             torch.empty(BATCH, HEADS, LENGTH, width, dtype=torch.bfloat16, requires_grad=True)
             for width in (192, 128)
@@ -120,4 +112,4 @@ def test_values_narrower_than_keys_keep_their_width(kernel: str):
     assert out.shape == narrow.shape
     assert narrow.grad is not None
     assert narrow.grad.shape == narrow.shape
-    assert calls.names == ["efficient_attention", "efficient_attention_backward"]
+    assert attention_kernels(calls) == ["efficient_attention", "efficient_attention_backward"]

@@ -1,5 +1,6 @@
 """The spec says what the CPU allocator counts, without ever allocating a weight."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -29,10 +30,7 @@ RANDOM_STATE_BYTES = 5056
 # What bf16 attention allocates and frees within one operation, which fake tensors do not show.
 SCRATCH_BYTES = 16 * 1024
 SHAPES = [
-    "model.d_model=64",
-    "model.layers=3",
-    "model.d_ff=160",
-    "model.vocabulary=256",
+    *("model.d_model=64", "model.layers=3", "model.d_ff=160", "model.vocabulary=256"),
     "data.sequence_length=64",
 ]
 
@@ -86,7 +84,7 @@ def highest(phases: tuple[TracePhase, ...], *, microbatch: int = 2) -> int:
 def allocated(
     model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bool = False, documents: bool = False
 ) -> int:
-    """The peak of one microbatch of the whole model, as the CPU allocator tells it."""
+    """The peak of one microbatch of the whole model, as the CPU allocator counts it."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPE[plan.precision.param])
     units = find_units(model, plan.run.sharding.units)
@@ -106,21 +104,20 @@ def allocated(
     return peak.bytes
 
 
+MODES = ("none", "full", "every", "selective")
+QUICK = [("every", "bf16"), ("selective", "bf16")]
+TRACED = [
+    *itertools.product(MODES, ("fp32", "bf16")),
+    ("full recompute.blocks=2", "fp32"),
+    ("offload", "fp32"),
+]
+
+
 @pytest.mark.parametrize(
     ("recompute", "precision"),
-    [
-        *[("every", "bf16"), ("selective", "bf16")],
-        pytest.param("full recompute.blocks=2", "fp32", marks=pytest.mark.long),
-        pytest.param("offload", "fp32", marks=pytest.mark.long),
-        pytest.param("none", "fp32", marks=pytest.mark.long),
-        pytest.param("full", "bf16", marks=pytest.mark.long),
-        pytest.param("none", "bf16", marks=pytest.mark.long),
-        pytest.param("full", "fp32", marks=pytest.mark.long),
-        pytest.param("every", "fp32", marks=pytest.mark.long),
-        pytest.param("selective", "fp32", marks=pytest.mark.long),
-    ],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in TRACED],
 )
-def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
+def test_trace_bytes_equal_allocated_bytes(recompute, precision):
     plan = plan_of(*f"recompute.mode={recompute}".split(), f"precision.mode={precision}")
     counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256)
     difference = counted - highest(only_trace(plan).phases)
@@ -171,7 +168,7 @@ def matmul_flops(spec: ModelSpec, microbatch: int) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"mixture": True}])
-def test_odd_models_too(options):
+def test_trace_bytes_of_odd_models_equal_allocated_bytes(options):
     plan = plan_of()
     with torch.device("meta"):
         model = OddModel(**options)
@@ -181,7 +178,7 @@ def test_odd_models_too(options):
     assert abs(counted - highest(spec.choose_trace(plan.run.recompute, plan.microbatch).phases)) <= scalar
 
 
-def test_gradients_that_are_added_to_in_place_are_not_there_twice():
+def test_accumulated_gradients_count_once():
     plan = plan_of(
         *(
             "train.global_batch=4",
@@ -204,7 +201,7 @@ def test_a_model_of_70_billion_parameters_is_described_without_its_weights():
     model = decoder(plan)
     for parameter in model.blocks[2:].parameters():
         assert parameter.is_meta
-    del model.blocks[2:]  # two blocks tell what eighty would, in less time
+    del model.blocks[2:]  # two blocks stand for eighty
     with measure_peak_memory(CPU) as peak:
         spec = describe(model, plan, loss=next_token_loss)
     assert spec.numel > 3e9
@@ -252,8 +249,8 @@ def of_forward(trace: MicrobatchTrace, unit: int) -> TracePhase:
         pytest.param(3, [1], marks=pytest.mark.long),
     ],
 )
-def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[int]) -> None:
-    """Of six blocks, units 1 to 6, every k-th moves but for the last of them."""
+def test_offloaded_activations_leave_the_gpu(every: int, moving: list[int]) -> None:
+    """Every k-th of six blocks, units 1 to 6, moves, except the last."""
     plain = on_gpu("recompute.mode=none")
     apart = (f"recompute.every={every}",) if every > 1 else ()
     moved = on_gpu("recompute.mode=offload", *apart)
@@ -265,7 +262,7 @@ def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[i
     assert sum(line.value_at(2) for p in moved.phases for line in p.back) == sum(sizes.values())
 
 
-def test_of_what_moves_two_blocks_are_on_the_gpu_at_most():
+def test_at_most_two_blocks_of_offloaded_activations_are_on_the_gpu():
     """In forward the one that computes and the one that leaves, in backward with the one that comes back."""
     plain, moved = on_gpu("recompute.mode=none"), on_gpu("recompute.mode=offload")
     each = sum(line.value_at(2) for line in of_forward(moved, 3).out)
@@ -284,13 +281,6 @@ def test_of_what_moves_two_blocks_are_on_the_gpu_at_most():
     assert backward[0].waits
 
 
-def test_what_moves_does_not_depend_on_the_microbatch():
-    """So that the trace of two sizes tells all."""
-    one = on_gpu("recompute.mode=offload")
-    assert one.microbatch is None
-    assert len(of_forward(one, 3).out) == len(of_forward(on_gpu("recompute.mode=offload", batch=64), 3).out)
-
-
 def test_a_finished_microbatch_leaves_nothing_alive():
     for overrides in ([], ["recompute.mode=selective"], ["recompute.mode=offload"]):
         phases = only_trace(plan_of(*overrides)).phases
@@ -299,7 +289,7 @@ def test_a_finished_microbatch_leaves_nothing_alive():
 
 
 def pins(plan: Plan) -> list[str]:
-    """What the trace depends on, and a batch for four ranks."""
+    """Settings that the trace depends on, and a batch for four ranks."""
     sizes = [
         f"model.layers={plan.run.decoder_config.layers}",
         f"model.vocabulary={plan.run.decoder_config.vocabulary}",
@@ -322,19 +312,13 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
     return model, plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recompute", "vocabulary"),
-    [
-        pytest.param("selective", 2048, marks=pytest.mark.long),
-        pytest.param("full", 16, marks=pytest.mark.long),
-        pytest.param("none", 16, marks=pytest.mark.long),
-        pytest.param("none", 2048, marks=pytest.mark.long),
-        pytest.param("every", 16, marks=pytest.mark.long),
-        pytest.param("offload", 2048, marks=pytest.mark.long),
-    ],
+    [("none", 16), ("full", 16), ("none", 2048), ("selective", 2048), ("every", 16), ("offload", 2048)],
 )
-def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
-    """Where the peak is in backward (few logits), and where it is at the loss."""
+def test_truncated_trace_predicts_peak_of_all_blocks(recompute, vocabulary):
+    """Both if the peak is in backward (few logits), and if it is at the loss."""
     layers = f"model.layers={14 if recompute == 'every' else 6}"
     settings = (f"model.vocabulary={vocabulary}", f"recompute.mode={recompute}", "precision.mode=bf16")
     model, plan = distinct_blocks(layers, *settings)
@@ -351,21 +335,21 @@ def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
 
 @pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize("device_type", [pytest.param("cpu", marks=pytest.mark.long), "cuda"])
-def test_two_sizes_of_microbatch_tell_all(microbatch, device_type):
+def test_two_microbatch_sizes_determine_the_trace(microbatch, device_type):
     plan = plan_of(f"train.global_batch={microbatch}", "precision.mode=bf16")
     shape = (microbatch, 64)
     batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
     batch["scalar"] = torch.empty(())  # so that the batch cannot grow, and is traced as it is
-    told = describe(decoder(plan), plan, loss=next_token_loss, device_type=device_type)
-    seen = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, device_type=device_type)
-    assert seen.traces[0].microbatch == microbatch
-    ours, theirs = (spec.choose_trace(plan.run.recompute, microbatch) for spec in (told, seen))
+    described = describe(decoder(plan), plan, loss=next_token_loss, device_type=device_type)
+    given = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, device_type=device_type)
+    assert given.traces[0].microbatch == microbatch
+    ours, theirs = (spec.choose_trace(plan.run.recompute, microbatch) for spec in (described, given))
     assert [max(at(moment, microbatch) for moment in phase.peaks) for phase in ours.phases] == [
         max(at(moment, microbatch) for moment in phase.peaks) for phase in theirs.phases
     ]
 
 
-def test_units_carry_names_shapes_ties_and_what_is_frozen():
+def test_units_have_names_shapes_ties_and_frozen_parameters():
     plan = plan_of()
     with torch.device("meta"):
         model = OddModel(tied=True)
@@ -379,7 +363,7 @@ def test_units_carry_names_shapes_ties_and_what_is_frozen():
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
-def test_a_run_will_do_and_its_spec_is_that_of_its_plans():
+def test_spec_of_run_equals_spec_of_its_plan():
     run = Run.load(
         overrides=[
             *SHAPES,
@@ -450,25 +434,7 @@ def test_only_attention_has_the_width_of_a_head():
     assert widths == {"matmul": 0, "attention": 16, "attention_backward": 16}
 
 
-@pytest.mark.long
-def test_casts_to_fp8_are_fused_where_blocks_are_compiled():
-    pytest.importorskip("torchao")
-    moved: dict[bool, float] = {}
-    for compiled in (False, True):
-        settings = (
-            *("precision.mode=fp8", "precision.fp8_min_features=16", "model.layers=1"),
-            *("recompute.mode=none", f"run.compile={str(compiled).lower()}"),
-        )
-        plan = plan_of(*settings)
-        spec = describe(decoder(plan), plan, loss=next_token_loss, device_type="cuda")
-        trace = spec.choose_trace(plan.run.recompute, 2, compiled=compiled)
-        launches = [(spec.kernels[one.kernel], one.times) for phase in trace.phases for one in phase.work]
-        elementwise = (n * kernel.bytes.value_at(2) for kernel, n in launches if kernel.kind == "elementwise")
-        moved[compiled] = sum(elementwise)
-    assert moved[True] < 0.5 * moved[False]
-
-
-def test_each_unit_with_a_backward_is_gathered_for_it_wherever_its_modules_are_frozen():
+def test_partly_frozen_units_are_gathered_for_backward():
     """FSDP2 gathers on the outputs of the module that ran last, and `shard` on those of the others too."""
     plan = plan_of("recompute.mode=none")
     batch = torch.empty((2, LENGTH), dtype=torch.int64, device="meta")

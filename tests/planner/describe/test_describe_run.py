@@ -21,33 +21,16 @@ from fullshard.spec.run import Run
 from tests.fakes.specs import phases_with_kernels
 
 SMALL = (
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.d_ff=32",
-    "data.sequence_length=16",
-    "train.global_batch=12",
-    "precision.mode=bf16",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
+    *("data.sequence_length=16", "train.global_batch=12", "precision.mode=bf16"),
 )
 # Settings that are in no key.
 OTHERS = (
-    "train.global_batch=96",
-    "train.steps=7",
-    "train.gradient_sync=last_microbatch",
-    "optimizer.name=sgd",
-    "schedule.warmup_steps=1",
-    "sharding.strategy=hybrid_shard",
-    "sharding.shard_degree=1",
-    "prefetch.mode=none",
-    "offload.update=device",
-    "checkpoint.keep=3",
-    "fault_tolerance.on_spike=skip",
-    "log.every=3",
-    "run.dir=elsewhere",
-    "run.seed=4",
-    "run.device=cuda",
-    "data.packing=best_fit",
-    "data.validation_fraction=0.2",
+    *("train.global_batch=96", "train.steps=7", "train.gradient_sync=last_microbatch"),
+    *("optimizer.name=sgd", "schedule.warmup_steps=1", "sharding.strategy=hybrid_shard"),
+    *("sharding.shard_degree=1", "prefetch.mode=none", "offload.update=device", "checkpoint.keep=3"),
+    *("fault_tolerance.on_spike=skip", "log.every=3", "run.dir=elsewhere", "run.seed=4"),
+    *("run.device=cuda", "data.packing=best_fit", "data.validation_fraction=0.2"),
 )
 
 
@@ -75,16 +58,14 @@ def test_a_cached_spec_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_cached_spec_without_compiled_traces_is_not_taken_for_a_compiled_run() -> None:
+def test_cached_spec_without_compiled_traces_misses_for_compiled_run() -> None:
     auto = Run.load(overrides=[*SMALL, "recompute.mode=none"])
     assert not any(trace.compiled for trace in describe_run(auto, "cpu").traces)
     asked = auto.with_overrides(["run.compile=true"])
     assert all(trace.compiled for trace in describe_run(asked, "cpu").traces)
 
 
-def test_a_cached_spec_with_eager_and_compiled_traces_serves_both_for_its_attention_kernel(
-    tmp_path: Path,
-) -> None:
+def test_cached_spec_serves_eager_and_compiled_runs(tmp_path: Path) -> None:
     run = Run.load(overrides=[gpt2(tmp_path), *SMALL[4:], "recompute.mode=none"])
     eager, compiled = (run.with_overrides([f"run.compile={one}"]) for one in ("false", "true"))
     fresh = describe_run(eager, "cuda", attention_kernel="cudnn", cached=False)

@@ -51,9 +51,7 @@ def shorten(widths: list[int], *settings: str) -> tuple[Stack, BlockTruncation]:
         ([4, 8, 4], "none", 3, 0),
     ],
 )
-def test_as_few_blocks_are_kept_as_show_one_between_equal_ones(
-    widths: list[int], mode: str, kept: int, times: int
-) -> None:
+def test_few_repeated_blocks_are_kept(widths: list[int], mode: str, kept: int, times: int) -> None:
     model, found = shorten(widths, f"recompute.mode={mode}", "recompute.every=2")
     assert len(model.blocks) == kept
     assert [one.times for one in found.repeats] == ([times] if times else [])
@@ -69,7 +67,7 @@ def test_as_few_blocks_are_kept_as_show_one_between_equal_ones(
         ([4] * 12, 2, (2, 4), [7], None),
     ],
 )
-def test_first_blocks_that_recompute_are_shortened_on_their_own(
+def test_recomputed_first_blocks_are_truncated_apart(
     widths: list[int], first: int, kept: tuple[int, int], times: list[int], border: int | None
 ) -> None:
     model, found = shorten(widths, "recompute.mode=full", f"recompute.blocks={first}")
@@ -100,7 +98,7 @@ class Chain(Stack):
         pytest.param(("model.layers=11", "run.compile=true"), marks=pytest.mark.long),
     ],
 )
-def test_half_of_the_blocks_recomputed_tells_of_other_numbers(settings: tuple[str, ...]) -> None:
+def test_trace_of_half_recomputed_blocks_predicts_other_counts(settings: tuple[str, ...]) -> None:
     """The models are a chain of small blocks, and decoders whose peak is in backward or at the loss."""
     pins = ("recompute.mode=full", "precision.mode=bf16", "train.microbatch=2", "train.global_batch=16")
     run = Run.load(overrides=["data.sequence_length=16", *pins, *settings])
@@ -134,15 +132,8 @@ def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Ru
 
 
 @pytest.mark.long
-def test_dense_blocks_before_those_of_a_mixture_do_not_make_all_be_traced(tmp_path: Path) -> None:
-    pins = ("recompute.mode=selective", "run.compile=true")
-    run = mixture_run("deepseek_v3", tmp_path, *pins, num_hidden_layers=12, first_k_dense_replace=3)
-    assert all(trace.repeats for trace in describe_run(run, "cuda", cached=False).traces)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_compiled_blocks_with_experts_are_as_if_they_were_traced_alone(mode: str, tmp_path: Path) -> None:
+def test_compiled_expert_blocks_equal_those_traced_alone(mode: str, tmp_path: Path) -> None:
     run = mixture_run("granitemoe", tmp_path, f"recompute.mode={mode}")
     both = describe_run(run.with_overrides(["run.compile=auto"]), "cuda", cached=False)
     alone = describe_run(run.with_overrides(["run.compile=true"]), "cuda", cached=False)

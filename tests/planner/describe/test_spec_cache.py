@@ -68,7 +68,7 @@ def entry(environment: dict[str, str]) -> Path:
     return directory / key().file_name
 
 
-def test_a_kept_spec_is_found_again_to_the_last_bit(environment: dict[str, str]) -> None:
+def test_cached_spec_reads_back_bitwise(environment: dict[str, str]) -> None:
     assert read_cached_spec(key(), environment) is None
     write_cached_spec(key(), SPEC, environment=environment)
     found = read_cached_spec(key(), environment)
@@ -90,9 +90,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_entry_is_ignored_and_rewritten(
-    damage: Callable[[bytes], bytes], environment: dict[str, str]
-) -> None:
+def test_damaged_entry_is_rewritten(damage: Callable[[bytes], bytes], environment: dict[str, str]) -> None:
     write_cached_spec(key(), SPEC, environment=environment)
     path = entry(environment)
     path.write_bytes(damage(path.read_bytes()))
@@ -102,9 +100,7 @@ def test_a_damaged_entry_is_ignored_and_rewritten(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_not_a_file_is_no_entry_and_no_error(
-    make: Callable[[Path], None], environment: dict[str, str]
-) -> None:
+def test_directories_and_pipes_are_ignored(make: Callable[[Path], None], environment: dict[str, str]) -> None:
     path = entry(environment)
     path.parent.mkdir(parents=True)
     make(path)
@@ -112,14 +108,11 @@ def test_what_is_not_a_file_is_no_entry_and_no_error(
     write_cached_spec(key(), SPEC, environment=environment)
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    environment = {"FULLSHARD_CACHE": str(tmp_path / "file" / "below")}
-    write_cached_spec(key(), SPEC, environment=environment)
-    assert read_cached_spec(key(), environment) is None
-
-
 def test_the_variable_names_a_directory_or_switches_the_cache_off(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    unwritable = {"FULLSHARD_CACHE": str(tmp_path / "file" / "below")}
+    write_cached_spec(key(), SPEC, environment=unwritable)
+    assert read_cached_spec(key(), unwritable) is None
     named = {"FULLSHARD_CACHE": str(tmp_path / "here"), "XDG_CACHE_HOME": str(tmp_path / "there")}
     write_cached_spec(key(), SPEC, environment=named)
     assert (tmp_path / "here" / "fullshard" / "specs" / key().file_name).is_file()
@@ -129,7 +122,7 @@ def test_the_variable_names_a_directory_or_switches_the_cache_off(tmp_path: Path
     assert read_cached_spec(preset, {"FULLSHARD_CACHE": "off"}) is None
 
 
-def test_the_cache_keeps_what_was_used_last_and_has_a_limit(environment: dict[str, str]) -> None:
+def test_cache_evicts_least_recently_used_entries(environment: dict[str, str]) -> None:
     keys = [key(f"data.sequence_length={length}") for length in (16, 32, 48)]
     for age, one in enumerate(keys):
         write_cached_spec(one, SPEC, environment=environment)
@@ -144,18 +137,10 @@ def test_the_cache_keeps_what_was_used_last_and_has_a_limit(environment: dict[st
 
 
 CHANGES = [
-    "model.layers=5",
-    "model.tied=true",
-    "model.rope_theta=500000",
-    "data.sequence_length=32",
-    "data.document_mask=true",
-    "train.microbatch=2",
-    "precision.mode=bf16",
-    "precision.fp8_min_features=16",
-    "recompute.mode=none",
-    "recompute.save_matmuls=2",
-    "sharding.units.min_parameters=10000000",
-    "adapter.rank=4",
+    *("model.layers=5", "model.tied=true", "model.rope_theta=500000", "data.sequence_length=32"),
+    *("data.document_mask=true", "train.microbatch=2", "precision.mode=bf16"),
+    *("precision.fp8_min_features=16", "recompute.mode=none", "recompute.save_matmuls=2"),
+    *("sharding.units.min_parameters=10000000", "adapter.rank=4"),
 ]
 
 

@@ -3,13 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.errors import TraceError
 from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe import describe
-from fullshard.planner.describe.trace import ComputeIntegerValues
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -45,23 +43,6 @@ def test_without_the_sizes_of_its_images_it_cannot_be_described() -> None:
     batch = {key: tensor.to("meta") for key, tensor in batch_of_family("qwen2_vl", 0).items()}
     with pytest.raises(TraceError, match="with values"):
         described("qwen2_vl", batch)
-
-
-def test_integers_have_values_and_all_that_depends_on_fake_tensors_is_fake() -> None:
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    tokens = torch.tensor([[3, 5, 5], [5, 1, 2]])
-    with fakes:
-        states = torch.empty(2, 3, 4)
-    with fakes, ComputeIntegerValues(fakes):
-        chosen = states[tokens == 5]
-        lengths = (tokens == 5).sum(1).tolist()
-        places = torch.arange(3) * 1.0
-        shifted = states + places[:, None]
-    assert isinstance(chosen, FakeTensor)
-    assert chosen.shape == (3, 4)
-    assert lengths == [2, 1]
-    assert places.tolist() == [0, 1, 2]
-    assert isinstance(shifted, FakeTensor)
 
 
 class ChangingBlock(Block):

@@ -43,16 +43,6 @@ def test_a_matmul_is_bound_by_its_flops_or_by_its_bytes():
     assert kernel_seconds(matmul(1e12, count=1e11), RATES, microbatch=1) == pytest.approx(1e11 / 2e12)
 
 
-def test_a_small_launch_takes_the_least_duration():
-    least = 1e9 / 1e14
-    assert kernel_seconds(matmul(10), RATES, microbatch=1) == pytest.approx(least)
-    assert kernel_seconds(matmul(10), RATES, microbatch=8) == pytest.approx(least)
-
-
-def test_work_grows_with_the_microbatch():
-    assert kernel_seconds(matmul(1e12), RATES, microbatch=4) == pytest.approx(4e12 / 5e14)
-
-
 def test_a_dtype_without_a_rate_takes_the_nearest():
     curves = RATES.matmul
     assert nearest_dtype_rate_curve(curves, "fp16") is curves["bf16"]
@@ -64,12 +54,7 @@ def test_a_dtype_without_a_rate_takes_the_nearest():
 def test_a_phase_is_the_sum_of_its_launches():
     kernels = (matmul(1e12), Kernel(kind="elementwise", dtype="bf16", bytes=LinearInMicrobatch(1e9, 0)))
     work = (KernelIndexAndCount(0, 2), KernelIndexAndCount(1, 10))
-    phase = TracePhase(
-        event="start",
-        peaks=(LiveTensorBytes(),),
-        end=LiveTensorBytes(),
-        work=work,
-    )
+    phase = TracePhase(event="start", peaks=(LiveTensorBytes(),), end=LiveTensorBytes(), work=work)
     one, each = 1e12 / 5e14, 1e9 / 2e12
     (cost,) = phase_costs([phase], kernels, rates=RATES, microbatch=1)
     assert cost.launches == 12
@@ -125,10 +110,7 @@ def test_the_pieces_of_a_launch_are_timed_one_by_one():
     each = kernel_seconds(piece, RATES, microbatch=2)
     assert kernel_seconds(pieces, RATES, microbatch=2) == pytest.approx(4 * each)
     phase = TracePhase(
-        event="start",
-        peaks=(LiveTensorBytes(),),
-        end=LiveTensorBytes(),
-        work=(KernelIndexAndCount(0, 3),),
+        event="start", peaks=(LiveTensorBytes(),), end=LiveTensorBytes(), work=(KernelIndexAndCount(0, 3),)
     )
     (cost,) = phase_costs([phase], (pieces,), rates=RATES, microbatch=2)
     assert cost.launches == 12
@@ -146,7 +128,7 @@ def grouped(matrices: int, *, rows: float, flops_per_row: float = 1e8, dtype: Dt
     return Kernel(kind="matmul", dtype=dtype, flops=line, pieces=pieces, rows=mean)
 
 
-def test_one_matrix_of_experts_takes_as_long_as_a_matmul_where_there_is_no_kernel_for_several():
+def test_expert_matmul_without_grouped_kernel_takes_dense_time():
     dense = kernel_seconds(matmul(1e12), RATES, microbatch=1)
     assert kernel_seconds(grouped(1, rows=10_000), RATES, microbatch=1) == pytest.approx(dense)
     assert kernel_seconds(grouped(8, rows=10_000), RATES, microbatch=1) == pytest.approx(8 * dense)
@@ -171,12 +153,12 @@ def test_more_rows_per_expert_never_lower_the_rate_and_never_the_time(rates: Rat
 @pytest.mark.parametrize(
     ("rates", "dtype", "launches"), [(RATES, "bf16", 16), (GROUPED, "bf16", 1), (GROUPED, "fp32", 16)]
 )
-def test_experts_are_one_launch_where_there_is_a_kernel_for_them(rates: Rates, dtype: Dtype, launches: int):
+def test_grouped_kernel_is_one_launch(rates: Rates, dtype: Dtype, launches: int):
     kernel = grouped(16, rows=100, dtype=dtype)
     assert count_pieces(kernel, rates, microbatch=1) == launches
 
 
-def test_chips_with_the_kernel_have_its_rates_and_others_multiply_in_turn():
+def test_chips_with_a_grouped_kernel_have_its_rates():
     for chip in read_catalog_chips():
         curve = default_gpu_rates(chip, "flash").grouped_matmul
         assert (curve is not None) == chip.grouped_matmul

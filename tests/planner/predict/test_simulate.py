@@ -8,30 +8,16 @@ from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWor
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
+FREE = ("copy_in", "again_in", "hpz_copy", "cast_gradient", "settle_again", "add_partial", "all_reduce")
+TRUE = ("has_parameters", "is_trained", "is_sharded", "reshards", "gathers_in_backward")
+FALSE = ("is_replicated", "resharded", "separate_network", "shares_wires")
+# Gathers and scatters take 10 ticks, copies 1.
 UNIT = UnitCost(
-    has_parameters=True,
-    is_trained=True,
-    is_sharded=True,
-    is_replicated=False,
-    reshards=True,
-    gathers_in_backward=True,
-    resharded=False,
-    separate_network=False,
-    shares_wires=False,
-    copy_in=0,
-    gather=10,
-    copy_out=1,
-    again_in=0,
-    backward_gather=10,
-    hpz_copy=0,
-    pack=1,
-    scatter=10,
-    cast_gradient=0,
-    settle_again=0,
-    add_partial=0,
-    all_reduce=0,
-    keep_unsynced=0,
-    keep_again=0,
+    **dict.fromkeys(TRUE, True),
+    **dict.fromkeys(FALSE, False),
+    **dict.fromkeys((*FREE, "keep_unsynced", "keep_again"), 0),
+    **dict.fromkeys(("gather", "backward_gather", "scatter"), 10),
+    **dict.fromkeys(("copy_out", "pack"), 1),
 )
 Act = tuple[Event, int]
 
@@ -74,13 +60,13 @@ def test_forward_gathers_the_next_unit_while_one_computes():
     assert streams.waited_all_gather == 10 + (20 - 14) + (30 - 24)
 
 
-def test_forward_holds_no_more_than_two_buffers():
+def test_forward_has_at_most_two_gather_buffers():
     """The last of four gathers waits for the second's copy-out, which is done at 2 + 1 + 20 + 1."""
     streams = played(replace(UNIT, gather=2), *forward(0, 1, 2, 3), computing=20, last=60)
     assert streams.compute == 24 + 60 + 1 + 20
 
 
-def test_backward_gathers_the_unit_before_once_its_own_is_copied_out():
+def test_backward_gathers_next_unit_after_copy_out():
     """One is gathered from 0 to 10 and copied out at 11; from there on the other is."""
     streams = played(replace(UNIT, is_trained=False), *backward(1, 0), computing=3)
     assert streams.compute == 11 + 10 + 1 + 3

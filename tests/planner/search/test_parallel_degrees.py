@@ -101,8 +101,7 @@ def seconds(plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(
-    ("offloading", "sharing", "chosen"),
-    [(10.0, 9.0, 2), (10.0, 10.2, 2), (10.0, 10.4, 1), (10.0, 10.0, 2)],
+    ("offloading", "sharing", "chosen"), [(10.0, 9.0, 2), (10.0, 10.2, 2), (10.0, 10.4, 1), (10.0, 10.0, 2)]
 )
 def test_a_plan_offloads_only_if_it_is_notably_faster(offloading: float, sharing: float, chosen: int) -> None:
     """Whole sequences with state on the host, or sequences that two ranks share with state on the device."""
@@ -130,7 +129,7 @@ def found_with(step_seconds: float, *overrides: str) -> DegreeSearch:
     return DegreeSearch(plan.run, decoder_spec(LLAMA_8B), found)
 
 
-def test_fewer_sequences_than_ranks_are_shared_and_what_cannot_be_is_not_traced() -> None:
+def test_fewer_sequences_than_ranks_are_divided() -> None:
     describe = Describing()
     answer = searched(describe, long_run(batch=2))
     assert answer.found.best is not None
@@ -139,7 +138,7 @@ def test_fewer_sequences_than_ranks_are_shared_and_what_cannot_be_is_not_traced(
 
 
 @pytest.mark.parametrize(("length", "most"), [(8192, 1024), (LONG, 1)])
-def test_sequences_that_cannot_be_shared_are_an_error_of_whole_ones(length: int, most: int) -> None:
+def test_indivisible_sequences_are_refused(length: int, most: int) -> None:
     """Short ones, and those of a model that cannot be divided."""
     with pytest.raises(PlanError, match="cannot be shared out evenly") as error:
         searched(Describing(most=most), long_run(batch=2, length=length))
@@ -157,9 +156,7 @@ def test_a_number_that_is_set_is_kept() -> None:
     ("nodes", "per_node", "length", "degrees"),
     [(1, 8, LONG, [2, 4, 8]), (4, 8, LONG, [2, 4, 8, 16]), (3, 4, 12 * LONG, [2, 4, 12]), (1, 8, 8192, [])],
 )
-def test_degrees_follow_nodes_and_leave_long_parts(
-    nodes: int, per_node: int, length: int, degrees: Sequence[int]
-) -> None:
+def test_context_degrees_follow_nodes(nodes: int, per_node: int, length: int, degrees: Sequence[int]) -> None:
     run = long_run(length=length, batch=96)
     assert list(iterate_context_degrees(hardware_of(nodes, per_node), run)) == degrees
 
@@ -198,7 +195,7 @@ def assert_as_fast_as_any_degree(answer: DegreeSearch, run: Run, *, hardware: Ha
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
-def test_fewer_sequences_than_ranks_share_as_many_matmuls_as_is_fastest(batch: int) -> None:
+def test_fastest_tensor_degree_for_fewer_sequences_than_ranks(batch: int) -> None:
     describe, run = Describing(), open_run(batch=batch)
     answer = searched(describe, run)
     assert_as_fast_as_any_degree(answer, run, hardware=HARDWARE)

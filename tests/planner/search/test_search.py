@@ -79,20 +79,9 @@ def best_by_rule(known: list[Known], run: Run, *, capacity: int) -> Known | None
     )
 
 
-@settings(max_examples=4)
+@settings(max_examples=6)
 @given(st.data())
 def test_the_search_equals_brute_force(data: st.DataObject):
-    assert_the_search_equals_brute_force(data)
-
-
-@pytest.mark.long
-@settings(max_examples=20)
-@given(st.data())
-def test_the_search_equals_brute_force_many_times(data: st.DataObject):
-    assert_the_search_equals_brute_force(data)
-
-
-def assert_the_search_equals_brute_force(data: st.DataObject) -> None:
     nodes, ranks = data.draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (1, 8)]))
     spread, pins = data.draw(st.floats(0, 1)), data.draw(st.sampled_from(PINS))
     scale = data.draw(st.sampled_from([0.02, 1.0, 20.0]))
@@ -181,7 +170,7 @@ def test_the_best_plan_is_complete_and_fits():
         ("train.gradient_sync=last_microbatch", "sync_each_microbatch", False),
     ],
 )
-def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):
+def test_pinned_settings_are_kept_by_the_search(pin: str, field: str, value: object):
     found = search(decoder_spec(SMALL), hardware_of(1, 8), run_for(SMALL, "train.global_batch=32", pin))
     assert {getattr(plan, field) for plan in (found.best, *found.by_strategy.values())} == {value}
 
@@ -204,7 +193,7 @@ def test_a_spec_that_holds_for_one_microbatch_is_planned_for_that():
         assert {plan.microbatch for plan in found.by_strategy.values()} == {1}
 
 
-def test_quarters_of_the_blocks_are_tried_where_a_trace_tells_of_any_number():
+def test_quarters_of_the_blocks_are_candidates_for_recompute():
     kinds = (RepeatedUnits(first=2, units=1, times=13), RepeatedUnits(first=6, units=1, times=13))
     section, none = RecomputeSection(mode="full", blocks=16), LinearInMicrobatch()
     some = MicrobatchTrace(recompute=section, batch_bytes=none, phases=(), repeats=kinds, blocks=32, border=0)
@@ -215,23 +204,12 @@ def test_quarters_of_the_blocks_are_tried_where_a_trace_tells_of_any_number():
     assert {candidate.recompute.blocks for candidate in candidates} == {8, 16, 24}
 
 
-def test_the_plainer_of_two_that_are_as_fast_is_taken():
-    """On one rank nothing is gathered, and so it is all the same how far ahead."""
-    run = run_for(SMALL, "train.global_batch=1", "sharding.strategy=full_shard")
-    found = search(decoder_spec(SMALL), hardware_of(1, 1), run)
-    assert found.best is not None
-    assert found.best.run.prefetch.mode == "implicit"
-
-
-def test_nothing_fits_says_what_is_closest_what_is_largest_and_what_would_fit():
+def test_error_names_closest_plan_largest_term_and_remedy():
     spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8", "recompute.mode=none")
     with pytest.raises(PlanError) as error:
         plan(spec, hardware_of(1, 4, gib=60), run)
     for part in (
-        "no plan fits 58.80 GiB",
-        "closest: full_shard, dp_shard=4",
-        "over)",
-        "largest: activations",
+        *("no plan fits 58.80 GiB", "closest: full_shard, dp_shard=4", "over)", "largest: activations"),
     ):
         assert part in str(error.value)
     assert 'try: recompute.mode = "auto"' in str(error.value)
@@ -243,7 +221,7 @@ def test_more_ranks_are_advised_where_no_pin_is_to_blame():
         plan(spec, hardware_of(1, 2, gib=48), run)
 
 
-def test_a_batch_that_cannot_be_shared_out_is_refused():
+def test_indivisible_batch_is_refused():
     with pytest.raises(PlanError, match="shared out"):
         search(decoder_spec(SMALL), hardware_of(1, 8), run_for(SMALL, "train.global_batch=12"))
 
@@ -252,31 +230,6 @@ def test_a_spec_of_another_sequence_is_refused():
     other = Shape(layers=5, sequence=512)
     with pytest.raises(PlanError, match="sequence_length"):
         search(decoder_spec(other), hardware_of(1, 8), run_for(SMALL, "train.global_batch=8"))
-
-
-@settings(max_examples=15)
-@given(st.data())
-def test_more_ranks_never_hold_more_shards_each(data: st.DataObject):
-    """Up to padding: dim 0 of a parameter is padded to a multiple of the ranks."""
-    shape = data.draw(st.builds(Shape, d_model=st.sampled_from([64, 256]), layers=st.integers(3, 9)))
-    ranks = data.draw(st.sampled_from([1, 2, 4, 8]))
-    spec, shards = decoder_spec(shape), []
-    for world in (ranks, ranks * data.draw(st.sampled_from([2, 3, 8]))):
-        run = run_for(shape, f"train.global_batch={world}", "sharding.strategy=full_shard")
-        found = search(spec, hardware_of(1, world), run)
-        memory = prediction_of(found.best).memory
-        shards.append(memory.parameter_shards + memory.optimizer_state)
-    assert shards[1] <= shards[0]
-
-
-@pytest.mark.parametrize("shape", [SMALL, LLAMA_8B, LLAMA_405B])
-def test_recompute_never_saves_more(shape: Shape):
-    spec = decoder_spec(shape)
-    saved = {
-        trace.recompute.mode: max(phase.end.activations.value_at(1) for phase in trace.phases)
-        for trace in spec.traces
-    }
-    assert all(saved[mode] <= saved["none"] for mode in saved)
 
 
 def test_one_rank_with_room_keeps_its_parameters_gathered_over_the_step():

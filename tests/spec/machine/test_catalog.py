@@ -45,26 +45,17 @@ def test_a_chip_is_found_by_its_device_name(device_name: str, chip: str, bf16_fl
 @pytest.mark.parametrize(
     "device_name",
     [
-        "NVIDIA H100",
-        "NVIDIA H20",
-        "NVIDIA H800",
-        "NVIDIA A10G",
-        "NVIDIA L40",
-        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 3090 Ti",
-        "AMD Instinct MI250X / MI250",
-        "AMD Radeon Graphics",
-        "cpu",
-        "",
+        *("NVIDIA H100", "NVIDIA H20", "NVIDIA H800", "NVIDIA A10G", "NVIDIA L40"),
+        *("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA GeForce RTX 4090 D"),
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"),
+        *("AMD Instinct MI250X / MI250", "AMD Radeon Graphics", "cpu", ""),
     ],
 )
 def test_a_name_that_is_not_in_the_catalog_is_no_chip(device_name: str):
     assert find_chip_by_device_name(device_name) is None
 
 
-def test_a_partition_under_the_whole_chips_name_is_told_by_its_memory():
+def test_partition_of_a_chip_is_known_by_its_memory():
     whole, eighth = 206_141_652_992, 25_757_220_864
     assert find_chip_by_device_name("AMD Instinct MI300X", memory_bytes=whole) is not None
     assert find_chip_by_device_name("AMD Instinct MI300X", memory_bytes=eighth) is None

@@ -8,7 +8,7 @@ from statistics import quantiles
 
 import pytest
 
-from fullshard.spec.machine.certainty import Certainty, read_certainty, speed_certainty
+from fullshard.spec.machine.certainty import read_certainty, speed_certainty
 from fullshard.spec.machine.hardware_text import hardware_on
 from tests.fakes.hardware import cpu_of
 
@@ -57,11 +57,6 @@ def test_a_network_makes_a_speed_less_certain():
     assert one is not None
     assert several is not None
     assert several.high > one.high
-
-
-def test_a_deviation_reads_as_what_the_prediction_may_be():
-    deviation = Certainty(-0.1, 0.25, "90 % of 4 published rows")
-    assert deviation.text == "predicted 10 % too low to 25 % too high, as are 90 % of 4 published rows"
 
 
 def test_small_models_and_chips_without_rows_are_less_certain():

@@ -56,7 +56,7 @@ def test_a_text_that_names_none_is_an_error_with_the_nearest(text: str, said: st
 
 
 @pytest.mark.parametrize("text", ["99999x99999xH100", "8" * 15 + "xH100", "9" * 5000 + "xH100"])
-def test_there_is_no_machine_of_thousands_of_millions_of_ranks(text: str):
+def test_too_many_ranks_are_refused(text: str):
     with pytest.raises(SpecError, match=r"too many ranks|is not a chip"):
         hardware_on(text)
 
@@ -90,7 +90,7 @@ def test_a_count_goes_before_a_file_too(tmp_path: Path):
     assert hardware_on(f"3x8x{path}") == hardware_on("3x8xH200")
 
 
-def test_a_file_may_leave_out_what_the_catalog_knows(tmp_path: Path):
+def test_file_may_omit_figures_of_the_catalog(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text('chip = "H100"\nnodes = 2\nranks_per_node = 8\nacross = "nic-200"\n')
     hardware = hardware_on(str(path))
@@ -99,7 +99,7 @@ def test_a_file_may_leave_out_what_the_catalog_knows(tmp_path: Path):
     assert hardware.across.name == "nic-200"
 
 
-def test_a_chip_of_ones_own_gets_rates_and_links(tmp_path: Path):
+def test_custom_chip_gets_rates_and_links(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(
         'name = "lab"\nranks_per_node = 4\nwithin = "pcie5"\n[chip]\nname = "X1"\n'
@@ -141,23 +141,3 @@ def test_a_chip_that_works_alone_has_faster_matmuls_than_one_of_several():
     ratio = one.step_rates.matmul["bf16"][-1].rate / two.step_rates.matmul["bf16"][-1].rate
     assert ratio == pytest.approx(one.rates.single_rank_matmul)
     assert one.step_rates.memory == two.step_rates.memory
-
-
-def test_fp8_sustains_less_of_its_peak_than_bf16():
-    h100 = hardware_on("H100")
-    parts = [h100.rates.matmul[name][-1].rate / h100.chip.flops_per_second[name] for name in ("bf16", "fp8")]
-    assert parts[1] == pytest.approx(0.81 * parts[0], rel=1e-3)
-
-
-def test_a_rate_of_matmuls_alone_is_not_what_steps_sustain():
-    gb200 = hardware_on("GB200")
-    assert gb200.rates.matmul["bf16"][-1].rate == pytest.approx(0.77 * 1.822e15, rel=1e-3)
-
-
-def test_the_source_of_a_catalogs_rates_is_a_sentence_with_rate_time_and_kernel():
-    source = hardware_on("H100").source
-    assert source.startswith(
-        "catalog, not calibrated: large matmuls at 662 TFLOP/s in bf16, fitted to runs of "
-    )
-    assert source.endswith("; attention by cudnn")
-    assert len(hardware_on("GB200").source) < 100

@@ -40,9 +40,7 @@ def test_writers_that_append_at_once_lose_no_line(tmp_path: Path):
 
 
 @given(cut=st.integers(0, 200), torn=st.binary(max_size=20))
-def test_a_write_that_was_cut_off_costs_its_own_line_alone(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, torn: bytes
-):
+def test_torn_write_loses_one_line(tmp_path_factory: pytest.TempPathFactory, cut: int, torn: bytes):
     path = tmp_path_factory.mktemp("run") / "events.jsonl"
     for step in (1, 2, 3):
         RunEvent.now("save", attempt=1, step=step).append_to(path)
@@ -58,7 +56,7 @@ def test_a_write_that_was_cut_off_costs_its_own_line_alone(
 @pytest.mark.parametrize(
     "line", ["[]", "{}", "null", '{"at": 1}', '{"at": "now", "event": "end"}', "[" * 9999]
 )
-def test_what_is_no_event_is_left_out(tmp_path: Path, line: str):
+def test_lines_that_are_not_events_are_ignored(tmp_path: Path, line: str):
     path = tmp_path / "events.jsonl"
     path.write_text(f"{line}\n")
     RunEvent.now("end", attempt=1).append_to(path)

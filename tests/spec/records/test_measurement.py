@@ -52,7 +52,7 @@ def measurement(**changes: object) -> Measurement:
     steps=st.lists(st.tuples(st.integers(0, 10**9), st.floats(1e-6, 1e3)), max_size=20),
     warmup=st.integers(0, 25),
 )
-def test_a_pace_sums_the_steps_after_the_warmup(steps: list[tuple[int, float]], warmup: int):
+def test_throughput_sums_steps_after_the_warmup(steps: list[tuple[int, float]], warmup: int):
     made = Throughput(warmup_steps=warmup, trained_tokens=0)
     for tokens, seconds in steps:
         made = made.with_step(tokens=tokens, trained_tokens=tokens // 2, seconds=seconds)
@@ -87,7 +87,7 @@ def test_mfu_is_the_flops_a_second_of_one_rank_over_its_peak():
 
 
 @pytest.mark.parametrize("unknown", [{"peak": None}, {"flops_per_token": None}, {"pace": pace(3)}])
-def test_mfu_of_something_unknown_is_none(unknown: dict[str, object]):
+def test_mfu_of_unknown_figures_is_none(unknown: dict[str, object]):
     assert measurement(**unknown).mfu is None
 
 
@@ -101,10 +101,6 @@ def test_a_measurement_reads_back_as_it_was_and_shows_its_rates(tmp_path: Path):
     assert written["mfu"] == made.mfu
     assert written["first_loss"] is None
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_last_step_follows_from_the_first():
-    assert measurement(first_step=301).last_step == 310
 
 
 def test_a_measurement_of_before_steps_were_profiled_still_loads(tmp_path: Path):
@@ -121,17 +117,11 @@ def test_a_measurement_of_before_steps_were_profiled_still_loads(tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"steps": 1}', "[1]"])
-def test_what_is_no_measurement_is_refused(tmp_path: Path, text: str):
+def test_files_that_are_not_measurements_are_refused(tmp_path: Path, text: str):
     path = tmp_path / "measurement.json"
     path.write_text(text)
     with pytest.raises(SpecError, match="not a saved measurement"):
         Measurement.load(path)
-
-
-def test_peak_bytes_are_the_sum_of_their_parts():
-    peak = measurement().peak_bytes
-    assert peak is not None
-    assert peak.total == 63
 
 
 def test_flops_per_token_are_those_of_the_palm_paper():

@@ -27,7 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("setting", "needed"), CASES)
-def test_a_setting_is_noted_exactly_if_what_it_needs_is_missing(setting, needed):
+def test_setting_without_effect_is_noted(setting, needed):
     missing = ["precision.mode=fp32", "schedule.kind=constant" if "min_lr" in setting else "run.seed=1"]
     (note,) = unused_setting_notes(Run.load(overrides=[*missing, setting]))
     assert note.startswith(setting.replace("=", " = ") + " has no effect: it needs ")
@@ -102,7 +102,7 @@ def test_a_plan_runs_code_only_if_the_user_names_the_same_code(setting: str) -> 
     check_plan_is_of_run(planned, given, plan="plan.json")
 
 
-def test_every_setting_that_takes_a_name_is_known_to_run_code_or_not_to() -> None:
+def test_every_setting_that_runs_code_is_listed() -> None:
     others = {f"{section}.{name}" for section, names in NO_CODE.items() for name in names}
     assert set(open_settings(Run)) == {*CODE_SETTINGS} | others
     named = {key for one in RUNNING_CODE for key in settings_that_run_code(Run.load(overrides=one.split()))}
@@ -114,15 +114,15 @@ def test_names_of_torch_are_no_code_of_a_plan(name: str) -> None:
     assert settings_that_run_code(Run.load(overrides=[f"optimizer.name={name}"])) == {}
 
 
-def test_a_plan_beside_other_settings_than_its_own_is_refused() -> None:
+def test_plan_beside_other_settings_is_refused() -> None:
     planned = Plan.from_run(Run(), world_size=2).run
     check_plan_is_of_run(planned, Run.load(overrides=["sharding.strategy=auto"]), plan="plan.json")
     with pytest.raises(SpecError, match=r"train\.steps"):
         check_plan_is_of_run(planned, Run.load(overrides=["train.steps=3"]), plan="plan.json")
 
 
-def test_the_code_of_a_plan_is_refused_before_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_code_of_a_plan_is_refused_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("evil.py").write_text("raise SystemExit('it ran')\n")
