@@ -36,9 +36,9 @@ class Request:
             key: one[0] for key, one in parse_qs(urlsplit(self.target).query, keep_blank_values=True).items()
         }
 
-    def puts(self, what: str) -> bool:
-        """Whether it sends an object, or a part of one, whose URL holds `what`."""
-        return self.method == "PUT" and what in self.target
+    def puts(self, text: str) -> bool:
+        """Returns whether it sends an object, or a part of one, whose URL contains `text`."""
+        return self.method == "PUT" and text in self.target
 
 
 class Silence(Exception):
@@ -88,15 +88,15 @@ class FakeS3:
         return b"<CompleteMultipartUploadResult/>"
 
     def _put(self, request: Request) -> tuple[int, dict[str, str], bytes]:
-        body, told = self.take(request), request.headers.get("x-amz-checksum-crc32")
-        if self.compares and told != base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode():
+        body, digest = self.take(request), request.headers.get("x-amz-checksum-crc32")
+        if self.compares and digest != base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode():
             return 400, {}, b"<Error><Code>BadDigest</Code></Error>"
         if "If-None-Match" in request.headers and request.name in self.objects:
             return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
         if "partNumber" in request.query:
             self.uploads[request.query["uploadId"]][int(request.query["partNumber"])] = body
         else:
-            self.objects[request.name], self.checksums[request.name] = body, str(told)
+            self.objects[request.name], self.checksums[request.name] = body, str(digest)
         return 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
 
     def _got(self, request: Request) -> tuple[int, dict[str, str], bytes]:
@@ -106,8 +106,8 @@ class FakeS3:
         bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))
         if bounds:
             return 206, {}, data[int(bounds[1]) : int(bounds[2]) + 1]
-        told = self.checksums.get(request.name)
-        return 200, {} if told is None else {"x-amz-checksum-crc32": told}, data
+        digest = self.checksums.get(request.name)
+        return 200, {} if digest is None else {"x-amz-checksum-crc32": digest}, data
 
     def _listed(self, bucket: str, query: dict[str, str]) -> bytes:
         prefix, keys, below = query.get("prefix", ""), list[str](), set[str]()

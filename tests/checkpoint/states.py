@@ -34,11 +34,11 @@ class State:
         return {"step": self.step, **self.noted}
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        mine = {name: tensor for name, tensor in self.held.items() if name in saved or ".rank" not in name}
+        local = {name: tensor for name, tensor in self.held.items() if name in saved or ".rank" not in name}
         check_same_tensors(
-            mine, {name: one for name, one in saved.items() if name in mine or ".rank" not in name}
+            local, {name: entry for name, entry in saved.items() if name in local or ".rank" not in name}
         )
-        return {name: torch.zeros_like(tensor) for name, tensor in mine.items()}
+        return {name: torch.zeros_like(tensor) for name, tensor in local.items()}
 
     def load_values(self, values: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
         self.held |= received
@@ -78,7 +78,7 @@ def mixed() -> dict[str, Tensor]:
 
 
 def ones_own(step: int, rank: int) -> Tensor:
-    """What one rank alone holds."""
+    """A tensor that belongs to one rank alone."""
     return torch.full((16,), 10 * step + rank, dtype=torch.uint8)
 
 
@@ -111,7 +111,7 @@ def saved_sharded(
 
 
 def loaded_sharded(directory: Path, mesh_shape: tuple[int, ...]) -> tuple[State, dict[str, Tensor]]:
-    """What a fresh state loads: step and values, and every tensor whole."""
+    """Loads into a fresh state; returns its step and values, and every tensor whole."""
     state = State(0, sharded(0, mesh_shape))
     assert load(state, directory)
     whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.held.items()}
@@ -124,15 +124,15 @@ def saved(directory: Path | CheckpointLocation, step: int, **options: Any) -> Pa
 
 
 def into_a_file_per_rank(path: Path) -> None:
-    """Makes of a checkpoint of one process what an earlier version saved with the layout `ranks`."""
+    """Rewrites a checkpoint of one process as an earlier version saved it with the layout `ranks`."""
     manifest, name = read_manifest(path), "rank-0.shards"
     table = ShardFileTable.model_validate_json((path / "__0_0.distcp.pieces").read_bytes())
     pieces = tuple(one.model_copy(update={"index": ()}) for one in table.pieces)
     text = table.model_copy(update={"pieces": pieces}).model_dump_json().encode()
     (path / "__0_0.distcp").rename(path / name)
     (path / f"{name}.pieces").write_bytes(text)
-    for gone in ("__0_0.distcp.pieces", "shards.json", ".metadata"):
-        (path / gone).unlink()
+    for name_of_removed in ("__0_0.distcp.pieces", "shards.json", ".metadata"):
+        (path / name_of_removed).unlink()
     files = {name: manifest.files["__0_0.distcp"], f"{name}.pieces": small_file_entry(text)}
     files["writer.json"] = manifest.files["writer.json"]
     now = manifest.model_copy(update={"files": files, "layout": "ranks"})
@@ -146,7 +146,7 @@ def loaded(directory: Path) -> State:
 
 
 def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same bits."""
+    """Raises AssertionError if names, dtypes or bits differ."""
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype, name

@@ -20,87 +20,32 @@ from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, sharded
 
-
-def dangling_latest(directory: Path) -> None:
-    (directory / "latest").symlink_to("step-00000077")
-
-
-def loop(directory: Path) -> None:
-    (directory / "loop").symlink_to("loop")
-
-
-def file_named_as_a_step(directory: Path) -> None:
-    (directory / "step-00000009").write_text("notes")
-
-
-def link_named_as_a_step(directory: Path) -> None:
-    (directory / "step-00000009").symlink_to("nowhere")
-
-
-def loop_named_as_a_step(directory: Path) -> None:
-    (directory / "step-00000009").symlink_to("step-00000009")
-
-
-def link_to_a_checkpoint(directory: Path) -> None:
-    (directory / "step-00000009").symlink_to(saved(directory / "elsewhere", 9))
+STEP, DRAFT = "step-00000009", ".tmp-00000009-ab"
+STRAYS: dict[str, Callable[[Path], object]] = {
+    "dangling latest": lambda place: (place / "latest").symlink_to("step-00000077"),
+    "loop": lambda place: (place / "loop").symlink_to("loop"),
+    "file named as a step": lambda place: (place / STEP).write_text("notes"),
+    "link named as a step": lambda place: (place / STEP).symlink_to("nowhere"),
+    "loop named as a step": lambda place: (place / STEP).symlink_to(STEP),
+    "link to a checkpoint": lambda place: (place / STEP).symlink_to(saved(place / "elsewhere", 9)),
+    "fifo named as a step": lambda place: os.mkfifo(place / STEP),
+    "metadata": lambda place: (place / ".metadata").write_bytes(b""),
+    "empty manifest": lambda place: (place / "manifest.json").write_bytes(b""),
+    "directory as manifest": lambda place: (place / "manifest.json").mkdir(),
+    "draft that is a file": lambda place: (place / DRAFT).write_text(""),
+    "draft with a fifo": lambda place: ((place / DRAFT).mkdir(), os.mkfifo(place / DRAFT / "writer.json")),
+    "removal that is a link": lambda place: (place / ".del-step-00000009-ab").symlink_to("."),
+}
+BESIDE_STEPS: dict[str, Callable[[Path], object]] = {
+    "manifest of a step": lambda place: shutil.copy(place / "step-00000001" / "manifest.json", place)
+}
 
 
-def fifo_named_as_a_step(directory: Path) -> None:
-    os.mkfifo(directory / "step-00000009")
-
-
-def metadata_beside(directory: Path) -> None:
-    (directory / ".metadata").write_bytes(b"")
-
-
-def empty_manifest_beside(directory: Path) -> None:
-    (directory / "manifest.json").write_bytes(b"")
-
-
-def manifest_of_a_step_beside(directory: Path) -> None:
-    shutil.copy(directory / "step-00000001" / "manifest.json", directory)
-
-
-def directory_as_manifest_beside(directory: Path) -> None:
-    (directory / "manifest.json").mkdir()
-
-
-def draft_that_is_a_file(directory: Path) -> None:
-    (directory / ".tmp-00000009-ab").write_text("")
-
-
-def draft_with_a_fifo(directory: Path) -> None:
-    (directory / ".tmp-00000009-ab").mkdir()
-    os.mkfifo(directory / ".tmp-00000009-ab" / "writer.json")
-
-
-def removal_that_is_a_link(directory: Path) -> None:
-    (directory / ".del-step-00000009-ab").symlink_to(".")
-
-
-STRAYS = [
-    dangling_latest,
-    loop,
-    file_named_as_a_step,
-    link_named_as_a_step,
-    loop_named_as_a_step,
-    link_to_a_checkpoint,
-    fifo_named_as_a_step,
-    metadata_beside,
-    empty_manifest_beside,
-    manifest_of_a_step_beside,
-    directory_as_manifest_beside,
-    draft_that_is_a_file,
-    draft_with_a_fifo,
-    removal_that_is_a_link,
-]
-
-
-@pytest.mark.parametrize("stray", STRAYS)
-def test_what_is_not_ours_hides_no_checkpoint_and_every_acknowledged_save_is_found(tmp_path, stray):
+@pytest.mark.parametrize("stray", [*STRAYS, *BESIDE_STEPS])
+def test_strays_hide_no_checkpoint_and_no_later_save(tmp_path, stray):
     for step in (1, 2):
         saved(tmp_path, step)
-    stray(tmp_path)
+    (STRAYS | BESIDE_STEPS)[stray](tmp_path)
     assert loaded(tmp_path).step == 2
     path = saved(tmp_path, 9, keep=1)
     assert latest_checkpoint(tmp_path) == path
@@ -108,9 +53,9 @@ def test_what_is_not_ours_hides_no_checkpoint_and_every_acknowledged_save_is_fou
     assert sorted(one.name for one in tmp_path.glob("step-*")) == [path.name]
 
 
-@pytest.mark.parametrize("stray", [stray for stray in STRAYS if stray is not manifest_of_a_step_beside])
+@pytest.mark.parametrize("stray", STRAYS)
 def test_strays_alone_are_no_checkpoint(tmp_path, stray):
-    stray(tmp_path)
+    STRAYS[stray](tmp_path)
     assert not load(State(0, numbers(0)), tmp_path, missing_ok=True)
 
 
@@ -127,16 +72,11 @@ def test_a_link_to_a_checkpoint_is_one_by_its_own_path_alone_and_is_never_remove
     assert not list(iterate_damage(elsewhere))
 
 
-def dangling_link_inside(path: Path) -> None:
-    (path / "notes").symlink_to("nowhere")
-
-
-def loop_inside(path: Path) -> None:
-    (path / "notes").symlink_to("notes")
-
-
-def directory_inside(path: Path) -> None:
-    (path / "notes").mkdir()
+INSIDE: dict[str, Callable[[Path], object]] = {
+    "dangling link": lambda notes: notes.symlink_to("nowhere"),
+    "loop": lambda notes: notes.symlink_to("notes"),
+    "directory": Path.mkdir,
+}
 
 
 def test_no_file_of_the_users_is_removed(tmp_path):
@@ -144,17 +84,17 @@ def test_no_file_of_the_users_is_removed(tmp_path):
     kept = [notes, tmp_path / ".del-photos" / "one.png", tmp_path / ".tmp-work" / "two.png"]
     for file in kept:
         file.parent.mkdir(exist_ok=True)
-        file.write_text("mine")
+        file.write_text("text")
     (tmp_path / ".tmp-empty").mkdir()
     saved(tmp_path, 2, keep=1)
-    assert all(file.read_text() == "mine" for file in kept)
+    assert all(file.read_text() == "text" for file in kept)
     assert (tmp_path / ".tmp-empty").is_dir()
     assert [one.name for one in notes.parent.iterdir()] == ["notes.txt"]  # the checkpoint itself is pruned
 
 
-@pytest.mark.parametrize("stray", [dangling_link_inside, loop_inside, directory_inside])
-def test_a_stray_inside_of_a_checkpoint_harms_nothing(tmp_path, stray: Callable[[Path], None]):
-    stray(saved(tmp_path, 2))
+@pytest.mark.parametrize("stray", INSIDE.values(), ids=INSIDE)
+def test_a_stray_inside_of_a_checkpoint_harms_nothing(tmp_path, stray: Callable[[Path], object]):
+    stray(saved(tmp_path, 2) / "notes")
     assert loaded(tmp_path).step == 2
 
 
@@ -219,7 +159,7 @@ def test_a_load_takes_the_newest_again_when_its_checkpoint_is_removed(ranks, tmp
     assert ranks(2).run(load_overtaken, beside_a_writer(tmp_path / "ranks", steps=3)) == [3, 3]
 
 
-def test_a_load_that_never_catches_up_says_what_to_change(tmp_path):
+def test_a_load_that_never_catches_up_names_the_setting_to_change(tmp_path):
     noted = beside_a_writer(tmp_path, steps=12)
     with pytest.raises(CheckpointError, match="changes faster than it can be read") as raised:
         load(Overtaken(0, numbers(0), dict(noted)), noted["directory"])
@@ -236,7 +176,7 @@ def test_a_checkpoint_that_vanishes_without_a_newer_one_is_not_taken_for_a_fresh
 
 
 @pytest.mark.parametrize("listings", [1, 2, 3])
-def test_a_checkpoint_committed_during_a_search_is_found_or_not_yet_there(tmp_path, listings):
+def test_a_checkpoint_committed_during_a_search_is_loaded_or_absent(tmp_path, listings):
     """The first `listings` times that a search lists the checkpoints, the only one is not yet committed."""
 
     class NotYet(LocalLocation):

@@ -24,55 +24,35 @@ from fullshard.system.files import xxh3_digest
 from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, sharded
 
 
-def without_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
 
 
-def with_half_a_manifest(path: Path) -> None:
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text[: len(text) // 2])
+def set_step_of_manifest(text: bytes) -> bytes:
+    return json.dumps(json.loads(text) | {"step": 5}).encode()
 
 
-def with_a_manifest_of_another_form(path: Path) -> None:
-    (path / "manifest.json").write_text('{"format": 2, "step": "many"}')
-
-
-def with_the_manifest_of_another_step(path: Path) -> None:
-    data = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(data | {"step": 5}))
-
-
-def with_a_truncated_shard(path: Path) -> None:
-    shard = path / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-
-def without_a_shard(path: Path) -> None:
-    (path / "__0_0.distcp").unlink()
-
-
-def with_empty_metadata(path: Path) -> None:
-    (path / ".metadata").write_bytes(b"")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "half a manifest": lambda path: rewrite(path / "manifest.json", lambda text: text[: len(text) // 2]),
+    "manifest of another form": lambda path: rewrite(
+        path / "manifest.json", lambda _: b'{"format": 2, "step": "many"}'
+    ),
+    "manifest of another step": lambda path: rewrite(path / "manifest.json", set_step_of_manifest),
+    "truncated shard": lambda path: rewrite(path / "__0_0.distcp", lambda data: data[:-1]),
+    "no shard": lambda path: (path / "__0_0.distcp").unlink(),
+    "empty metadata": lambda path: rewrite(path / ".metadata", lambda _: b""),
+}
 
 
 def still_temporary(path: Path) -> None:
     path.rename(path.with_name(".tmp-00000003-ab"))
 
 
-DAMAGES = [
-    without_manifest,
-    with_half_a_manifest,
-    with_a_manifest_of_another_form,
-    with_the_manifest_of_another_step,
-    with_a_truncated_shard,
-    without_a_shard,
-    with_empty_metadata,
-    still_temporary,
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_whole_is_passed_over_with_a_warning(tmp_path, caplog, damage: Callable[[Path], None]):
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), still_temporary], ids=[*DAMAGES, "temporary"])
+def test_incomplete_checkpoints_are_passed_over_with_a_warning(
+    tmp_path, caplog, damage: Callable[[Path], object]
+):
     for step in (1, 2, 3):
         path = saved(tmp_path, step)
     damage(path)
@@ -81,8 +61,10 @@ def test_what_is_not_whole_is_passed_over_with_a_warning(tmp_path, caplog, damag
     assert_same(loaded(tmp_path).held, numbers(2))
 
 
-@pytest.mark.parametrize("damage", DAMAGES[:-1])
-def test_no_whole_one_among_some_is_refused_even_if_none_would_do(tmp_path, damage: Callable[[Path], None]):
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_checkpoints_alone_are_refused_even_with_missing_ok(
+    tmp_path, damage: Callable[[Path], object]
+):
     damage(saved(tmp_path, 1))
     state = State(0, numbers(0))
     with pytest.raises(CheckpointError, match="none of the checkpoints .* is whole") as raised:
@@ -100,10 +82,8 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
         loaded(tmp_path)
 
 
-def test_none_at_all_is_refused_unless_that_will_do(tmp_path):
-    still_temporary(
-        saved(tmp_path / "one", 3)
-    )  # a first save that was broken off leaves nothing to go on from
+def test_no_checkpoint_is_refused_except_with_missing_ok(tmp_path):
+    still_temporary(saved(tmp_path / "one", 3))  # an interrupted first save is no checkpoint
     for directory in (tmp_path / "absent", tmp_path, tmp_path / "one"):
         state = State(0, numbers(0))
         assert not load(state, directory, missing_ok=True)
@@ -112,13 +92,13 @@ def test_none_at_all_is_refused_unless_that_will_do(tmp_path):
             load(state, directory)
 
 
-def test_one_checkpoint_can_be_named(tmp_path, caplog):
+def test_a_named_checkpoint_is_loaded_or_refused(tmp_path, caplog):
     path = saved(tmp_path, 1)
     saved(tmp_path, 2)
     with caplog.at_level(logging.INFO, logger="fullshard"):
         assert loaded(path).step == 1
     assert f"loaded step 1 from {path}" in caplog.messages
-    without_manifest(path)
+    DAMAGES["no manifest"](path)
     with pytest.raises(CheckpointError, match=f"{path} is not a complete checkpoint"):
         load(State(0, numbers()), path, missing_ok=True)
 
@@ -160,7 +140,7 @@ class _Careless(State):
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(7, 5).double(), torch.zeros(5, 7)])
-def test_a_receiver_of_another_shape_or_dtype_is_refused_anyhow(tmp_path, tensor):
+def test_a_target_of_another_shape_or_dtype_is_refused(tmp_path, tensor):
     saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match="1 of another shape or dtype"):
         load(_Careless(0, {"model.uneven": tensor}), tmp_path)
@@ -168,20 +148,12 @@ def test_a_receiver_of_another_shape_or_dtype_is_refused_anyhow(tmp_path, tensor
         load(_Careless(0, {"model.absent": tensor}), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["shards.json", "__0_0.distcp"])
-def test_damaged_bytes_are_an_error_of_ours(tmp_path, name):
-    path = saved(tmp_path, 1)
-    (path / name).write_bytes(bytes((path / name).stat().st_size))
-    with pytest.raises(CheckpointError, match="none of the checkpoints .* is whole"):
-        loaded(tmp_path)
-
-
 class _Refuses(State):
     def load_targets(self, saved: Mapping[str, object]) -> dict[str, torch.Tensor]:
-        raise CheckpointError("not mine.", got="this", fix="that") if dist.get_rank() else KeyError("name")
+        raise CheckpointError("not here.", got="this", fix="that") if dist.get_rank() else KeyError("name")
 
 
-class _CannotTakeItBack(State):
+class _RefusesValues(State):
     def load_values(self, values: Mapping[str, object], received: Mapping[str, object]) -> None:
         if dist.get_rank() == 1:
             raise ValueError("no such optimizer")
@@ -197,7 +169,7 @@ def refused(kind: type[State], directory: Path) -> str:
     ("kind", "message"),
     [
         (_Refuses, "rank 0: loading {} failed.\n  got: KeyError: 'name'"),
-        (_CannotTakeItBack, "rank 1: loading {} failed.\n  got: ValueError: no such optimizer"),
+        (_RefusesValues, "rank 1: loading {} failed.\n  got: ValueError: no such optimizer"),
     ],
 )
 def test_a_rank_that_fails_fails_all(ranks, tmp_path, kind, message):
@@ -205,7 +177,7 @@ def test_a_rank_that_fails_fails_all(ranks, tmp_path, kind, message):
     assert ranks(2).run(refused, kind, tmp_path) == [message.format(path)] * 2
 
 
-def refused_where_rank_one_stands_elsewhere(directory: Path) -> str:
+def load_from_a_directory_per_rank(directory: Path) -> str:
     os.chdir(directory / str(dist.get_rank()))
     with pytest.raises(CheckpointError) as raised:
         load(State(0, numbers(0)), "checkpoints")
@@ -215,15 +187,11 @@ def refused_where_rank_one_stands_elsewhere(directory: Path) -> str:
 def test_a_rank_that_cannot_see_the_checkpoint_fails_all(ranks, tmp_path):
     (tmp_path / "1").mkdir()
     saved(tmp_path / "0" / "checkpoints", 1)
-    messages = ranks(2).run(refused_where_rank_one_stands_elsewhere, tmp_path)
+    messages = ranks(2).run(load_from_a_directory_per_rank, tmp_path)
     assert messages[0] == messages[1]
     assert messages[0].startswith(
         "rank 1: checkpoints/step-00000001 is not whole.\n  got: shards.json: No such file"
     )
-
-
-def damage_one_shard(path: Path) -> None:
-    (path / "__1_0.distcp").write_bytes(bytes((path / "__1_0.distcp").stat().st_size))
 
 
 def save_two_parts(directory: Path) -> None:
@@ -239,21 +207,15 @@ def refused_parts(directory: Path) -> str:
 def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
     ranks(2).run(save_two_parts, tmp_path)
     path = tmp_path / "step-00000001"
-    damage_one_shard(path)
+    rewrite(path / "__1_0.distcp", lambda data: bytes(len(data)))
     messages = ranks(2).run(refused_parts, tmp_path)
     assert messages[0] == messages[1]
     assert "none of the checkpoints" in messages[0]
     assert "got: step-00000001: a part of model.rank1, bytes 0 to" in messages[0]
 
 
-def test_a_manifest_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        read_manifest(tmp_path)
-
-
 def without_padding(path: Path, name: str) -> None:
-    """Turns a checkpoint into what saves wrote before large tensors were aligned: one piece right behind the
-    other, and no index of shards."""
+    """Rewrites a checkpoint in the old form: pieces without padding between them, and no index of shards."""
     manifest, data = read_manifest(path), (path / name).read_bytes()
     table = ShardFileTable.model_validate_json((path / f"{name}.pieces").read_bytes())
     old, moved, packed = [], {}, b""
@@ -273,13 +235,13 @@ def without_padding(path: Path, name: str) -> None:
     files = {name: file for name, file in manifest.files.items() if name != "shards.json"}
     for file, content in changed.items():
         (path / file).write_bytes(content)
-        told = None if file == name else xxh3_digest(content)
-        files[file] = SavedFile(size_bytes=len(content), digest=told)
+        digest = None if file == name else xxh3_digest(content)
+        files[file] = SavedFile(size_bytes=len(content), digest=digest)
     (path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).encode())
 
 
 def sign(path: Path) -> None:
-    """Makes of a checkpoint what an earlier version saved with a key: BLAKE2b digests, and a signature."""
+    """Rewrites a checkpoint as an earlier version saved it with a key: BLAKE2b digests and a signature."""
     manifest, data = read_manifest(path), (path / "__0_0.distcp").read_bytes()
     table = ShardFileTable.model_validate_json((path / "__0_0.distcp.pieces").read_bytes())
     pieces = [(one, data[one.offset : one.offset + one.length]) for one in table.pieces]
@@ -297,7 +259,7 @@ def blake2b(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
-def test_a_checkpoint_that_an_earlier_version_signed_is_verified_and_loaded(tmp_path):
+def test_signed_checkpoints_of_earlier_versions_are_verified_and_loaded(tmp_path):
     path = saved(tmp_path, 1)
     sign(path)
     assert not list(iterate_damage(path))

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import WRITER, ObjectFiles
-from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
 from fullshard.checkpoint.objects import ObjectLocation, is_attempt_abandoned
@@ -87,7 +86,7 @@ def data_file(url: str) -> str:
 
 
 def asking(environment: dict[str, str], act: Any, *arguments: Any) -> Any:
-    """What another process does at a server, whatever server it asked before."""
+    """Calls `act` in a rank whose S3 clients ask the server of `environment`."""
     import s3fs  # which the fixture may have found missing
 
     os.environ.update(environment)
@@ -97,7 +96,7 @@ def asking(environment: dict[str, str], act: Any, *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.long)])
-def test_any_ranks_load_what_others_saved(ranks, server, url, saving, loading):
+def test_saves_load_at_other_rank_counts(ranks, server, url, saving, loading):
     saved(url, 2)
     environment = server.environment
     paths = ranks(saving).run(asking, environment, saved_sharded, url, 3, (saving,))
@@ -121,14 +120,6 @@ def test_a_save_in_the_background_is_the_same(url):
     assert_same(loaded(url).held, numbers(2))
 
 
-def test_a_file_of_many_parts_is_read_back_by_ranges(url):
-    tensor = torch.arange(5 << 20, dtype=torch.int32)  # four parts
-    save(State(1, {"model.large": tensor}), ObjectLocation(url, part_bytes=PART_BYTES))
-    state = State(0, {"model.large": torch.empty_like(tensor)})
-    assert load(state, url)
-    assert torch.equal(state.held["model.large"], tensor)
-
-
 @dataclass(frozen=True)
 class _DiesBeforeCommit(ObjectLocation):
     def commit(self, draft: Any, manifest: Any) -> Any:
@@ -145,7 +136,7 @@ def unfinished_uploads(url: str) -> list[str]:
     return [one["Key"] for one in found.get("Uploads", [])]
 
 
-def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(ranks, server, url):
+def test_a_killed_save_leaves_no_checkpoint(ranks, server, url):
     saved(url, 1)
     before = set(objects(url))
     with pytest.raises(RankFailed, match="died"):
@@ -231,7 +222,7 @@ class _Loses(ObjectLocation):
         return super().commit(draft, manifest)
 
 
-def test_what_the_store_does_not_have_is_not_committed(url):
+def test_a_save_with_lost_objects_is_not_committed(url):
     with pytest.raises(CheckpointError, match="was not stored"):
         saved(_Loses(url), 1)
     assert objects(url) == {}
@@ -251,7 +242,7 @@ def test_an_upload_that_fails_makes_no_object(url):
     assert unfinished_uploads(url) == []
 
 
-def test_retention_removes_every_object_of_what_is_old(url):
+def test_retention_removes_every_object_of_old_checkpoints(url):
     for step in (1, 2, 3, 4):
         saved(url, step, keep=2)
     place = location_of(url)
@@ -259,7 +250,7 @@ def test_retention_removes_every_object_of_what_is_old(url):
     assert {name.partition("/")[0] for name in objects(url)} == {"step-00000003", "step-00000004"}
 
 
-def test_what_was_copied_from_a_file_system_is_a_checkpoint(url, tmp_path):
+def test_a_copy_from_a_file_system_is_a_checkpoint(url, tmp_path):
     path = saved(tmp_path, 7)
     for file in path.iterdir():
         ObjectStore(url).put_new_object(f"{url}/step-00000007/{file.name}", data=file.read_bytes())
@@ -289,7 +280,7 @@ def test_an_attempt_that_is_older_than_any_save_is_abandoned(url):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_alone_can_read_it(url):
+def test_torch_alone_reads_a_checkpoint(url):
     path = saved(url, 6)
     tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(6).items()}
     reader = FsspecReader(f"{path}/{read_manifest(path).attempt}")
@@ -310,7 +301,7 @@ def save_without_a_store(url: str) -> str:
     return str(raised.value)
 
 
-def test_a_store_that_goes_away_is_told_on_all_ranks(ranks, tmp_path):
+def test_a_store_that_stops_answering_is_an_error_on_all_ranks(ranks, tmp_path):
     with served(tmp_path) as server:
         environment = server.environment | {"SERVER": str(server.process.pid)}
         for message in ranks(2).run(asking, environment, save_without_a_store, server.url("run")):
@@ -319,7 +310,7 @@ def test_a_store_that_goes_away_is_told_on_all_ranks(ranks, tmp_path):
 
 
 @pytest.mark.long  # subprocesses that import everything
-def test_missing_credentials_and_a_missing_package_are_told(server):
+def test_missing_credentials_and_a_missing_package_are_reported(server):
     program = """
 import os, sys
 from fullshard.cli.main import main
@@ -341,7 +332,7 @@ assert main(["ckpt", "list", "s3://bucket/run"]) == 6
     assert 'pip install "fullshard[s3]"' in done.stderr
 
 
-def test_a_bucket_that_is_not_there_is_told(server):
+def test_a_missing_bucket_is_refused(server):
     for act in (lambda: saved("s3://nowhere/run", 1), lambda: loaded("s3://nowhere/run")):
         with pytest.raises(CheckpointError, match="no such bucket"):
             act()

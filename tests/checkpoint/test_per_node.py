@@ -15,14 +15,7 @@ from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
-from tests.checkpoint.states import (
-    State,
-    assert_same,
-    loaded_sharded,
-    numbers,
-    ones_own,
-    sharded,
-)
+from tests.checkpoint.states import State, assert_same, loaded_sharded, numbers, ones_own, sharded
 
 STEP = "step-00000003"
 
@@ -37,12 +30,7 @@ def joined(directory: Path, ranks_a_node: int) -> tuple[int | None, int, bool]:
 
 
 def test_ranks_that_see_each_others_files_share_a_disk(ranks, tmp_path):
-    assert ranks(4).run(joined, tmp_path, 2) == [
-        (0, 2, True),
-        (0, 2, False),
-        (1, 2, True),
-        (1, 2, False),
-    ]
+    assert ranks(4).run(joined, tmp_path, 2) == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
     assert ranks(3).run(joined, tmp_path, 3) == [(0, 1, rank == 0) for rank in range(3)]
     assert not list(tmp_path.rglob(".seat-*"))
 
@@ -72,7 +60,7 @@ def copied_into_one(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_the_same_nodes_load_in_place_and_others_a_copy_of_all(ranks, tmp_path, mesh_shape):
+def test_nodes_load_in_place_and_other_ranks_from_a_gathered_copy(ranks, tmp_path, mesh_shape):
     ranks(4).run(save_on_nodes, tmp_path, 3, mesh_shape)
     for node in (0, 1):
         path = tmp_path / f"node-{node}" / STEP
@@ -95,14 +83,14 @@ def refused(directory: Path, mesh_shape: tuple[int, ...], ranks_a_node: int) -> 
     return str(raised.value)
 
 
-def test_ranks_that_need_what_is_elsewhere_are_told_to_copy(ranks, tmp_path):
+def test_shards_on_the_disk_of_another_node_are_refused_with_the_copy_command(ranks, tmp_path):
     ranks(4).run(save_on_nodes, tmp_path, 3, (4,))
     (message, *_) = ranks(4).run(refused, tmp_path, (2, 2), 2)
     assert "on the disk of node" in message
     assert "rsync -a" in message
 
 
-def test_a_step_is_there_when_all_nodes_have_it_and_not_before(ranks, tmp_path):
+def test_a_step_is_committed_once_all_nodes_have_it(ranks, tmp_path):
     ranks(4).run(save_on_nodes, tmp_path, 2, (4,))
     ranks(4).run(save_on_nodes, tmp_path, 3, (4,))
     newer = tmp_path / "node-1" / STEP
@@ -110,7 +98,7 @@ def test_a_step_is_there_when_all_nodes_have_it_and_not_before(ranks, tmp_path):
     newer.rename(tmp_path / "node-1" / ".tmp-00000003-aa")
     assert_loaded(ranks(4).run(load_on_nodes, tmp_path, (4,)), 3)
     assert newer.is_dir()
-    # Ended before node 1 had prepared: nobody was told that the step is saved.
+    # Ended before node 1 had prepared: no rank reported the step as saved.
     shutil.rmtree(newer)
     assert_loaded(ranks(4).run(load_on_nodes, tmp_path, (4,)), 2)
     ranks(4).run(save_on_nodes, tmp_path, 3, (4,))

@@ -1,12 +1,8 @@
 """A save is all or nothing, never over something that is there, and fails on all ranks alike."""
 
-import json
 import logging
 import os
 import resource
-import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from fullshard.checkpoint.files import WRITER
-from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
+from fullshard.checkpoint.location import LocalLocation, latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
+from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -36,7 +33,6 @@ from tests.checkpoint.states import (
     saved_sharded,
     sharded,
 )
-from tests.ranks import RankFailed
 
 
 def listing(directory: Path) -> dict[str, bytes]:
@@ -46,14 +42,6 @@ def listing(directory: Path) -> dict[str, bytes]:
 
 def entries(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
-
-
-def test_one_process_loads_the_bits_it_saved(tmp_path):
-    path = saved(tmp_path, 12)
-    assert path == tmp_path / "step-00000012"
-    state = loaded(tmp_path)
-    assert_same(state.held, numbers(12))
-    assert (state.step, state.noted) == (12, {"tokens": 1200})
 
 
 @pytest.mark.parametrize(
@@ -67,17 +55,17 @@ def test_one_process_loads_the_bits_it_saved(tmp_path):
         pytest.param((2,), (2,), marks=pytest.mark.long),
     ],
 )
-def test_any_mesh_loads_what_any_other_saved(ranks, tmp_path, saving, loading):
+def test_a_save_loads_on_any_other_mesh(ranks, tmp_path, saving, loading):
     world, loading_world = (torch.Size(shape).numel() for shape in (saving, loading))
     paths = ranks(world).run(saved_sharded, tmp_path, 3, saving)
     assert paths == [tmp_path / "step-00000003"] * world
     for rank, (state, whole) in enumerate(ranks(loading_world).run(loaded_sharded, tmp_path, loading)):
-        own = ones_own(3 if rank < world else 0, rank)  # a rank that was not there keeps what it had
+        own = ones_own(3 if rank < world else 0, rank)  # a rank that did not save keeps its value
         assert_same(whole, numbers(3) | {f"random.rank{rank}": own})
         assert (state.step, state.noted) == (3, {"tokens": 300})
 
 
-def test_ranks_load_what_one_process_saved_and_the_other_way_round(ranks, tmp_path):
+def test_saves_of_ranks_and_of_one_process_load_in_each_other(ranks, tmp_path):
     saved(tmp_path, 4)
     for state, whole in ranks(2).run(loaded_sharded, tmp_path, (2,)):
         assert state.step == 4
@@ -87,14 +75,14 @@ def test_ranks_load_what_one_process_saved_and_the_other_way_round(ranks, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_alone_can_read_it(ranks, tmp_path):
+def test_torch_alone_reads_a_checkpoint(ranks, tmp_path):
     (path, _) = ranks(2).run(saved_sharded, tmp_path, 6, (2,))
     tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(6).items()}
     dcp.load(tensors, checkpoint_id=path, no_dist=True)
     assert_same(tensors, numbers(6))
 
 
-def test_the_manifest_says_what_is_there(ranks, tmp_path):
+def test_the_manifest_lists_tensors_values_and_files(ranks, tmp_path):
     (path, _) = ranks(2).run(saved_sharded, tmp_path, 7, (2,))
     manifest = read_manifest(path)
     assert (manifest.step, manifest.world_size, manifest.torch_version) == (7, 2, torch.__version__)
@@ -174,7 +162,7 @@ def refused_by_the_file_system(directory: Path) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_cannot_write_fails_all_and_says_why(ranks, tmp_path):
+def test_a_rank_that_cannot_write_fails_all_with_the_reason(ranks, tmp_path):
     saved(tmp_path, 1)
     before = listing(tmp_path)
     messages = ranks(2).run(refused_by_the_file_system, tmp_path)
@@ -185,35 +173,27 @@ def test_a_rank_that_cannot_write_fails_all_and_says_why(ranks, tmp_path):
     assert entries(tmp_path) == ["step-00000001"]
 
 
-def disagree(directory: Path, *, on_step: bool) -> str:
+def disagree(directory: Path, on: str) -> str:
     rank = dist.get_rank()
-    state = State(rank, numbers()) if on_step else State(1, numbers(), {"seen": rank})
+    state = State(rank, numbers()) if on == "step" else State(1, numbers(), {"seen": rank})
     with pytest.raises(CheckpointError) as raised:
         save(state, directory)
     return str(raised.value)
 
 
-def disagree_on_step(directory: Path) -> str:
-    return disagree(directory, on_step=True)
-
-
-def disagree_on_values(directory: Path) -> str:
-    return disagree(directory, on_step=False)
-
-
 @pytest.mark.parametrize(
-    ("act", "message"),
+    ("on", "message"),
     [
-        (disagree_on_step, "not at the same step.\n  got: rank 0 at 0, rank 1 at 1"),
-        (disagree_on_values, "do not hold the same values.\n  got: rank 1 differs from rank 0"),
+        ("step", "not at the same step.\n  got: rank 0 at 0, rank 1 at 1"),
+        ("values", "do not hold the same values.\n  got: rank 1 differs from rank 0"),
     ],
 )
-def test_ranks_that_hold_different_states_are_refused(ranks, tmp_path, act, message):
-    assert all(message in said for said in ranks(2).run(act, tmp_path))
+def test_ranks_with_different_states_are_refused(ranks, tmp_path, on, message):
+    assert all(message in said for said in ranks(2).run(disagree, tmp_path, on))
     assert not list(tmp_path.iterdir())
 
 
-def refused_where_rank_one_stands_elsewhere(directory: Path) -> str:
+def save_to_a_directory_per_rank(directory: Path) -> str:
     here = directory / str(dist.get_rank())
     here.mkdir()
     os.chdir(here)
@@ -223,7 +203,7 @@ def refused_where_rank_one_stands_elsewhere(directory: Path) -> str:
 
 
 def test_a_directory_that_ranks_do_not_share_is_refused(ranks, tmp_path):
-    messages = ranks(2).run(refused_where_rank_one_stands_elsewhere, tmp_path)
+    messages = ranks(2).run(save_to_a_directory_per_rank, tmp_path)
     assert messages[0] == messages[1]
     assert messages[0].startswith("rank 1: the directory of checkpoints is not the same on all ranks.")
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -236,12 +216,12 @@ def refused_partial(directory: Path) -> str:
     return str(raised.value)
 
 
-def test_a_sum_that_is_still_due_is_refused(ranks, tmp_path):
+def test_partial_tensors_are_refused(ranks, tmp_path):
     assert all("'model.sum' cannot be saved" in said for said in ranks(2).run(refused_partial, tmp_path))
 
 
 @pytest.mark.parametrize("tensor", [3.0, torch.empty(2, device="meta"), torch.eye(2).to_sparse()])
-def test_what_cannot_be_saved_is_refused_by_name(tmp_path, tensor):
+def test_tensors_that_cannot_be_saved_are_refused_by_name(tmp_path, tensor):
     with pytest.raises(CheckpointError, match=r"'model\.odd' cannot be saved"):
         save(State(1, {"model.odd": tensor}), tmp_path)
 
@@ -261,7 +241,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "spare"), [(numbers, 2560 * 8), (mixed, 2560 * 9 + 4096 * 4)])
-def test_the_bytes_needed_are_told_closely_and_never_too_few(tmp_path, make, spare):
+def test_predicted_bytes_bound_the_written_bytes_closely(tmp_path, make, spare):
     state = State(1, make())
     size = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("*.distcp"))
     with pytest.raises(CheckpointError, match="not enough space"):
@@ -270,7 +250,7 @@ def test_the_bytes_needed_are_told_closely_and_never_too_few(tmp_path, make, spa
 
 
 def test_padding_is_planned_for(tmp_path):
-    """Of tensors that are just large, none else takes as much of what is planned."""
+    """Tensors just above the large size take the most padding for their bytes."""
     state = State(1, {f"model.{i}": torch.zeros(LARGE_BYTES + 1, dtype=torch.uint8) for i in range(8)})
     written = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("__0_0.distcp*"))
     with pytest.raises(CheckpointError, match="not enough space"):
@@ -303,11 +283,7 @@ def test_a_directory_that_cannot_be_one_is_refused(tmp_path, place):
     assert (tmp_path / "file").read_text() == "not a directory"
 
 
-def test_missing_parents_are_made(tmp_path):
-    assert saved(tmp_path / "run" / "checkpoints", 1).is_dir()
-
-
-def test_a_step_that_is_there_is_not_written_again(tmp_path, caplog):
+def test_an_existing_step_is_not_written_again(tmp_path, caplog):
     path = saved(tmp_path, 1)
     before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
     with caplog.at_level(logging.INFO, logger="fullshard"):
@@ -340,11 +316,7 @@ def test_the_newest_k_whole_ones_are_kept(tmp_path):
         saved(tmp_path, step)
     (tmp_path / "step-00000003" / "manifest.json").unlink()
     saved(tmp_path, 5, keep=2)
-    assert entries(tmp_path) == [
-        "step-00000003",
-        "step-00000004",
-        "step-00000005",
-    ]
+    assert entries(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
     saved(tmp_path, 2, keep=1)  # rolled back: what is newer is not older than this
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000005"
     with pytest.raises(SpecError, match="negative"):
@@ -363,32 +335,6 @@ def test_remains_of_interrupted_saves_and_removals_are_removed(tmp_path):
     path = saved(tmp_path, 2)
     assert [one.exists() for one in (*remains, foreign)] == [False, False, False, True]
     assert latest_checkpoint(tmp_path) == path
-
-
-def save_until_killed(directory: Path, seconds: float) -> None:
-    threading.Thread(target=lambda: (time.sleep(seconds), os.kill(os.getpid(), 9)), daemon=True).start()
-    step = max([int(path.name[5:]) for path in directory.glob("step-*")], default=0)
-    while True:
-        step += 1
-        saved(directory, step, keep=2)
-
-
-def test_a_killed_save_leaves_the_last_whole_one(ranks, tmp_path):
-    saved(tmp_path, 1)
-    for seconds in (0.05, 0.07, 0.09, 0.11):
-        with pytest.raises(RankFailed):
-            ranks(1).run(save_until_killed, tmp_path, seconds)
-        state = loaded(tmp_path)
-        assert_same(state.held, numbers(state.step))
-    saved(tmp_path, 10_000)
-    assert not [name for name in entries(tmp_path) if name.startswith(".")]
-
-
-def test_files_are_plain_json_beside_dcp(tmp_path):
-    path = saved(tmp_path, 1)
-    assert json.loads((path / "manifest.json").read_text())["format"] == 2
-    shutil.copytree(path, tmp_path / "copy")
-    assert_same(loaded(tmp_path / "copy").held, numbers(1))
 
 
 def test_every_nth_step_is_kept_besides(tmp_path):
@@ -416,8 +362,27 @@ def test_a_model_that_holds_nan_is_not_saved(tmp_path):
     assert entries(tmp_path) == ["step-00000001"]
 
 
-def test_a_step_behind_one_that_is_there_is_saved_and_named(tmp_path, caplog):
+def test_a_step_before_the_newest_is_saved_with_a_warning(tmp_path, caplog):
     saved(tmp_path, 5)
     assert "already" not in caplog.text
     saved(tmp_path, 2)
     assert "has step 5 already" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "s3:///run", "gs://", "abfs:///run", "memory://"])
+def test_a_url_without_a_bucket_is_no_place(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SpecError, match="names no bucket"):
+        location_of(url)
+    assert main(["ckpt", "list", url]) == SpecError.exit_code
+    assert "names no bucket" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cut", ["s3:/bucket/run", Path("s3://bucket/run"), Path("memory://run")])
+def test_a_url_that_lost_a_slash_is_no_directory(cut: str | Path) -> None:
+    with pytest.raises(CheckpointError, match=r"://.* as text"):
+        location_of(cut)
+
+
+def test_disks_of_nodes_are_no_urls() -> None:
+    with pytest.raises(SpecError, match="needs dir to be a directory"):
+        Run.load(overrides=["checkpoint.storage=per_node", "checkpoint.dir=s3://bucket/run"])

@@ -48,7 +48,7 @@ def test_the_next_good_checkpoint_replaces_those_of_skipped_steps(kind: str, tmp
     assert loaded(place).noted[SKIPPED_IN_A_ROW] == 0  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_of_skipped_steps_is_loaded_if_there_is_no_other_or_by_its_name(tmp_path: Path) -> None:
+def test_a_checkpoint_of_skipped_steps_is_loaded_without_another_or_by_its_name(tmp_path: Path) -> None:
     save_step(location_of(tmp_path), 3, skipped=3)
     assert loaded(tmp_path).step == 3
     save_step(location_of(tmp_path), 4)

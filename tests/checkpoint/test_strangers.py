@@ -101,7 +101,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_name_that_is_not_a_file_of_the_directory_is_damage(tmp_path, name):
+def test_a_file_name_outside_of_the_directory_is_damage(tmp_path, name):
     path = saved(tmp_path, 1)
     rewritten_manifest(path, lambda text: text.replace('"writer.json"', f'"{name}"'))
     with pytest.raises(DamagedCheckpointError):

@@ -1,4 +1,4 @@
-"""An entry is there whole or not at all, made by one process at a time, and named by content."""
+"""A cache entry is whole or absent, made by one process at a time, and named by its content."""
 
 import os
 import signal
@@ -13,10 +13,8 @@ import pytest
 
 from fullshard.data.files import stat_files
 from fullshard.data.token_store import (
-    cache_key,
     get_or_build_entry,
     make_cache_directory,
-    read_manifest,
     source_file_digests,
 )
 from fullshard.errors import DataError
@@ -45,16 +43,7 @@ def counting(counts: list[int], *, wait: Callable[[], object] = lambda: None):
     return build
 
 
-def test_an_entry_is_made_once(tmp_path: Path):
-    counts: list[int] = []
-    entries = {get_or_build_entry(tmp_path, "entry", build=counting(counts)) for _ in range(3)}
-    assert entries == {tmp_path / "entry"}
-    assert len(counts) == 1
-    assert (tmp_path / "entry" / "file").read_text() == "whole"
-    assert read_manifest(tmp_path / "entry")["number"] == 1
-
-
-def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
+def test_an_entry_is_made_once_and_others_wait_for_it(tmp_path: Path):
     counts: list[int] = []
     asked = threading.Event()
 
@@ -71,7 +60,7 @@ def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
     assert asked.is_set()
 
 
-def test_what_is_killed_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path):
+def test_a_killed_process_leaves_no_entry(tmp_path: Path):
     killed = subprocess.run([sys.executable, "-c", WRITES_AND_DIES, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "entry").exists()
@@ -81,7 +70,7 @@ def test_what_is_killed_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path
     assert list(tmp_path.glob(".entry.tmp-*")) == []
 
 
-def test_what_raises_leaves_nothing(tmp_path: Path):
+def test_a_build_that_raises_leaves_no_files(tmp_path: Path):
     def build(draft: Path) -> dict[str, int]:
         (draft / "half").touch()
         raise DataError("corrupt.")
@@ -100,7 +89,7 @@ def test_an_entry_that_lost_bytes_is_made_again(tmp_path: Path):
     assert (tmp_path / "entry" / "file").read_text() == "whole"
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path):
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"(?s)cannot be written.*data\.cache"):
         make_cache_directory(str(tmp_path / "file" / "cache"))
@@ -137,10 +126,6 @@ def test_a_file_of_this_moment_is_not_remembered(tmp_path: Path):
     path.write_text("two")
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # as two writes within a tick of the clock
     assert digests(tmp_path, path) != before
-
-
-def test_keys_follow_facts():
-    assert cache_key({"a": 1, "b": [2]}) == cache_key({"b": [2], "a": 1}) != cache_key({"a": 1, "b": [3]})
 
 
 def test_a_user_without_a_home_needs_another_cache(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""What of a conversation is trained on: all, or what the assistant says with the token that ends it."""
+"""A conversation is trained on whole, or only the assistant's words with the token that ends them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,26 +39,14 @@ def trained_text(
     return [open_tokenizer(path).decode(run) for run in runs if run]
 
 
-def test_all_is_the_conversation_as_the_template_writes_it(tmp_path: Path):
-    path = save_tokenizer(tmp_path / "tok", template=CHAT)
-    (whole,) = trained_text(path, "all")
-    assert whole.startswith("<|user|>\nthe cat<|endoftext|>\n<|assistant|>\nsat on a mat<|endoftext|>\n")
+END_OUTSIDE = MARKED.replace("<|endoftext|>{% endgeneration %}", "{% endgeneration %}<|endoftext|>")
 
 
-def test_the_assistants_words_and_their_end_are_trained_on(tmp_path: Path):
-    path = save_tokenizer(tmp_path / "tok", template=CHAT)
-    assert trained_text(path) == ["sat on a mat<|endoftext|>\n", "ran<|endoftext|>\n"]
-
-
-def test_a_template_that_marks_what_is_generated_is_taken_at_its_word(tmp_path: Path):
-    path = save_tokenizer(tmp_path / "tok", template=MARKED)
-    assert trained_text(path) == ["sat on a mat<|endoftext|>", "ran<|endoftext|>"]
-
-
-def test_the_token_that_ends_the_turn_is_trained_on_behind_the_marked_words(tmp_path: Path):
-    outside = MARKED.replace("<|endoftext|>{% endgeneration %}", "{% endgeneration %}<|endoftext|>")
-    path = save_tokenizer(tmp_path / "tok", template=outside)
-    assert trained_text(path) == ["sat on a mat<|endoftext|>", "ran<|endoftext|>"]
+@pytest.mark.parametrize(("template", "after"), [(CHAT, "\n"), (MARKED, ""), (END_OUTSIDE, "")])
+def test_the_assistants_words_and_their_end_are_trained_on(tmp_path: Path, template: str, after: str):
+    """With and without generation marks, which may leave out the end of the turn."""
+    path = save_tokenizer(tmp_path / "tok", template=template)
+    assert trained_text(path) == [f"sat on a mat{END}{after}", f"ran{END}{after}"]
 
 
 @pytest.mark.parametrize("template", [CHAT, MARKED])
@@ -70,7 +58,7 @@ def test_a_template_that_ends_a_turn_with_a_blank_has_no_end_of_turn(tmp_path: P
         assert ChatTemplate(path).encode_conversation(Conversation(TALK[:3]), train_on="all").has_end_of_turn
 
 
-def test_a_template_in_a_file_takes_the_place_of_the_tokenizers_own(tmp_path: Path):
+def test_a_template_file_replaces_the_template_of_the_tokenizer(tmp_path: Path):
     path = save_tokenizer(tmp_path / "tok")
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
     talk = Conversation(TALK[:2])
@@ -80,7 +68,7 @@ def test_a_template_in_a_file_takes_the_place_of_the_tokenizers_own(tmp_path: Pa
         ChatTemplate(path, template=f"{tmp_path}/none.jinja")
 
 
-def test_a_template_that_changes_earlier_messages_has_no_answer(tmp_path: Path):
+def test_a_template_that_changes_earlier_messages_is_refused(tmp_path: Path):
     path = save_tokenizer(tmp_path / "tok", template=FORGETS)
     with pytest.raises(UntokenizableRecordError, match="message 2 changes"):
         trained_text(path)

@@ -86,7 +86,7 @@ def test_variables_of_a_row_take_precedence():
         ([ASKS, {"role": "assistant", "tool_calls": [7]}], "not a list of objects"),
     ],
 )
-def test_what_is_no_conversation_is_refused(messages: object, why: str):
+def test_messages_that_are_no_conversation_are_refused(messages: object, why: str):
     with pytest.raises(UntokenizableRecordError, match=why):
         read(messages)
 

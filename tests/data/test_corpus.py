@@ -53,7 +53,7 @@ def expected(path: str, texts: list[str]) -> list[list[int]]:
 
 
 def write_source(kind: str, directory: Path) -> tuple[list[str], dict[str, object]]:
-    """40 texts as `kind`; what they are, and the settings that read them."""
+    """Writes 40 texts as `kind`; returns them and the settings that read them."""
     texts = [text(i) for i in range(40)]
     rows = [{"text": one, "other": i} for i, one in enumerate(texts)]
     directory.mkdir()
@@ -92,7 +92,7 @@ def test_several_processes_make_the_same_tokens(tmp_path: Path, tokenizer: str):
     assert sum(len(one.ends) for one in alone) == 120
 
 
-def test_what_a_worker_raises_is_raised_here(tmp_path: Path):
+def test_an_error_of_a_worker_is_raised_in_the_parent(tmp_path: Path):
     line = json.dumps({"text": "x" * 1000}) + "\n"
     count = 9_000_000 // len(line)
     (tmp_path / "a.jsonl").write_text(line * count + "{\n")
@@ -106,7 +106,7 @@ def test_the_processes_that_make_tokens_need_no_torch():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_tokens_are_made_again_only_when_something_they_follow_from_changes(tmp_path: Path, tokenizer: str):
+def test_tokens_are_made_again_only_if_an_input_changes(tmp_path: Path, tokenizer: str):
     path = texts_file(tmp_path / "a.jsonl", 9)
     settings = {"source": "jsonl", "paths": (path,), "tokenizer": tokenizer}
     before = store_of(tmp_path, **settings)
@@ -148,32 +148,16 @@ def test_a_long_text_is_one_document(tmp_path: Path):
     assert store.tokens.tobytes() == whole.encode() + b"\0"
 
 
-def test_prompts_are_left_out_of_the_labels(tmp_path: Path, tokenizer: str):
-    rows = [{"ask": text(i), "say": text(i + 50)} for i in range(5)]
-    path = write_json_lines(tmp_path / "a.jsonl", rows)
-    settings = {
-        "source": "jsonl",
-        "paths": (path,),
-        "tokenizer": tokenizer,
-        "records": "completion",
-        "prompt_field": "ask",
-        "completion_field": "say",
-    }
-    assert store_of(tmp_path, **settings).loss_mask is None
-    store = store_of(tmp_path, **settings, train_on="completion")
-    said = expected(tokenizer, [row["say"] for row in rows])
-    for begin, end, wanted in zip(store.begins, store.ends, said, strict=True):
-        assert store.tokens[begin:end][store.loss_mask[begin:end] == 1].tolist() == wanted
-
-
 @pytest.mark.parametrize("save", [save_tokenizer, save_metaspace_tokenizer, lambda _: None])
 def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(
     tmp_path: Path, save: Callable[[Path], str | None]
 ):
     path = save(tmp_path / "tok")
     pairs = [("the cat", " sat"), ("the c", "at sat"), ("the cat\n\n", "\n sat"), ("", "the sat"), ("é", "é")]
-    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    rows = [{"ask": prompt, "say": completion} for prompt, completion in pairs]
     settings = {**write_rows("jsonl", tmp_path, rows), "tokenizer": path, "records": "completion"}
+    settings |= {"prompt_field": "ask", "completion_field": "say"}
+    assert store_of(tmp_path, **settings).loss_mask is None
     store = store_of(tmp_path, **settings, train_on="completion")
     assert documents(store) == expected(path, ["".join(pair) for pair in pairs])
     tokenizer = open_tokenizer(path)
@@ -190,12 +174,7 @@ def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str
     talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     path = write_json_lines(tmp_path / "a.jsonl", [{"messages": talk}] * 3)
     store = store_of(
-        tmp_path,
-        source="jsonl",
-        paths=(path,),
-        tokenizer=tokenizer,
-        records="messages",
-        train_on="assistant",
+        tmp_path, source="jsonl", paths=(path,), tokenizer=tokenizer, records="messages", train_on="assistant"
     )
     words = open_tokenizer(tokenizer).decode(store.tokens[store.loss_mask == 1].tolist())
     assert words == "sat<|endoftext|>\n" * 3
@@ -209,7 +188,11 @@ def test_corrupt_records_are_left_out_and_counted_if_asked(tmp_path: Path):
     store = store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",), on_error="skip")
     assert [bytes(tokens) for tokens in documents(store)] == [b"good\0", b"too\0"]
     assert store.notes.skipped == 3
-    assert [told.split(": ")[0].rpartition(" ")[2] for told in store.notes.skip_messages] == ["2", "3", "4"]
+    assert [message.split(": ")[0].rpartition(" ")[2] for message in store.notes.skip_messages] == [
+        "2",
+        "3",
+        "4",
+    ]
 
 
 ASKS = {"role": "user", "content": "the"}
@@ -260,13 +243,10 @@ def test_a_text_of_arrow_that_is_no_utf8_is_left_out_or_located(tmp_path: Path, 
     ("line", "message"),
     [
         (BAD_LINES[1], r"a\.jsonl line 2(?s:.)*no JSON(?s:.)*on_error"),
-        (BAD_LINES[2], r"no field 'text' in \S+a\.jsonl line 2(?s:.)*fields other"),
-        (BAD_LINES[3], r"a\.jsonl line 2(?s:.)*not text but int"),
-        ('{"text": null}', r"a\.jsonl line 2(?s:.)*not text but null"),
         ('{"text": "a\\u0000b"}', r"a\.jsonl line 2(?s:.)*NUL"),
     ],
 )
-def test_a_corrupt_record_is_told_with_file_and_line(tmp_path: Path, line: str, message: str):
+def test_a_corrupt_record_is_refused_with_file_and_line(tmp_path: Path, line: str, message: str):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line)
     with pytest.raises(FullshardError, match=message):
         store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",))
@@ -278,7 +258,7 @@ def test_data_without_a_document_is_refused(tmp_path: Path):
         store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",), on_error="skip")
 
 
-def test_a_split_that_is_not_there_is_told_with_those_that_are(tmp_path: Path):
+def test_a_missing_split_is_refused_with_the_existing_ones(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"text": "a"}])
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "set")

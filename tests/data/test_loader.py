@@ -1,4 +1,4 @@
-"""Made ahead or not, a step trains on the same; what raises, raises in its step; no thread is left."""
+"""Prefetched batches are those without prefetching; an error is raised in its step; no thread is left."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.data.samples import plan_of
 
 @dataclass
 class Numbers:
-    """Says what it was asked for. `fails`: in that step."""
+    """Yields (step, rank, index). `fails`: the step that raises."""
 
     fails: int | None = None
     asked: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Numbers:
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(0, 3), st.integers(1, 3))
-def test_any_course_of_steps_is_what_it_is_without(steps: list[int], ahead: int, accumulation: int):
+def test_prefetching_changes_no_batch_in_any_order_of_steps(steps: list[int], ahead: int, accumulation: int):
     plan, plain = plan_of(2, 1, accumulation), Numbers()
     with MicrobatchPrefetcher(Numbers(), steps=ahead) as data:
         for step in steps:
@@ -39,7 +39,7 @@ def test_any_course_of_steps_is_what_it_is_without(steps: list[int], ahead: int,
             assert list(data.microbatches(step, rank=1, plan=plan)) == wanted
 
 
-def test_steps_in_order_are_each_made_once_and_only_so_many_ahead():
+def test_steps_in_order_are_made_once_and_not_further_ahead():
     numbers = Numbers()
     with MicrobatchPrefetcher(numbers, steps=2) as data:
         for step in range(5):
@@ -48,7 +48,7 @@ def test_steps_in_order_are_each_made_once_and_only_so_many_ahead():
     assert numbers.asked == sorted(set(numbers.asked))
 
 
-def test_what_raises_does_so_in_the_step_that_asks_and_the_next_goes_on():
+def test_an_error_is_raised_in_its_own_step_alone():
     plan = plan_of(1, 1)
     with MicrobatchPrefetcher(Numbers(fails=2), steps=2) as data:
         for step in (0, 1):

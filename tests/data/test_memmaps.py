@@ -1,4 +1,4 @@
-"""Tokens that others made are taken where they lie, document by document; what is none is refused."""
+"""Token files of other programs are mapped document by document; other files are refused."""
 
 import struct
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_rows_of_an_array_are_documents(tmp_path: Path):
     assert documents(stores(tmp_path, "a.npy")[0]) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_an_index_beside_tells_dtype_and_documents(tmp_path: Path):
+def test_an_index_file_gives_dtype_and_documents(tmp_path: Path):
     np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
     write_index(tmp_path / "a.idx", [4, 2, 3, 2], [0, 1, 2, 4])
     for pattern in ("a.bin", "a.idx", "a.*"):
@@ -74,7 +74,7 @@ def test_several_files_are_several_stores(tmp_path: Path):
     assert [store.name for store in stores(tmp_path, "*.npy")] == ["a.npy", "b.npy"]
 
 
-def test_the_key_follows_what_is_in_the_file(tmp_path: Path):
+def test_the_key_follows_the_content_of_the_file(tmp_path: Path):
     np.save(tmp_path / "a.npy", np.arange(5))
     before = stores(tmp_path, "a.npy")[0].key
     assert stores(tmp_path, "a.npy", eod_token=3)[0].key != before

@@ -97,7 +97,7 @@ def rows_from(data: PackedData, first: int, count: int) -> list[Row]:
 @given(
     packings, st.tuples(divisors_of_12, divisors_of_12), st.booleans(), st.integers(0, 1000), st.booleans()
 )
-def test_ranks_and_microbatches_together_see_what_one_alone_sees(
+def test_ranks_and_microbatches_together_see_the_rows_of_one_rank(
     packing: str, both: tuple[int, int], masked: bool, step: int, mixed: bool
 ):
     world, microbatch = both
@@ -155,7 +155,7 @@ def test_each_label_is_the_token_behind_and_none_crosses_where_masked(packing: s
     packings, st.booleans(), st.lists(st.tuples(divisors_of_12, st.integers(1, 4)), min_size=1, max_size=4)
 )
 def test_parts_on_any_ranks_lose_no_sample_and_double_none(packing: str, mixed: bool, parts):
-    """Each part: so many ranks for so many steps; it begins, with data of its own, where the last ended."""
+    """Each part has a rank count and a step count, and begins with fresh data where the part before ended."""
     weights = (0.6, 0.4) if mixed else ()
     total = sum(steps for _, steps in parts)
     whole = [global_batch(data_of(packing, weights=weights), step, 1, 12) for step in range(total)]
@@ -241,14 +241,14 @@ def test_seeds_and_epochs_order_rows_differently():
     assert first != second != rows_from(data_of("best_fit", seed=1), 0, count)
 
 
-def test_nothing_of_the_tokens_or_their_layout_is_copied_by_a_rank():
+def test_tokens_and_their_layout_stay_memory_mapped():
     pool = data_of("best_fit").pools[0]
     arrays = [pool.stream.stores[0].tokens, *(getattr(pool.training, name) for name in ("begins", "offsets"))]
     assert all(isinstance(array, np.memmap) for array in arrays)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
-def test_what_is_told_of_the_data_is_what_there_is(packing: str):
+def test_the_summary_describes_the_data(packing: str):
     data = data_of(packing, fraction=0.2)
     summary = data.summary_figures()
     assert summary["documents"] == 40
@@ -258,7 +258,7 @@ def test_what_is_told_of_the_data_is_what_there_is(packing: str):
     assert packing in data.describe()
 
 
-def test_the_order_of_the_rows_is_known_by_everything_that_determines_it(tmp_path: Path):
+def test_the_row_order_identifies_everything_that_determines_it(tmp_path: Path):
     def order(*, words: str = "one two three", **settings: object) -> str:
         (tmp_path / "a.txt").write_text(f"{words} " * 40)
         paths = {"source": "text", "paths": [str(tmp_path / "a.txt")]}

@@ -22,14 +22,7 @@ def test_dots_lead_to_nested_fields_and_a_field_of_the_whole_name_wins():
     assert {name: look_up_field(row, name) for name in wanted} == wanted
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dotted_name_reads_a_nested_field(tmp_path: Path, kind: str):
-    rows = [{"data": {"body": {"text": f"{i}", "other": 1}}, "more": "x"} for i in range(12)]
-    store = store_of(tmp_path, **write_rows(kind, tmp_path, rows), text_field="data.body.text")
-    assert documents(store) == [[*f"{i}".encode(), 0] for i in range(12)]
-
-
-def test_of_a_nested_column_parquet_reads_only_what_the_name_leads_to(tmp_path: Path):
+def test_parquet_reads_only_the_named_part_of_a_nested_column(tmp_path: Path):
     rows = [{"data": {"text": "a", "unused": "b"}, "more": "c"}]
     (path,) = write_rows("parquet", tmp_path, rows)["paths"]
     (part,) = split_file_into_parts("parquet", SourceFile(path, 99))
@@ -67,6 +60,7 @@ def test_a_row_whose_text_is_null_is_reported_or_left_out(tmp_path: Path, kind: 
             {"instruction": "a", "output": "b"},
             ['records = "completion"', 'prompt_field = "instruction"', 'completion_field = "output"'],
         ),
+        ({"ids": [1, 2]}, ['records = "tokens"', 'tokens_field = "ids"']),
         ({"n": 7}, []),
     ],
 )

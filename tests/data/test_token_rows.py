@@ -1,4 +1,4 @@
-"""Rows of tokens are taken as they are, without padding; what does not fit the vocabulary is reported."""
+"""Rows of tokens are read unchanged, without padding; tokens outside of the vocabulary are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def test_every_source_gives_its_tokens_unchanged(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_labels_and_masks_say_what_is_trained_on_and_padding_is_left_out(tmp_path: Path, kind: str):
+def test_labels_and_masks_select_trained_tokens_and_padding_is_left_out(tmp_path: Path, kind: str):
     rows = [
         {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]},
         {"input_ids": [8, 9], "labels": [8, 9], "attention_mask": [1, 1]},
@@ -84,7 +84,7 @@ def test_lists_with_nulls_do_not_change_other_rows(tmp_path: Path):
         ({"input_ids": [1, 2], "weight": 0}, "'weight' is 0"),
     ],
 )
-def test_what_is_no_row_of_tokens_is_refused(row: dict[str, Any], why: str):
+def test_rows_that_are_no_tokens_are_refused(row: dict[str, Any], why: str):
     with pytest.raises(UntokenizableRecordError, match=why):
         read(row)
 
@@ -113,21 +113,16 @@ def test_tokens_and_bytes_do_not_mix(tmp_path: Path):
     assert mixed.vocabulary == 289
 
 
-def test_data_of_which_nothing_is_trained_on_is_refused(tmp_path: Path):
+def test_data_without_a_trained_token_is_refused(tmp_path: Path):
     rows = [{"input_ids": [1, 2], "labels": [-100, -100]}]
     with pytest.raises(DataError, match=r"no token of rows\.jsonl is trained on"):
         store_of(tmp_path, **write_rows("jsonl", tmp_path, rows), records="tokens")
 
 
-def test_a_row_with_a_list_of_tokens_suggests_the_settings(tmp_path: Path):
-    with pytest.raises(DataError, match=r'(?s)records = "tokens"\s+tokens_field = "ids"'):
-        store_of(tmp_path, **write_rows("jsonl", tmp_path, [{"ids": [1, 2]}]))
-
-
 PACKED = [5, 6, 7, 8, 9, 10]
 
 
-def test_documents_of_a_packed_row_are_found_without_its_padding():
+def test_documents_of_a_packed_row_are_split_without_its_padding():
     row = {"position_ids": [0, 0, 1, 0, 1, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
     tokens, _, ends = read_token_row(row, PACKED, tokens_field="ids", vocabulary_size=100)
     assert (tokens.tolist(), ends) == ([6, 7, 8, 9], [2, 4])

@@ -26,27 +26,19 @@ def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):
     assert tokenizer.decode(found[0].tolist()) == text(3)
 
 
-def test_what_the_tokenizer_puts_around_a_text_stands_around_a_document(tmp_path: Path):
+def test_special_tokens_of_the_tokenizer_surround_each_document(tmp_path: Path):
     from tokenizers import Tokenizer, processors
 
     path = Path(save_tokenizer(tmp_path / "tok"), "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens(["<s>"])
     begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id(END)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    tokenizer.save(str(path))
-    assert (
-        open_tokenizer(str(path)).tokens_before_document,
-        open_tokenizer(str(path)).tokens_after_document,
-    ) == ((begin,), (end,))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"<s> $A {END}", special_tokens=[("<s>", begin), (END, end)]
-    )
-    tokenizer.save(str(path))
-    assert (
-        open_tokenizer(str(path)).tokens_before_document,
-        open_tokenizer(str(path)).tokens_after_document,
-    ) == ((begin,), (end,))
+    for single in ("<s> $A", f"<s> $A {END}"):
+        specials = [("<s>", begin), (END, end)] if END in single else [("<s>", begin)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
+        tokenizer.save(str(path))
+        opened = open_tokenizer(str(path))
+        assert (opened.tokens_before_document, opened.tokens_after_document) == ((begin,), (end,))
     assert open_tokenizer(str(path), eos_token="<s>").tokens_after_document == (end, begin)
 
 

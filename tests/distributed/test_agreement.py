@@ -1,4 +1,4 @@
-"""What fails on one rank is raised on all."""
+"""A failure on one rank is raised on all."""
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +21,7 @@ def ranks_and_first() -> tuple[int, int, list[int]]:
     )
 
 
-def test_everyone_gives_ones_own_and_first_gives_rank_zeros(ranks):
+def test_results_are_those_of_each_rank_or_of_rank_zero(ranks):
     assert ranks(2).run(ranks_and_first) == [(0, 0, [0, 1]), (1, 0, [0, 1])]
 
 
@@ -51,7 +51,7 @@ def test_rank_zeros_failure_is_everyones(ranks):
     assert ranks(2).run(fail_first) == ["choosing failed.\n  got: IndexError: list index out of range"] * 2
 
 
-def test_an_interrupt_is_not_kept():
+def test_an_interrupt_is_raised_at_once():
     def interrupted() -> None:
         raise KeyboardInterrupt
 

@@ -40,6 +40,21 @@ class Stack(nn.Module):
         return self.norm(x)
 
 
+class Chain(nn.Module):
+    """An embedding and blocks after it."""
+
+    def __init__(self, *blocks: nn.Module, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class EncoderDecoder(nn.Module):
     """As T5: one embedding for both stacks, as one module, or as three of one weight, the head's too."""
 
@@ -117,24 +132,16 @@ class Repeating(nn.Module):
         return x
 
 
-class Sharing(nn.Module):
+class Sharing(Chain):
     """Two blocks that hold the same module, or the same weight in different modules."""
 
     def __init__(self, *, module: bool, backwards: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        super().__init__(Block(), Block(), Block())
         first, second = (2, 0) if backwards else (0, 2)
         if module:
             self.blocks[second].up = self.blocks[first].up
         else:
             self.blocks[second].up.weight = self.blocks[first].up.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class ListedExperts(nn.Module):
@@ -182,17 +189,9 @@ class MixtureBlock(nn.Module):
         return x + (self.moe(x) if self.listed else self.moe["experts"](x))
 
 
-class Mixture(nn.Module):
+class Mixture(Chain):
     def __init__(self, *, listed: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(MixtureBlock(listed=listed) for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(*(MixtureBlock(listed=listed) for _ in range(2)))
 
 
 class Pairs(nn.Module):
@@ -258,37 +257,24 @@ class CrossedBlock(Block):
         return super().forward(x) + (x @ self.own.T).mean(-1, keepdim=True)
 
 
-class Crossed(nn.Module):
+class Crossed(Chain):
     """Two blocks, each of which holds itself a weight that a module inside the other holds too."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(CrossedBlock() for _ in range(2))
+        super().__init__(CrossedBlock(), CrossedBlock())
         one, two = self.blocks
         one.own, two.own = two.up.weight, one.up.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
-
-class RootReads(nn.Module):
+class RootReads(Chain):
     """The root multiplies with a weight of a block."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        super().__init__(Block(), Block())
         self.weight = self.blocks[0].up.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x @ self.weight.T
+        return super().forward(tokens) @ self.weight.T
 
 
 class PartlyFrozen(nn.Module):
@@ -334,19 +320,11 @@ class RecurrentBlock(nn.Module):
         return x + self.layer(self.norm(x))[0]
 
 
-class Recurrent(nn.Module):
+class Recurrent(Chain):
     """Layers that keep their weights in a list besides."""
 
     def __init__(self, kind: type[nn.RNNBase] = nn.GRU, *, width: int = WIDTH, layers: int = 2) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(RecurrentBlock(kind, width) for _ in range(layers))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(*(RecurrentBlock(kind, width) for _ in range(layers)), width=width)
 
 
 def _decoder(*, tied: bool = False, layers: int = 2) -> nn.Module:

@@ -115,12 +115,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
-    "gpt_neox": config_of(
-        "gpt_neox",
-        "GPTNeoXForCausalLM",
-        {**LLAMA, **_NO_DROPOUT},
-        rotary_pct=0.5,
-    ),
+    "gpt_neox": config_of("gpt_neox", "GPTNeoXForCausalLM", {**LLAMA, **_NO_DROPOUT}, rotary_pct=0.5),
     "phi": config_of(
         "phi", "PhiForCausalLM", LLAMA, partial_rotary_factor=0.5, resid_pdrop=0.0, embd_pdrop=0.0
     ),

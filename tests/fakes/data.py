@@ -10,7 +10,7 @@ from fullshard.spec.plan import Plan
 
 
 def global_batch(step: int, *, sequences: int, length: int, vocabulary: int) -> dict[str, Tensor]:
-    """The same for every rank count. Rows differ in how many labels count: means of means are wrong."""
+    """A batch that no rank count changes. Rows differ in the number of labels: means of means are wrong."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocabulary, (sequences, length + 1), generator=generator)
     labels = tokens[:, 1:].clone()

@@ -162,7 +162,7 @@ def _kernels(shape: Shape) -> tuple[Kernel, ...]:
 
 
 class _Tracer:
-    """Phases of one microbatch; bytes alive are summed as the phases go on."""
+    """Phases of one microbatch; bytes alive are summed over the phases."""
 
     def __init__(self, shape: Shape, mode: RecomputeSection, compiled: bool) -> None:
         self.shape, self.mode, self.compiled = shape, mode, compiled

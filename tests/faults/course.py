@@ -1,8 +1,8 @@
-"""A training that saves every few steps, is ended in mid-course, and must go on as if nothing had been.
+"""A training that saves every few steps, is ended in between, and must resume without a trace.
 
-What it leaves beside the checkpoints, each line down to the disk before the next step begins:
-`acknowledged` (steps whose save was told to be through), `curve` (step and loss, bit for bit), `starts`.
-Of each rank: `committed-<rank>` (steps whose state is told to be whole on its drive), and `killed-<rank>`
+Its files beside the checkpoints, each line flushed to the disk before the next step begins:
+`acknowledged` (steps whose save was acknowledged), `curve` (step and loss, bit for bit), `starts`.
+Of each rank: `committed-<rank>` (steps whose state is whole on its drive), and `killed-<rank>`
 (what it was doing).
 """
 
@@ -89,9 +89,8 @@ class Course:
     drive: Callable[[], DriveSystemCalls] | None = None  # what rank 1 reaches it by; of the others it is well
 
 
-def go_on(course: Course) -> int:
-    """Starts from what there is and trains to step `until`, saving after every step, or few. Returns where it
-    began."""
+def train_course(course: Course) -> int:
+    """Resumes and trains to step `until`, saving after every step or few. Returns the step of its start."""
     victim, fault = _Victim(course), course.fault if dist.get_rank() == 0 else None
     state, plan = _begun(course)
     state.phase = victim.where
@@ -123,7 +122,7 @@ def go_on(course: Course) -> int:
                 _save(course, state, saving=victim.saver or saving)
         if victim.saver is not None:
             victim.saver.wait()
-            told(course, victim.saver)
+            note_outcomes(course, victim.saver)
         close_offloaded_state(state.model, plan=plan, finished=False)
     return started_at
 
@@ -151,7 +150,7 @@ def _save(course: Course, state: TrainState, *, saving: CheckpointSaver | Backgr
         note(course, "acknowledged", f"{state.step}")
     else:
         saving.save(state)
-        told(course, saving)
+        note_outcomes(course, saving)
 
 
 def slowly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -164,7 +163,7 @@ def save_now(saving: CheckpointSaver, state: TrainState) -> None:
     saving.save_snapshot(run_on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save"))
 
 
-def told(course: Course, saver: BackgroundSaver) -> None:
+def note_outcomes(course: Course, saver: BackgroundSaver) -> None:
     for outcome in saver.outcomes():
         if outcome.error is not None:
             raise outcome.error
@@ -246,9 +245,9 @@ def last_acknowledged(record: Path) -> int:
 
 
 def last_committed(record: Path, *, world_size: int = 2) -> int:
-    """The newest step that all ranks have told to be whole on their drives."""
-    told = [[int(line) for line in lines(record, f"committed-{rank}")] for rank in range(world_size)]
-    return min(max(own, default=0) for own in told)
+    """The newest step that all ranks reported as whole on their drives."""
+    by_rank = [[int(line) for line in lines(record, f"committed-{rank}")] for rank in range(world_size)]
+    return min(max(own, default=0) for own in by_rank)
 
 
 def assert_the_curve_is_undisturbed(ranks, record: Path, *, world_size: int = 2, tier: str = "none") -> None:
@@ -263,11 +262,11 @@ def assert_the_curve_is_undisturbed(ranks, record: Path, *, world_size: int = 2,
 
 
 def next_start(ranks, course: Course, *, world_size: int = 2) -> str:
-    """What the next start does, on a drive that is well: `resumed at step …`, or what it stops with."""
+    """Starts again on a drive without a fault. Returns `resumed at step …`, or the error that stopped it."""
     until = max((int(line.split()[0]) for line in lines(course.record, "curve")), default=0) + 2
     try:
         well = replace(course, mode="sync", kill=None, fault=None, drive=None, until=until)
-        (started_at, *_) = ranks(world_size).run(go_on, well)
+        (started_at, *_) = ranks(world_size).run(train_course, well)
     except CheckpointError as error:
         return f"stopped: {error.what}"
     return f"resumed at step {started_at}"

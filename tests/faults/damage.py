@@ -39,8 +39,10 @@ def damage(path: Path, older: Path, *, act: str, files: str, rng: random.Random)
 
 
 def damaged_start(sound: Path, directory: Path, *, act: str, files: str, rng: random.Random) -> str:
-    """`sound` holds steps 1 and 2 of `tests.checkpoint.states`, saved by ranks. What a start after damage to
-    the newer does; raises AssertionError where it would go on from wrong numbers, or see nothing."""
+    """Damages the newer of steps 1 and 2 in a copy of `sound`, and loads. Returns the outcome.
+
+    Raises AssertionError if the load accepts wrong numbers, or `verify` sees no damage.
+    """
     shutil.copytree(sound, directory)
     litter(directory)
     newer, older = directory / "step-00000002", directory / "step-00000001"

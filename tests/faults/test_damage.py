@@ -1,4 +1,4 @@
-"""Whatever happens to a file, the next start goes on from right numbers."""
+"""After any damage to a file, the next start resumes from right numbers."""
 
 import random
 from pathlib import Path

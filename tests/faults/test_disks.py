@@ -1,4 +1,4 @@
-"""Disks that lose power, fill up, turn read-only or go away: what was acknowledged stays."""
+"""Disks that lose power, fill up, turn read-only or go away: acknowledged saves stay."""
 
 import random
 import shutil
@@ -15,10 +15,10 @@ from tests.faults.course import (
     Course,
     Mode,
     assert_the_curve_is_undisturbed,
-    go_on,
     last_acknowledged,
     lines,
     next_start,
+    train_course,
 )
 from tests.faults.crowd import litter
 from tests.faults.disks import powerless_disk, remount, small_disk
@@ -30,7 +30,7 @@ CUTS_HERE = 2
 def cut_while_training(
     ranks: Callable, directory: Path, *, mode: Mode, right_after_acknowledging: bool, times: int
 ) -> list[str]:
-    """What each start after a cut did. The record lies on another disk, and keeps its power."""
+    """Returns the outcome of each start after a cut. The record is on another disk, which keeps its power."""
     rng = random.Random(f"{mode} {right_after_acknowledging}")
     record = directory / "record"
     record.mkdir()
@@ -51,7 +51,7 @@ def cut_while_training(
             thread = threading.Thread(target=cut)
             thread.start()
             with pytest.raises((CheckpointError, RankFailed, RuntimeError)):
-                ranks(2).run(go_on, Course(checkpoints, record, mode=mode))
+                ranks(2).run(train_course, Course(checkpoints, record, mode=mode))
             thread.join()
             disk.restart()
             litter(checkpoints)
@@ -74,11 +74,7 @@ def cut_while_training(
 )
 def test_no_power_cut_loses_a_save(ranks, tmp_path, mode, right_after_acknowledging):
     cut_while_training(
-        ranks,
-        tmp_path,
-        mode=mode,
-        right_after_acknowledging=right_after_acknowledging,
-        times=CUTS_HERE,
+        ranks, tmp_path, mode=mode, right_after_acknowledging=right_after_acknowledging, times=CUTS_HERE
     )
 
 
@@ -139,8 +135,8 @@ def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> t
         fault_now = partial(strike, befall, place)
         try:
             course = Course(checkpoints, record, mode=mode, until=20, largest_disk=True, fault=fault_now)
-            ranks(2).run(go_on, course)
-            ended = "went on"
+            ranks(2).run(train_course, course)
+            ended = "continued"
         except CheckpointError as error:
             ended = str(error)
         acknowledged = last_acknowledged(record)
@@ -165,5 +161,5 @@ def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> t
 )
 def test_a_disk_that_refuses_is_a_clear_error_and_loses_nothing(ranks, tmp_path, fault, mode):
     ended, started = disk_fault(ranks, tmp_path, fault=fault, mode=mode)
-    assert DISK_FAULTS[fault][2] in ended or (fault == "taken away" and ended == "went on")
+    assert DISK_FAULTS[fault][2] in ended or (fault == "taken away" and ended == "continued")
     assert started.startswith("resumed")

@@ -75,9 +75,7 @@ def test_a_killed_rank_is_started_again_by_torchrun(launch: Start, ranks, tmp_pa
     assert [line["loss"] for line in agents.lines()] == straight
 
 
-def test_a_run_goes_on_with_fewer_nodes_and_with_those_that_return(
-    launch: Start, ranks, tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_fewer_nodes_and_with_returning_ones(launch: Start, ranks, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ["--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=elastic"]
     flags += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"]

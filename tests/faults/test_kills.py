@@ -11,9 +11,9 @@ from tests.faults.course import (
     Kill,
     Mode,
     assert_the_curve_is_undisturbed,
-    go_on,
     last_acknowledged,
     lines,
+    train_course,
 )
 from tests.faults.crowd import left_by_saves, litter, reader_beside
 from tests.ranks import RankFailed
@@ -37,11 +37,11 @@ def kill_again_and_again(ranks: Callable, directory: Path, *, mode: Mode, victim
             reader_beside(directory / "checkpoints"),
             pytest.raises((RankFailed, RuntimeError)),  # the killed one, or one that lost it
         ):
-            ranks(2).run(go_on, Course(directory / "checkpoints", record, mode=mode, kill=kill))
+            ranks(2).run(train_course, Course(directory / "checkpoints", record, mode=mode, kill=kill))
         litter(directory / "checkpoints")
         assert int(lines(record, "starts")[-1]) >= before, "an acknowledged save was lost"
     last = last_acknowledged(record)
-    (started_at, _) = ranks(2).run(go_on, Course(directory / "checkpoints", record, until=last + 3))
+    (started_at, _) = ranks(2).run(train_course, Course(directory / "checkpoints", record, until=last + 3))
     assert started_at >= last
     assert_the_curve_is_undisturbed(ranks, record)
     return last

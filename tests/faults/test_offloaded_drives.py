@@ -1,4 +1,4 @@
-"""Drives that fail under a run: a clear error, nothing else damaged, and the next start goes on."""
+"""Drives that fail under a run: a clear error, no other damage, and the next start resumes."""
 
 import errno
 import re
@@ -13,10 +13,10 @@ from fullshard.errors import DamagedOffloadError, OffloadError
 from tests.faults.course import (
     Course,
     assert_the_curve_is_undisturbed,
-    go_on,
     last_acknowledged,
     last_committed,
     next_start,
+    train_course,
 )
 from tests.offload.systems import turning_bad, with_short_transfers
 
@@ -39,7 +39,7 @@ class Fault:
 
     @property
     def damages(self) -> bool:
-        """What was kept is lost, which another attempt does without."""
+        """Whether the fault loses the generation, which the next attempt does without."""
         return self.call == "preadv"
 
 
@@ -61,7 +61,7 @@ QUICK = ("read error", "drive full", "shards, a write error")
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.long) for one in FAULTS]
 )
-def test_a_drive_that_fails_is_told_and_the_next_start_goes_on(ranks, tmp_path: Path, name: str) -> None:
+def test_a_failing_drive_is_an_error_and_the_next_start_resumes(ranks, tmp_path: Path, name: str) -> None:
     """On one rank of two. Nothing that came after the fault is in a checkpoint or a generation."""
     fault = FAULTS[name]
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
@@ -69,7 +69,7 @@ def test_a_drive_that_fails_is_told_and_the_next_start_goes_on(ranks, tmp_path: 
     drive = partial(turning_bad, fault.call, fault.number, file=fault.file, after=AFTER, times=fault.times)
     course = Course(checkpoints, record, every=EVERY, tier=fault.tier)
     with pytest.raises(OffloadError) as caught:
-        ranks(2).run(go_on, replace(course, drive=drive, until=30))
+        ranks(2).run(train_course, replace(course, drive=drive, until=30))
     assert re.search(fault.said, str(caught.value)), caught.value
     assert caught.value.fix
     assert isinstance(caught.value, DamagedOffloadError) == fault.damages
@@ -87,6 +87,6 @@ def test_short_transfers_change_nothing(ranks, tmp_path: Path) -> None:
     record = tmp_path / "record"
     record.mkdir()
     course = Course(tmp_path / "checkpoints", record, every=EVERY, tier=SHARDS)
-    ranks(2).run(go_on, replace(course, drive=partial(with_short_transfers, 0), until=5))
+    ranks(2).run(train_course, replace(course, drive=partial(with_short_transfers, 0), until=5))
     assert next_start(ranks, course) == "resumed at step 5"
     assert_the_curve_is_undisturbed(ranks, record, tier=SHARDS)

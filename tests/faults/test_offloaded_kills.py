@@ -14,10 +14,10 @@ from tests.faults.course import (
     Kill,
     Mode,
     assert_the_curve_is_undisturbed,
-    go_on,
     last_acknowledged,
     last_committed,
     lines,
+    train_course,
 )
 from tests.faults.crowd import litter, reader_beside
 from tests.faults.test_kills import VICTIMS
@@ -38,8 +38,8 @@ HERE = [
 def kill_offloaded(
     ranks: Callable, directory: Path, *, tier: str, mode: Mode, victims: str, times: int
 ) -> Counter[str]:
-    """Each attempt goes on from where the one before was killed. What was hit, and what the next start that
-    was not itself hit went on from."""
+    """Each attempt resumes where the one before was killed. Counts `phase of the kill: source of the resume`,
+    for starts that were not killed themselves."""
     rng = random.Random(f"{tier} {mode} {victims}")
     record, checkpoints = directory / "record", directory / "checkpoints"
     record.mkdir()
@@ -56,10 +56,10 @@ def kill_offloaded(
                 reader_beside(checkpoints),
                 pytest.raises((RankFailed, RuntimeError)),  # the killed one, or one that lost it
             ):
-                ranks(2).run(go_on, killed)
+                ranks(2).run(train_course, killed)
             litter(checkpoints)
         else:
-            ranks(2).run(go_on, replace(course, until=max(whole, saved) + 4))
+            ranks(2).run(train_course, replace(course, until=max(whole, saved) + 4))
         for start in lines(record, "starts")[starts:]:
             assert int(start) >= max(whole, saved), "what all ranks had whole was lost"
             assert tier.endswith("nvme") or int(start) == saved
@@ -77,7 +77,7 @@ def _kill(rng: random.Random, victims: str) -> Kill:
 
 
 def _hits(record: Path) -> list[str]:
-    """What this kill came in the middle of. Where all ranks were killed, one of them was first."""
+    """The phase in which a kill came. Of several killed ranks, the first is counted."""
     doing: list[str] = []
     for path in sorted(record.glob("killed-*")):
         doing += path.read_text().splitlines()
@@ -87,6 +87,6 @@ def _hits(record: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("tier", "mode", "victims"), HERE)
-def test_no_kill_loses_what_all_ranks_had_whole_or_changes_a_loss(ranks, tmp_path, tier, mode, victims):
+def test_no_kill_loses_a_whole_generation_or_changes_a_loss(ranks, tmp_path, tier, mode, victims):
     came = kill_offloaded(ranks, tmp_path, tier=tier, mode=mode, victims=victims, times=KILLS_HERE)
     assert came.total() == KILLS_HERE

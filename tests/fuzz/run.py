@@ -1,7 +1,7 @@
 """Mutated inputs by the thousand: each either works or ends with a FullshardError.
 
 Every input is made from (seed, target, number), so a violation can be made again. Inputs are read in child
-processes, many in each, under a limit of memory; a signal tells of an input that takes too long.
+processes, many in each, under a limit of memory; a signal ends an input that takes too long.
 """
 
 import multiprocessing

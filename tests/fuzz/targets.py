@@ -1,4 +1,4 @@
-"""What reads somebody else's files: for each reader, a valid input, ways to break it, and how it is read.
+"""Readers of foreign files: for each, a valid input, ways to break it, and a function that reads it.
 
 A target's `make` writes one mutated input into an empty directory; its `read` does with it what a user would.
 `read` may return, or raise a FullshardError.
@@ -305,10 +305,7 @@ def read_tokenizer(directory: Path) -> None:
             message = {"role": "user", "content": "the cat"}
             template.encode_conversation(Conversation([message]), train_on="all")
 
-    each(
-        lambda: open_tokenizer(str(directory)).encode_texts("the cat"),
-        write_out,
-    )
+    each(lambda: open_tokenizer(str(directory)).encode_texts("the cat"), write_out)
 
 
 def make_tokens(seeds: Path, directory: Path, rng: Random) -> None:

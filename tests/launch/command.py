@@ -20,7 +20,7 @@ def main(job: str, directory: str, *settings: str) -> int:
 
 
 def performed(request: dict[str, Any]) -> int:
-    """Its exit code, as `fullshard train` has it; what went wrong is told."""
+    """Its exit code, as `fullshard train` has it; its failure is printed."""
     with ProcessOutcome() as ending:
         sys.exit(perform_request(LaunchRequest.parse(request, source="this test")))
     if ending.failure is not None:

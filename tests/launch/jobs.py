@@ -1,4 +1,4 @@
-"""What the ranks of these tests do. Every job has the signature that `launch.request.Request` describes."""
+"""Jobs for the ranks of these tests, with the signature that `launch.request.Request` describes."""
 
 import os
 import signal
@@ -61,18 +61,6 @@ def fail_on_rank_1(run: Run, *, resume: bool, plan: Plan | None, command_started
             wait_for_note(run, 0)  # or it is ended before it has begun
             raise DataError("the well is dry.", got="0 documents", fix="another well")
         time.sleep(FOREVER)
-
-
-def lose_a_peer(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """Rank 1 is killed in the middle of a real all-reduce of rank 0."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    dist.all_reduce(torch.ones(1))
-    if rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
 
 
 def fail_in_user_code(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:

@@ -1,5 +1,6 @@
-"""Another attempt is made where it may help, as often as asked, and never against a signal."""
+"""The first failure is named. Another attempt is made where it may help, and never against a signal."""
 
+import itertools
 import signal
 
 import pytest
@@ -17,39 +18,103 @@ from fullshard.errors import (
     SpecError,
     TrainError,
 )
-from fullshard.launch.attempts import RankOutcome, RestartBudget
+from fullshard.launch.attempts import RankOutcome, RestartBudget, find_first_failure
 from fullshard.launch.outcome import ProcessOutcome
 
 
-def ended(error: BaseException | None) -> list[RankOutcome]:
-    """Rank 1 ends with `error`, rank 0 well."""
+def ending_with(error: BaseException | None) -> ProcessOutcome:
     with ProcessOutcome() as ending:
         if error is not None:
             raise error
-    return [
-        RankOutcome(0, ProcessOutcome(), 0, seen_gone_at=0.0),
-        RankOutcome(1, ending, ending.exit_code, seen_gone_at=0.0),
+    return ending
+
+
+def ended(rank: int, error: BaseException | None = None, *, exit_code: int = 0) -> RankOutcome:
+    return RankOutcome(rank, ending_with(error), exit_code, seen_gone_at=0.0)
+
+
+def killed(rank: int, number: signal.Signals, *, by_us: bool = False) -> RankOutcome:
+    """Detected long after the messages of the others."""
+    return RankOutcome(rank, None, -number, seen_gone_at=4e9, killed_by_launcher=by_us)
+
+
+def lost_peer() -> BaseException:
+    error = CheckpointError("the checkpoint could not be written.")
+    error.__cause__ = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:2345")
+    return error
+
+
+def ranks_with(error: BaseException | None) -> list[RankOutcome]:
+    """Rank 1 ends with `error`, rank 0 well."""
+    ending = ending_with(error)
+    return [ended(0), RankOutcome(1, ending, ending.exit_code, seen_gone_at=0.0)]
+
+
+def ranks_with_a_kill(number: signal.Signals) -> list[RankOutcome]:
+    """Rank 1 is killed; rank 0 reports that it lost its peer while it was saving."""
+    return [ended(0, lost_peer(), exit_code=6), killed(1, number)]
+
+
+def test_the_earlier_of_two_errors_counts() -> None:
+    first, second = ended(1, DataError("one")), ended(0, DataError("two"))
+    assert find_first_failure([second, first]) == (1, first.ending and first.ending.failure)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_a_killed_rank_counts_before_all_that_follows_from_it(order: tuple[int, ...]) -> None:
+    ranks = [
+        ended(0, lost_peer()),
+        killed(1, signal.SIGKILL),
+        killed(2, signal.SIGTERM),
+        killed(3, signal.SIGKILL, by_us=True),
     ]
+    found = find_first_failure([ranks[i] for i in order])
+    assert found is not None
+    assert (found[0], found[1].exit_code) == (1, LaunchError.exit_code)
+    assert "SIGKILL" in found[1].message
 
 
-def killed(number: signal.Signals) -> list[RankOutcome]:
-    """Rank 1 is killed; rank 0 says that it lost its peer while it was saving."""
-    lost = CheckpointError("the checkpoint could not be written.")
-    lost.__cause__ = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:2345")
-    with ProcessOutcome() as ending:
-        raise lost
-    return [RankOutcome(0, ending, 6, seen_gone_at=0.0), RankOutcome(1, None, -number, seen_gone_at=1.0)]
+def test_an_error_counts_before_the_ranks_that_were_stopped_for_it() -> None:
+    ranks = [killed(0, signal.SIGTERM), ended(1, DataError("dry")), killed(2, signal.SIGKILL, by_us=True)]
+    found = find_first_failure(ranks)
+    assert found is not None
+    assert found[0] == 1
+
+
+def test_a_lost_peer_is_shown_where_nothing_else_is_known() -> None:
+    found = find_first_failure([ended(0, lost_peer()), ended(1)])
+    assert found is not None
+    assert (found[0], found[1].peer_lost) == (0, True)
+
+
+def test_an_exit_after_the_work_is_done_is_no_failure() -> None:
+    interrupted = ended(1, SystemExit(INTERRUPTED_EXIT_CODE), exit_code=-signal.SIGTERM)
+    assert find_first_failure([ended(0, exit_code=-signal.SIGABRT), interrupted]) is None
+
+
+@pytest.mark.parametrize("left", [RankOutcome(0, None, 3, seen_gone_at=0.0), ended(0, SystemExit(3))])
+def test_a_rank_that_leaves_early_is_a_failure(left: RankOutcome) -> None:
+    found = find_first_failure([left, ended(1)])
+    assert found is not None
+    assert "exit code 3" in found[1].message
+
+
+def test_a_killed_rank_is_reported_with_the_way_to_resume() -> None:
+    found = find_first_failure([killed(0, signal.SIGKILL)])
+    assert found is not None
+    assert "  try: fewer ranks on this machine" in found[1].message
+    assert "--resume starts at the newest whole step" in found[1].message
 
 
 @pytest.mark.parametrize(
     "ranks",
     [
-        killed(signal.SIGKILL),
-        killed(signal.SIGKILL)[:1],  # nobody saw the rank that was killed: the peer's word alone
-        ended(ZeroDivisionError("by zero")),
-        ended(TrainError("not finite.")),
-        ended(DamagedOffloadError("it is truncated.")),  # the next start does without it
-        ended(SystemExit(86)),
+        ranks_with_a_kill(signal.SIGKILL),
+        ranks_with_a_kill(signal.SIGKILL)[:1],  # the killed rank is unknown: only its peer reports
+        ranks_with(ZeroDivisionError("by zero")),
+        ranks_with(TrainError("not finite.")),
+        ranks_with(DamagedOffloadError("it is truncated.")),  # the next start does without it
+        ranks_with(SystemExit(86)),
     ],
 )
 def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOutcome]) -> None:
@@ -63,11 +128,10 @@ def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOut
 
 
 @pytest.mark.parametrize(
-    "error",
-    [SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError, ForeignOffloadError],
+    "error", [SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError, ForeignOffloadError]
 )
-def test_what_would_fail_again_is_not_started_again(error: type[SpecError]) -> None:
-    conclusion = RestartBudget(restarts=3).decide_restart_or_end(ended(error("no.")))
+def test_an_error_that_would_come_again_is_not_started_again(error: type[SpecError]) -> None:
+    conclusion = RestartBudget(restarts=3).decide_restart_or_end(ranks_with(error("no.")))
     assert conclusion.exit_code == error.exit_code
     assert conclusion.messages[-1] == "not restarted: it would fail again"
 
@@ -75,18 +139,18 @@ def test_what_would_fail_again_is_not_started_again(error: type[SpecError]) -> N
 @pytest.mark.parametrize("error", [None, SystemExit(INTERRUPTED_EXIT_CODE)])
 def test_a_run_that_is_through_or_interrupted_is_not_started_again(error: BaseException | None) -> None:
     expected = 0 if error is None else INTERRUPTED_EXIT_CODE
-    assert RestartBudget(restarts=3).decide_restart_or_end(ended(error)).exit_code == expected
+    assert RestartBudget(restarts=3).decide_restart_or_end(ranks_with(error)).exit_code == expected
 
 
-def test_without_restarts_nothing_is_said_of_them() -> None:
-    conclusion = RestartBudget(restarts=0).decide_restart_or_end(killed(signal.SIGKILL))
+def test_without_restarts_the_message_is_the_failure_alone() -> None:
+    conclusion = RestartBudget(restarts=0).decide_restart_or_end(ranks_with_a_kill(signal.SIGKILL))
     assert conclusion.exit_code == LaunchError.exit_code
     assert len(conclusion.messages) == 1
 
 
-def test_a_signal_leaves_the_restart_to_whoever_sent_it() -> None:
+def test_a_signal_ends_the_run_without_a_restart() -> None:
     conclusion = RestartBudget(restarts=3).decide_restart_or_end(
-        killed(signal.SIGKILL), interrupted_by=signal.SIGTERM
+        ranks_with_a_kill(signal.SIGKILL), interrupted_by=signal.SIGTERM
     )
     assert conclusion.exit_code == INTERRUPTED_EXIT_CODE
     assert "SIGTERM: not restarted" in conclusion.messages[-1]
@@ -97,5 +161,7 @@ def test_a_signal_before_training_asks_to_be_requeued_only_where_there_was_an_at
     done: int, exit_code: int
 ) -> None:
     attempts = RestartBudget(restarts=3, done=done)
-    conclusion = attempts.decide_restart_or_end(killed(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM)
+    conclusion = attempts.decide_restart_or_end(
+        ranks_with_a_kill(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM
+    )
     assert conclusion.exit_code == exit_code

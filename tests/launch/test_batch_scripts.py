@@ -54,7 +54,7 @@ CASES = [
     Case("a later one saves", (4,), (4, 12), requeued=True),
     Case("a later one saves, and prunes", (4, 8), (12,), requeued=True),
     Case("a later one saves nothing", (4,), (4,)),
-    Case("what a later one saves is not whole", (4,), (4, 8), torn=8),
+    Case("a later one saves, and not a whole step", (4,), (4, 8), torn=8),
     Case("a run finishes when it is asked to stop", (4,), (4, 8), finished=True),
 ]
 

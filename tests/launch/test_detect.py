@@ -1,4 +1,4 @@
-"""A run's hardware is what is here, or the saved file if it is of this very chip."""
+"""The hardware of a run is that of this machine, or the saved file if it is of the same chip."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_a_file_that_is_named_but_absent_is_an_error(tmp_path: Path):
         detect_hardware("cpu", environment={"FULLSHARD_HARDWARE": str(tmp_path / "absent.toml")})
 
 
-def test_a_gpu_is_known_by_the_name_and_memory_that_the_driver_tells():
+def test_a_gpu_is_known_by_the_name_and_memory_of_the_driver():
     gpus = DetectedGpus(8, "NVIDIA H100 80GB HBM3", 84_942_979_072, 9, 91900)
     found = catalog_hardware_of_machine(gpus, ranks=8, ranks_per_node=8)
     assert found.host_memory_bytes, "a rank has its share of this machine's"

@@ -109,7 +109,7 @@ def test_one_process_in_a_batch_script_or_an_interactive_shell_is_no_rank(not_sr
     assert not is_started_by_srun(not_srun)
 
 
-def test_what_the_user_set_is_kept() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     chosen = {"OMP_NUM_THREADS": "5", "NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"}
     environment = dict(chosen)
     set_default_log_levels(environment)

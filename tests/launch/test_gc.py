@@ -1,4 +1,4 @@
-"""What is imported is not looked through for cycles again and again."""
+"""Imported objects are not searched for cycles again and again."""
 
 import gc
 import subprocess

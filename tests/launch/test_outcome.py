@@ -1,4 +1,4 @@
-"""Whatever happens becomes an exit code and something to say, and survives the way to another process."""
+"""Every way out has an exit code and a message, and is read by another process."""
 
 from pathlib import Path
 

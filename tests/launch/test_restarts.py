@@ -1,4 +1,4 @@
-"""A whole run of which a rank is killed: what another attempt makes of what the first one left."""
+"""A run with a killed rank ends like an undisturbed one."""
 
 import contextlib
 import json
@@ -44,9 +44,9 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
     assert command.returncode == 0, err
     assert losses(hit) == losses(straight)
     assert "rank 0: " not in err, "which lost its peer"
-    told = err[err.index("rank 1 was killed by SIGKILL") :]
-    assert "restart 1 of 1" in told
-    assert "restarted on 2 ranks: resumes after step 4 of 12" in told
+    messages = err[err.index("rank 1 was killed by SIGKILL") :]
+    assert "restart 1 of 1" in messages
+    assert "restarted on 2 ranks: resumes after step 4 of 12" in messages
     events = read_events(hit / EVENTS)
     assert [(one.attempt, one.event) for one in events if one.event not in ("plan", "save")] == [
         (1, "start"),

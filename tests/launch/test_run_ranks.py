@@ -1,9 +1,8 @@
-"""Ranks in processes of their own: what a person who starts, breaks or interrupts a run gets to see."""
+"""Ranks in processes of their own: exit codes and messages of runs that end, fail or are interrupted."""
 
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +20,7 @@ from tests.ranks.command import Command
 # Far less than the jobs sleep, so that waiting for a rank that should have been ended fails the test.
 TIMEOUT = 200
 
-Process = Command | subprocess.Popen[str]
-Start = Callable[..., Process]
+Start = Callable[..., Command]
 
 
 @contextmanager
@@ -30,20 +28,13 @@ def starting(directory: Path) -> Iterator[Start]:
     """`start(job)`: two ranks that do `job`, whose notes lie in `directory`."""
     with ExitStack() as started:
 
-        def start_one(job: str, *, by: tuple[str, ...] = (), **environment: str) -> Process:
+        def start_one(job: str, **environment: str) -> Command:
             clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
             clean["TMPDIR"] = str(directory)  # a launcher that is killed leaves its directory behind
-            own, module = [job, str(directory)], "tests.launch.command"
-            if not by:
-                process = Command(module, own, environment=clean | environment)
-                started.callback(process.close)
-                return process
-            argv = [sys.executable, *by, "-m", module, *own]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            popen = subprocess.Popen(argv, env=clean | environment, text=True, **pipes)
-            started.enter_context(popen)  # closes the pipes
-            started.callback(popen.kill)
-            return popen
+            arguments = [job, str(directory)]
+            process = Command("tests.launch.command", arguments, environment=clean | environment)
+            started.callback(process.close)
+            return process
 
         yield start_one
 
@@ -80,7 +71,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
 def wait_until(comes: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT
     while not comes():
-        assert time.monotonic() < deadline, "it did not come so far"
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
 
 
@@ -109,14 +100,6 @@ def test_a_rank_that_raises_ends_all_and_its_message_is_the_only_one(start: Star
     assert (process.returncode, out) == (DataError.exit_code, "")
 
 
-@pytest.mark.long  # tests/launch/test_restarts.py has it within a run, test_verdict.py every order of it
-def test_a_killed_rank_is_named_and_not_those_that_lost_it(start: Start) -> None:
-    process = start("lose_a_peer")
-    _, err = process.communicate(timeout=TIMEOUT)
-    assert err.startswith("rank 1: LaunchError: rank 1 was killed by SIGKILL.\n  why: mostly the kernel")
-    assert (process.returncode, err.count("rank ")) == (LaunchError.exit_code, 2)
-
-
 def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start, tmp_path: Path) -> None:
     process = start("leave_early")
     notes(tmp_path)
@@ -125,7 +108,7 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start,
     assert process.returncode == LaunchError.exit_code
 
 
-@pytest.mark.long  # tests/launch/test_ending.py has what is told of it
+@pytest.mark.long  # tests/launch/test_outcome.py has its message
 def test_an_error_in_user_code_is_shown_with_its_place_and_on_demand_its_traceback(start: Start) -> None:
     process = start("fail_in_user_code", FULLSHARD_TRACEBACK="1")
     _, err = process.communicate(timeout=TIMEOUT)
@@ -152,7 +135,6 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_the_first(start: Start, tmp
     process = start("deaf")
     pids = [int(note) for note in notes(tmp_path)]
     process.send_signal(signal.SIGINT)
-    assert isinstance(process, Command)
     wait_until(lambda: "SIGINT: the ranks finish this step" in process.error_output())
     time.sleep(0.7)  # the first of two within half a second counts for both
     assert process.poll() is None
@@ -163,9 +145,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_the_first(start: Start, tmp
     assert not any(runs(pid) for pid in pids)
 
 
-def test_an_interrupt_that_no_rank_could_note_says_that_nothing_was_saved(
-    start: Start, tmp_path: Path
-) -> None:
+def test_an_interrupt_before_training_reports_that_nothing_was_saved(start: Start, tmp_path: Path) -> None:
     process = start("not_ready")
     notes(tmp_path)
     process.send_signal(signal.SIGTERM)
@@ -174,7 +154,7 @@ def test_an_interrupt_that_no_rank_could_note_says_that_nothing_was_saved(
     assert "interrupted outside of training" in err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux a process learns that its parent has died")
 def test_no_rank_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path) -> None:
     process = start("deaf")
     pids = [int(note) for note in notes(tmp_path)]
@@ -188,17 +168,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path
     assert not left
 
 
-@pytest.mark.long  # tests/test_train_command.py has a whole run of it
-def test_under_torchrun_the_command_takes_the_ranks_that_it_is_given(start: Start, tmp_path: Path) -> None:
-    by = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    process = start("describe", by=by, OMP_NUM_THREADS="3")
-    out, _ = process.communicate(timeout=TIMEOUT)
-    assert (process.returncode, out) == (0, "")
-    assert notes(tmp_path) == [f"{rank} of 2, 3 threads, resume=True, steps=7" for rank in (0, 1)]
-
-
 def runs(pid: int) -> bool:
-    """Whether the process is there, and is no zombie that nobody has collected yet."""
+    """Returns whether the process exists and is no zombie."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -1,4 +1,4 @@
-"""What cannot run is refused before any rank is started."""
+"""Impossible requests are refused before any rank is started."""
 
 import sys
 from pathlib import Path

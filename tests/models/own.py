@@ -1,4 +1,4 @@
-"""What users bring, by dotted path: a model whose blocks differ in size, a loss, batches."""
+"""Objects of a user, by dotted path: a model whose blocks differ in size, a loss, batches."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

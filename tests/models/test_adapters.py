@@ -184,7 +184,7 @@ def test_adapters_are_in_the_layers_to_transform(targets: str, layers: str) -> N
         (['adapter.options={target_parameters = ["no.such"]}'], "has no parameter 'no.such'"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(settings: list[str], says: str) -> None:
+def test_impossible_adapters_are_refused(settings: list[str], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         build_model(run_of(*TINY, *settings))
 
@@ -204,17 +204,17 @@ def test_adapters_of_experts_in_one_tensor_are_refused(settings: list[str], tmp_
         build_model(run)
 
 
-def test_experts_that_all_linear_leaves_frozen_are_named(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mixtral", "leaves experts.gate_up_proj, experts.down_proj frozen"),
+        ("clip", "18 of text_model.encoder.layers, 18 of vision_model.encoder.layers"),
+    ],
+)
+def test_places_that_all_linear_adapts_or_leaves_frozen_are_logged(
+    name: str, message: str, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_config("mixtral", tmp_path)
+    write_config(name, tmp_path)
     run = run_of(f"model.hf={tmp_path}")
     log_adapter_places(build_model(run), run.adapter)
-    assert "leaves experts.gate_up_proj, experts.down_proj frozen" in caplog.text
-
-
-def test_towers_that_all_linear_adapts_are_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    write_config("clip", tmp_path)
-    run = run_of(f"model.hf={tmp_path}")
-    log_adapter_places(build_model(run), run.adapter)
-    assert "18 of text_model.encoder.layers, 18 of vision_model.encoder.layers" in caplog.text
+    assert message in caplog.text

@@ -1,4 +1,4 @@
-"""Each architecture of transformers, sharded and described: what the unsharded model itself computes."""
+"""Each architecture of transformers, sharded and described, equals the unsharded model."""
 
 import tempfile
 from collections.abc import Callable

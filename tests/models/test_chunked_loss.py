@@ -156,7 +156,7 @@ def test_biases_casts_caps_and_weights_of_labels_are_kept() -> None:
     check_chunks_change_nothing(with_values(Capped()), weights=weights)
 
 
-def test_a_frozen_head_and_a_head_alone_get_what_they_should() -> None:
+def test_a_frozen_head_and_a_head_alone_have_the_gradients_of_whole_logits() -> None:
     model = with_values(Capped())
     model.head.requires_grad_(False)
     check_chunks_change_nothing(model)
@@ -195,7 +195,7 @@ def test_half_precision_sums_gradients_in_fp32() -> None:
     assert error(chunked) < 1.2 * error(whole)
 
 
-def test_what_needs_whole_logits_gets_them_with_a_warning() -> None:
+def test_models_that_need_whole_logits_get_them_with_a_warning() -> None:
     model = with_values(Masked())
     with pytest.warns(WholeLogitsWarning, match="__setitem__"):
         chunked = loss_and_gradients(model, 5)
@@ -237,7 +237,7 @@ def test_the_loss_of_a_label_that_does_not_count_is_nothing_whatever_its_logits(
     assert not any(p.grad.any() for p in model.parameters())
 
 
-def test_the_output_says_what_the_logits_would_be() -> None:
+def test_the_output_has_the_shape_and_values_of_the_logits() -> None:
     model, one = with_values(Capped()), batch()
     _, output = chunked_cross_entropy(model, lambda: model(one["tokens"]), labels=one["labels"], chunk_rows=5)
     assert (output.shape, output.dtype) == ((3, LENGTH, VOCABULARY), torch.float32)

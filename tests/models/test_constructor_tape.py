@@ -48,7 +48,7 @@ def values() -> Any:
     return materialize(copy.deepcopy(built()), seed=3)
 
 
-def test_parameters_have_what_the_constructor_computes() -> None:
+def test_parameters_have_the_values_of_the_constructor() -> None:
     model = values()
     assert model.scaled.weight.std().item() == pytest.approx(0.005, rel=0.1)
     assert model.halved.weight[: WIDTH // 2].count_nonzero() == 0

@@ -82,7 +82,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 3, 100])
-def test_it_equals_attention_to_each_document_alone(kv_heads: int, window: int | None) -> None:
+def test_packed_attention_equals_attention_to_each_document_alone(kv_heads: int, window: int | None) -> None:
     inputs = heads_of(kv_heads, torch.float64)
     seen = attend_within_documents(inputs, bounds_of(), scale=0.3, window=window)
     expected = torch.empty_like(seen)

@@ -1,6 +1,5 @@
-"""A config.json becomes a module without weights; what cannot be one is told."""
+"""A config.json becomes a module without weights, or is refused."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.errors import MissingExtraError, SpecError
+from fullshard.errors import SpecError
 from fullshard.models.build import check_sequence_length, check_vocabulary
 from fullshard.models.huggingface import build_hf_config, build_hf_model, is_causal_lm, weight_dtype_in_config
 from fullshard.models.meta_init import construct_with_meta_parameters
@@ -17,8 +16,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from tests.fakes.architectures_hf import CONFIGS, VOCABULARY, write_config
 
-INSTALLED = importlib.util.find_spec("transformers") is not None
-needs_transformers = pytest.mark.skipif(not INSTALLED, reason="needs transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def section(name: str, directory: Path, **options: Any) -> HuggingFaceModel:
@@ -26,13 +24,6 @@ def section(name: str, directory: Path, **options: Any) -> HuggingFaceModel:
     return HuggingFaceModel(hf=str(directory), options=options)
 
 
-@pytest.mark.skipif(INSTALLED, reason="transformers is installed")
-def test_without_transformers_the_extra_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingExtraError, match=r"fullshard\[hf\]"):
-        build_hf_model(section("llama", tmp_path))
-
-
-@needs_transformers
 def test_a_model_is_built_without_weights_and_without_a_cache(tmp_path: Path) -> None:
     model = build_hf_model(section("llama", tmp_path))
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -40,7 +31,6 @@ def test_a_model_is_built_without_weights_and_without_a_cache(tmp_path: Path) ->
     assert model.config.use_cache is False
 
 
-@needs_transformers
 def test_parameters_are_fp32_whatever_the_file_says(tmp_path: Path) -> None:
     config = CONFIGS["llama"] | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -49,11 +39,8 @@ def test_parameters_are_fp32_whatever_the_file_says(tmp_path: Path) -> None:
     assert weight_dtype_in_config(own) == torch.bfloat16
 
 
-@needs_transformers
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
 def test_infinities_are_read_as_transformers_writes_them(kind: str, tmp_path: Path) -> None:
-    import transformers
-
     transformers.CONFIG_MAPPING[kind](num_hidden_layers=4).save_pretrained(tmp_path)
     for options in ({}, {"num_hidden_layers": 3}):
         config = build_hf_config(HuggingFaceModel(hf=str(tmp_path), options=options))
@@ -63,7 +50,6 @@ def test_infinities_are_read_as_transformers_writes_them(kind: str, tmp_path: Pa
 LLAMA = CONFIGS["llama"]
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -77,13 +63,12 @@ LLAMA = CONFIGS["llama"]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_config_that_no_model_is_made_of_is_refused(tmp_path: Path, config: Any, says: str) -> None:
+def test_a_config_of_an_impossible_model_is_refused(tmp_path: Path, config: Any, says: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
     with pytest.raises(SpecError, match=says):
         build_hf_model(HuggingFaceModel(hf=str(tmp_path)))
 
 
-@needs_transformers
 def test_layers_are_bounded_in_options_too(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="num_hidden_layers is too large"):
         build_hf_model(section("llama", tmp_path, num_hidden_layers=10**9))
@@ -99,20 +84,17 @@ def test_a_model_of_too_many_parameters_or_too_large_tables_is_refused_while_it_
             construct_with_meta_parameters(construct, most_parameters=100)
 
 
-@needs_transformers
 def test_a_config_that_names_no_class_is_of_a_causal_language_model(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIGS["llama"].items() if key != "architectures"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert type(build_hf_model(HuggingFaceModel(hf=str(tmp_path)))).__name__ == "LlamaForCausalLM"
 
 
-@needs_transformers
 def test_options_stand_in_for_values_of_the_config(tmp_path: Path) -> None:
     model = build_hf_model(section("gpt2", tmp_path, num_hidden_layers=2, n_inner=40))
     assert (len(model.transformer.h), model.transformer.h[0].mlp.c_fc.nf) == (2, 40)
 
 
-@needs_transformers
 def test_scaling_of_positions_keeps_the_base_of_the_rotation(tmp_path: Path) -> None:
     built = section("llama", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     build_hf_model(built).config.save_pretrained(tmp_path)
@@ -121,14 +103,12 @@ def test_scaling_of_positions_keeps_the_base_of_the_rotation(tmp_path: Path) -> 
     assert (config.rope_parameters["rope_theta"], config.rope_parameters["factor"]) == (5e5, 2.0)
 
 
-@needs_transformers
 def test_an_option_of_a_part_is_a_table(tmp_path: Path) -> None:
     model = build_hf_model(section("clip", tmp_path, text_config={"num_hidden_layers": 1}))
     layers = [len(tower.encoder.layers) for tower in (model.text_model, model.vision_model)]
     assert layers == [1, 3]
 
 
-@needs_transformers
 @pytest.mark.parametrize("layers", [2, 5])
 def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp_path: Path) -> None:
     config = CONFIGS["smollm3"] | {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 0, 1]}
@@ -137,7 +117,6 @@ def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp
     assert len(model.model.layers) == len(model.config.no_rope_layers) == layers
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("own", "message"),
     [
@@ -147,13 +126,14 @@ def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp
         ({"attention": "none_such"}, "none_such"),
     ],
 )
-def test_what_cannot_be_built_is_told(own: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_that_transformers_cannot_build_are_refused(
+    own: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write_config("llama", tmp_path)
     with pytest.raises(SpecError, match=message):
         build_hf_model(HuggingFaceModel(hf=str(tmp_path), **own))
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -170,15 +150,11 @@ def test_a_config_that_transformers_does_not_know_is_refused(
         build_hf_model(HuggingFaceModel(hf=str(tmp_path)))
 
 
-@needs_transformers
 @pytest.mark.parametrize(("name", "causal"), [("gpt2", True), ("t5", False), ("bert", False), ("vit", False)])
-def test_models_that_predict_the_next_token_are_told_from_others(
-    name: str, causal: bool, tmp_path: Path
-) -> None:
+def test_models_that_predict_the_next_token_are_recognised(name: str, causal: bool, tmp_path: Path) -> None:
     assert is_causal_lm(build_hf_model(section(name, tmp_path))) is causal
 
 
-@needs_transformers
 def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
     model = build_hf_model(section("gpt2", tmp_path))
     fits, longer = (
@@ -189,7 +165,6 @@ def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None
         check_sequence_length(model, longer)
 
 
-@needs_transformers
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     model, run = build_hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
     check_vocabulary(run, tokens=VOCABULARY, model=model)

@@ -19,7 +19,7 @@ def test_the_factory_is_called_with_the_options() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_the_constructor_computes_stays() -> None:
+def test_values_that_the_constructor_computes_are_kept() -> None:
     model = materialize(build_python_model(section("Pyramid")), seed=0)
     assert torch.equal(model.layers[1].shift, torch.linspace(0, 1, 6))
     assert torch.equal(model.layers[1].scale, torch.full((6,), 0.5))
@@ -35,18 +35,18 @@ def test_what_the_constructor_computes_stays() -> None:
         ("tests.models.own:no_module", "made no module"),
     ],
 )
-def test_a_path_that_leads_to_no_module_is_told(python: str, message: str) -> None:
+def test_a_path_without_a_module_is_refused(python: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         build_python_model(PythonModel(python=python))
 
 
-def test_options_that_the_factory_does_not_take_are_told() -> None:
+def test_options_that_the_factory_does_not_take_are_refused() -> None:
     with pytest.raises(SpecError, match="unexpected keyword argument 'depth'"):
         build_python_model(section("Pyramid", depth=3))
 
 
 @pytest.mark.parametrize("what", ["spectral norm", "scale", "buffer"])
-def test_a_constructor_that_reads_what_has_no_values_is_refused_with_a_fix_that_works(what: str) -> None:
+def test_a_constructor_that_reads_meta_tensors_is_refused_with_a_fix_that_works(what: str) -> None:
     with pytest.raises(FullshardError) as raised:
         materialize(build_python_model(section("ReadsInConstructor", what=what)), seed=0)
     assert 'try: with torch.device("cpu"): around' in str(raised.value)

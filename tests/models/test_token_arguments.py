@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import TrainError
-from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import position_and_document_arguments
 from fullshard.parallel.materialize import materialize
-from fullshard.spec.settings.model_section import DecoderConfig
 from tests.fakes.architectures_hf import CAUSAL, LENGTH, VOCABULARY
 from tests.models.test_architectures_hf import built
 
@@ -25,12 +23,7 @@ def packed() -> dict[str, Tensor]:
     second = torch.stack([index >= cut for cut in CUTS])
     positions = torch.stack([torch.where(index >= cut, index - cut, index) for cut in CUTS])
     ends = torch.tensor([[cut, LENGTH, LENGTH, LENGTH] for cut in CUTS], dtype=torch.int32)
-    return {
-        "tokens": tokens,
-        "positions": positions,
-        "documents": second.long(),
-        "document_ends": ends,
-    }
+    return {"tokens": tokens, "positions": positions, "documents": second.long(), "document_ends": ends}
 
 
 def logits_of(model: nn.Module, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -65,12 +58,12 @@ def test_documents_of_a_row_do_not_see_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_in_every_attention(attention: str) -> None:
+def test_documents_stay_apart_in_every_attention(attention: str) -> None:
     check_apart(materialize(built("mistral", f"model.attention={attention}")[0], seed=0))
 
 
 @pytest.mark.long
-def test_in_flex_attention() -> None:
+def test_the_flex_mask_is_the_dense_mask() -> None:
     """Its mask keeps the same pairs as the dense one: the kernel itself wants a GPU, or a compiler."""
     flex, dense = (built("mistral", f"model.attention={kind}")[0] for kind in ("flex_attention", "sdpa"))
     blocks = position_and_document_arguments(flex, packed())["attention_mask"]
@@ -83,15 +76,6 @@ def test_in_flex_attention() -> None:
         ]
     )
     assert torch.equal(sees, position_and_document_arguments(dense, packed())["attention_mask"][:, 0])
-
-
-def test_of_the_reference_decoder() -> None:
-    config = DecoderConfig(
-        vocabulary=VOCABULARY, d_model=16, heads=4, kv_heads=2, d_ff=24, layers=2, max_sequence=LENGTH
-    )
-    with torch.device("meta"):
-        model = DecoderModel(config)
-    check_apart(materialize(model, seed=0))
 
 
 def test_tokens_alone_need_no_arguments() -> None:

@@ -21,7 +21,7 @@ SMALL = [
 
 
 def train(directory: Path, *settings: str, resume: bool = False) -> str:
-    """What it wrote on standard error and output."""
+    """Runs `fullshard train`; returns its standard error and output."""
     sets = [part for each in (*SMALL, f"run.dir={directory}", *settings) for part in ("--set", each)]
     argv = [sys.executable, "-m", "fullshard", "train", *(["--resume"] if resume else []), *sets]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=280)
@@ -30,7 +30,7 @@ def train(directory: Path, *settings: str, resume: bool = False) -> str:
 
 
 @pytest.mark.long
-def test_a_model_of_transformers_trains_from_its_weights_and_goes_on(tmp_path: Path) -> None:
+def test_a_model_of_transformers_trains_from_its_weights_and_resumes(tmp_path: Path) -> None:
     source = tmp_path / "model"
     write_config("llama", source)
     model = of_transformers("llama", vocab_size=256)

@@ -33,7 +33,7 @@ def killed_at_the_end(process: "subprocess.Popen[bytes]"):
 
 @contextmanager
 def keeping_on(verb: str, directory: Path, note: Path):
-    """The same in a process that is quick to start, for a writer that only a kill ends."""
+    """Starts the writer in a preforked process, which is quicker; kills it at the end."""
     command = Command("tests.offload.writer", [verb, str(directory), str(note)], environment=os.environ)
     try:
         yield command

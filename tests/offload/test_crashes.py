@@ -1,4 +1,4 @@
-"""Kills, power cuts, damaged files, failing drives: the newest whole generation is there, or it is told."""
+"""After kills, power cuts, damage and failing drives the newest whole generation is loaded, or an error."""
 
 import errno
 import logging
@@ -37,7 +37,7 @@ def test_a_crash_at_any_call_leaves_the_newest_committed_generation(tmp_path: Pa
         except PowerCut:
             found = usable(directory)
             assert found[:1] in ([committed] if committed else [], [committed + 1]), f"call {after}"
-            with opened(directory) as generations:  # and it goes on
+            with opened(directory) as generations:  # the next run continues
                 put(generations, 10)
             assert usable(directory)[0] == 10
             shutil.rmtree(directory.parent)
@@ -46,7 +46,7 @@ def test_a_crash_at_any_call_leaves_the_newest_committed_generation(tmp_path: Pa
     assert after > 40, "calls were made"
 
 
-def test_a_manifest_is_written_when_all_that_it_tells_of_is_down_to_the_drive(directory: Path) -> None:
+def test_a_manifest_is_written_after_all_its_files_are_flushed(directory: Path) -> None:
     watched = Watched()
     with opened(directory, system=watched.system()) as generations:
         put(generations, 1)
@@ -61,7 +61,7 @@ KILLS_HERE = 6  # on each file system
 
 
 @pytest.mark.parametrize("place", [None, "/dev/shm"], ids=["disk", "memory"])
-def test_a_process_that_is_killed_leaves_what_it_has_acknowledged(tmp_path: Path, place) -> None:
+def test_a_killed_process_leaves_every_acknowledged_generation(tmp_path: Path, place) -> None:
     rng, killed_at = random.Random(0), 0
     base = tmp_path if place is None else Path(place) / f"fullshard-test-{os.getpid()}"
     if not base.parent.is_dir():
@@ -87,7 +87,7 @@ def test_a_process_that_is_killed_leaves_what_it_has_acknowledged(tmp_path: Path
 
 
 @pytest.mark.parametrize("verb", ["keep_on", "keep_on_cached"])
-def test_power_that_is_cut_leaves_what_was_acknowledged(tmp_path: Path, verb: str) -> None:
+def test_a_power_cut_leaves_every_acknowledged_generation(tmp_path: Path, verb: str) -> None:
     rng, notes = random.Random(1), tmp_path / "acknowledged"
     notes.touch()
     with powerless_disk(tmp_path) as disk:
@@ -108,7 +108,7 @@ def test_power_that_is_cut_leaves_what_was_acknowledged(tmp_path: Path, verb: st
 # Damage
 
 
-def test_a_flipped_bit_is_never_taken_for_what_was_written(directory: Path) -> None:
+def test_a_flipped_bit_invalidates_its_generation(directory: Path) -> None:
     rng = random.Random(0)
     with opened(directory) as generations:
         put(generations, 1)
@@ -167,7 +167,7 @@ def test_other_bytes_are_named_by_file_record_and_place(directory: Path) -> None
 
 @pytest.mark.parametrize("kind", ["data", "payload", "json"])
 @pytest.mark.parametrize("left", [None, 0, 10])
-def test_a_file_that_is_gone_or_cut_off_is_told_and_the_older_generation_serves(
+def test_a_missing_or_truncated_file_is_reported_and_the_older_generation_used(
     directory: Path, caplog: pytest.LogCaptureFixture, kind: str, left: int | None
 ) -> None:
     with opened(directory) as generations:
@@ -177,14 +177,14 @@ def test_a_file_that_is_gone_or_cut_off_is_told_and_the_older_generation_serves(
     path.unlink() if left is None else os.truncate(path, left)
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         assert usable(directory) == [1]
-    told = [one.getMessage() for one in caplog.records if "cannot be used" in one.getMessage()]
-    assert (kind, left) == ("json", None) or str(path) in " ".join(told)  # no manifest: never committed
+    messages = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+    assert (kind, left) == ("json", None) or str(path) in " ".join(messages)  # no manifest: never committed
     with opened(directory) as generations:
         assert put(generations, 2).slot == newest.slot
     assert usable(directory) == [2, 1]
 
 
-def test_a_manifest_of_other_files_is_none(directory: Path, tmp_path: Path) -> None:
+def test_a_manifest_of_another_rank_is_not_used(directory: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "rank-00003"
     with (
         opened(directory) as generations,
@@ -210,7 +210,7 @@ def test_a_drive_that_fails_costs_the_new_generation_only(directory: Path, call:
     assert usable(directory) == [2]
 
 
-def test_nothing_is_written_over_a_generation_whose_removal_is_not_down_to_the_drive(directory: Path) -> None:
+def test_a_generation_is_not_overwritten_before_its_removal_is_flushed(directory: Path) -> None:
     with opened(directory) as generations:
         put(generations, 1)
         put(generations, 2)

@@ -112,7 +112,7 @@ def passing(
 
 @pytest.mark.parametrize("sub_group_parameters", [1, 2048, 10**6])
 @pytest.mark.parametrize("order", range(3))
-def test_it_is_torchs_own_bit_for_bit(sub_group_parameters: int, order: int) -> None:
+def test_the_update_on_the_device_is_torchs_bit_for_bit(sub_group_parameters: int, order: int) -> None:
     """With groups of other options, gradients that are scaled, and parameters without a gradient."""
     ours, theirs = parameters_of(0), parameters_of(0)
     streamed = passing(ours, sub_group_parameters=sub_group_parameters, order=order)
@@ -130,7 +130,7 @@ def test_it_is_torchs_own_bit_for_bit(sub_group_parameters: int, order: int) -> 
 
 
 @pytest.mark.parametrize("masters", [torch.float32, BF16])
-def test_what_is_rounded_at_random_is_as_on_the_host_where_no_piece_is_cut(masters: torch.dtype) -> None:
+def test_stochastic_rounding_is_that_of_the_host_without_cut_pieces(masters: torch.dtype) -> None:
     """Groups of one piece each, which begin where the host's do."""
     ours, others = parameters_of(0, masters), parameters_of(0, masters)
     streams = [
@@ -146,8 +146,7 @@ def test_what_is_rounded_at_random_is_as_on_the_host_where_no_piece_is_cut(maste
             assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_pieces_of_a_parameter_are_rounded_by_bits_of_their_own() -> None:
-    """Of elements that are alike in all but their place."""
+def test_pieces_of_a_parameter_are_rounded_by_different_bits() -> None:
     parameter = nn.Parameter(torch.zeros(3 * CUT_ELEMENTS))
     optimizer = passing({"a": parameter}, moments=BF16, sub_group_parameters=10**6)
     parameter.grad = torch.full((3 * CUT_ELEMENTS,), 0.1)
@@ -196,7 +195,7 @@ def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
     assert copy_chunk_elements(groups) == 61 * CUT_ELEMENTS
 
 
-def test_a_piece_of_what_has_no_gradient_does_not_pass() -> None:
+def test_pieces_without_a_gradient_are_not_copied() -> None:
     groups = group_shards(
         [ShardSizes(name, 2048, 2048, "float32") for name in "ab"], sub_group_parameters=4096
     )
@@ -223,8 +222,8 @@ class Full(LateLane):
         return super().enqueue(act, after=after)
 
 
-def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
-    """Or copies would go on in memory that is somebody else's by then."""
+def test_an_error_is_raised_after_the_lanes_are_idle() -> None:
+    """Else copies would write into memory that is used again."""
     device = Device(0)
     groups = group_shards([ShardSizes("a", 8192, 8192, "float32")], sub_group_parameters=8192)
     store = HostMemoryStore(groups, moments=None, pinned=False)

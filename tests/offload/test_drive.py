@@ -1,4 +1,4 @@
-"""A drive file holds the bytes that were written, wherever and however; what it cannot do it says."""
+"""A drive file returns the bytes that were written, or raises an error that names the file."""
 
 import errno
 import logging
@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +19,7 @@ from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
 from fullshard.system.direct_io import ALIGNMENT
 from tests.faults.disks import small_disk
-from tests.offload.systems import (
-    failing,
-    that_takes_the_flag_alone,
-    with_short_transfers,
-    without_direct,
-)
+from tests.offload.systems import failing, that_takes_the_flag_alone, with_short_transfers, without_direct
 
 SIZE = 24 * ALIGNMENT
 SYSTEMS: dict[str, Callable[[], DriveSystemCalls]] = {
@@ -43,7 +37,7 @@ blocks = st.tuples(st.integers(0, 23), st.integers(1, 24)).map(
 
 
 def _quick(descriptor: int) -> None:
-    """What is held against the bytes here needs no flush, which takes most of the time."""
+    """Replaces the flush, which takes most of the time and which these tests do not need."""
 
 
 def memory(data: bytes) -> memoryview:
@@ -68,14 +62,10 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("place", PLACES)
 @settings(max_examples=60)
 @given(
-    moves=st.lists(
-        st.tuples(st.sampled_from(["read", "write"]), blocks),
-        min_size=1,
-        max_size=12,
-    ),
+    moves=st.lists(st.tuples(st.sampled_from(["read", "write"]), blocks), min_size=1, max_size=12),
     seed=st.integers(0, 1 << 30),
 )
-def test_what_is_read_is_what_was_written(place, system, moves, seed):
+def test_reads_return_the_bytes_written_last(place, system, moves, seed):
     rng, model = random.Random(seed), bytearray(SIZE)
     with (
         tempfile.TemporaryDirectory(dir=place) as made,
@@ -126,15 +116,6 @@ def test_a_file_is_allocated_whole_when_it_is_made(directory: Path) -> None:
     assert [path.name for path in directory.iterdir()] == ["file"]
 
 
-def test_one_that_is_there_keeps_its_bytes(directory: Path) -> None:
-    with DriveFile.open_or_create(directory / "file", SIZE) as file:
-        file.write(memory(b"x" * SIZE), 0)
-    with DriveFile.open_or_create(directory / "file", SIZE) as file:
-        target = memory(bytes(SIZE))
-        file.read(target, 0)
-    assert target == b"x" * SIZE
-
-
 @pytest.mark.parametrize("make", [DriveFile.open_or_create, DriveFile.open])
 @pytest.mark.parametrize(("found", "word"), [(SIZE - 1, "truncated"), (SIZE + 1, "not of the size")])
 def test_one_of_another_size_is_refused_and_stays(tmp_path: Path, make, found: int, word: str) -> None:
@@ -167,25 +148,11 @@ def test_a_full_drive_shows_when_the_file_is_made_and_nothing_is_left(tmp_path: 
         assert [path.name for path in disk.iterdir()] == ["fits"]
 
 
-def test_a_file_that_is_made_can_be_filled_on_a_drive_that_got_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", size_bytes=2 << 20) as disk:
-        with DriveFile.open_or_create(disk / "file", 1 << 20) as file:
-            with (disk / "rest").open("wb", buffering=0) as rest, suppress(OSError):
-                while True:
-                    rest.write(bytes(64 << 10))
-            assert SYSTEM.free_bytes(disk) == 0
-            file.write(memory(b"x" * (1 << 20)), 0)
-            file.flush()
-        assert set((disk / "file").read_bytes()) == {ord("x")}
-
-
 @pytest.mark.parametrize(
     ("number", "word"),
     [(errno.EIO, "Input/output error (EIO)"), (errno.ENOSPC, "No space left on device (ENOSPC)")],
 )
-def test_an_error_names_the_file_the_offset_and_what_the_system_said(
-    directory: Path, number: int, word: str
-) -> None:
+def test_an_error_names_the_file_the_offset_and_the_errno(directory: Path, number: int, word: str) -> None:
     data = memory(bytes(2 * ALIGNMENT))
     for call, doing in [("preadv", "read"), ("pwritev", "written")]:
         with DriveFile.open_or_create(directory / call, SIZE, system=failing(call, number)) as file:
@@ -237,7 +204,7 @@ def test_nothing_past_the_planned_end_is_touched(directory: Path, offset: int, l
 
 
 @pytest.mark.parametrize("system", ["without direct I/O", "direct only when opened"])
-def test_that_there_is_no_direct_io_is_said_once(
+def test_missing_direct_io_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, system: str
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="fullshard"):
@@ -249,13 +216,6 @@ def test_that_there_is_no_direct_io_is_said_once(
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         f"{tmp_path} has no direct I/O"
     ]
-
-
-def test_parts_of_blocks_are_refused(tmp_path: Path) -> None:
-    with DriveFile.open_or_create(tmp_path / "file", SIZE) as file:
-        for data, offset in ((memory(bytes(SIZE))[1:], 0), (memory(bytes(ALIGNMENT)), 1)):
-            with pytest.raises(AssertionError, match="whole blocks"):
-                file.write(data, offset)
 
 
 def test_a_closed_file_is_not_another_one(tmp_path: Path) -> None:

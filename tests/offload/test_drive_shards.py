@@ -27,7 +27,7 @@ A_WHILE_SECONDS = 0.2  # code that is wrong needs far less; code that is right m
 
 @dataclass(frozen=True)
 class Parameter:
-    """What is asked of the engine's object for a parameter that is a unit by itself."""
+    """The attributes of FSDPParam that are used, for a parameter that is a unit by itself."""
 
     sharded_size: torch.Size = torch.Size([ELEMENTS])
     padded_sharded_param_size: torch.Size = torch.Size([ELEMENTS])
@@ -110,7 +110,7 @@ def test_a_unit_that_is_read_ahead_while_an_update_begins_is_read_again(tmp_path
         assert all(is_given(shards, one, update=1) for one in (2, *range(UNITS)))
 
 
-def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: Path) -> None:
+def test_a_failed_write_is_raised_before_its_memory_is_used_again(tmp_path: Path) -> None:
     def pwritev(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -120,7 +120,7 @@ def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: P
             publish(shards, 1)
 
 
-def test_what_a_load_that_was_broken_off_had_begun_is_made_anew(tmp_path: Path) -> None:
+def test_a_shard_of_an_interrupted_load_is_published_anew(tmp_path: Path) -> None:
     with shards_on(tmp_path, SYSTEM) as shards:
         shards.publish_shard_elements("0", 0, values=values(0)[: ELEMENTS // 2])
         shards.announce_update()
@@ -181,7 +181,7 @@ BACKWARD = FORWARD[1:-1][::-1]  # the root stays gathered after forward, and so 
 
 
 def read_by(order: Sequence[int]) -> list[int]:
-    """What is not in memory when its turn comes, if those go that were used longest ago."""
+    """Units that a least-recently-used buffer reads again for this order of gathers."""
     there, read = list[int](), list[int]()
     for unit in order:
         read += [] if unit in there else [unit]
@@ -190,7 +190,7 @@ def read_by(order: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_what_is_read_is_what_was_used_longest_ago(microbatches: int, tmp_path: Path) -> None:
+def test_the_least_recently_used_units_are_read_again(microbatches: int, tmp_path: Path) -> None:
     reads = Reads()
     with shards_on(tmp_path, reads.system) as shards:
         for number in range(3):

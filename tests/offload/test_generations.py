@@ -2,7 +2,6 @@
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -10,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from fullshard.errors import ForeignOffloadError, OffloadError
-from fullshard.offload.directories import DataFileRegion, data_file_bytes, rank_directory
+from fullshard.offload.directories import data_file_bytes, rank_directory
 from fullshard.offload.drive import SYSTEM
 from fullshard.offload.generations import discard_rank_directory
 from tests.faults.disks import small_disk
@@ -20,7 +19,6 @@ from tests.offload.writer import (
     IDENTITY,
     PAYLOAD_BYTES,
     RECORDS,
-    content,
     holds,
     opened,
     page,
@@ -43,7 +41,7 @@ def steps(generations) -> list[int]:
 
 
 @pytest.mark.parametrize("system", [SYSTEM, without_direct()], ids=["direct", "cached"])
-def test_the_two_newest_generations_are_there_after_a_restart(directory: Path, system) -> None:
+def test_the_two_newest_generations_survive_a_restart(directory: Path, system) -> None:
     with opened(directory, system=system) as generations:
         assert steps(generations) == []
         for step in (1, 2, 5):
@@ -62,7 +60,7 @@ def test_the_newest_generation_is_never_written_to(directory: Path) -> None:
             assert steps(generations)[1:] == [one.step for one in newest]
 
 
-def test_what_was_begun_is_no_generation_and_the_older_one_is_gone(directory: Path) -> None:
+def test_a_begun_generation_replaces_the_older_one_once_committed(directory: Path) -> None:
     with opened(directory) as generations:
         put(generations, 1)
         put(generations, 2)
@@ -76,16 +74,6 @@ def test_what_was_begun_is_no_generation_and_the_older_one_is_gone(directory: Pa
     assert usable(directory) == [3, 2]
 
 
-def test_what_was_begun_can_be_begun_again(directory: Path) -> None:
-    with opened(directory) as generations:
-        put(generations, 1)
-        assert generations.start_generation() == generations.start_generation() == 1
-        generations.write_record("group 0", page(bytes(102_400)))
-        generations.start_generation()
-        with pytest.raises(AssertionError, match="group 0"):
-            generations.commit_generation(2, b"")
-
-
 def test_a_generation_lacks_no_record(directory: Path) -> None:
     with opened(directory) as generations:
         generations.start_generation()
@@ -93,19 +81,6 @@ def test_a_generation_lacks_no_record(directory: Path) -> None:
         with pytest.raises(AssertionError, match=r"not written: \['group 0', 'group 2'\]"):
             generations.commit_generation(1, b"")
     assert usable(directory) == []
-
-
-def test_a_record_that_was_written_can_be_read_before_it_is_committed(directory: Path) -> None:
-    with opened(directory) as generations:
-        put(generations, 1)
-        slot = generations.start_generation()
-        data = content(2, "group 1", length=65_536)
-        generations.write_record("group 1", page(data))
-        target = page(bytes(65_536))
-        generations.read_record("group 1", target, slot=slot, verify=True)
-        assert target == data
-        with pytest.raises(AssertionError, match="group 0 was not written"):
-            generations.read_record("group 0", page(bytes(102_400)), slot=slot)
 
 
 def test_a_dropped_generation_stays_dropped_and_the_older_one_is_kept(directory: Path) -> None:
@@ -118,48 +93,6 @@ def test_a_dropped_generation_stays_dropped_and_the_older_one_is_kept(directory:
         assert steps(generations) == [1]
         put(generations, 2)
         assert steps(generations) == [2, 1]
-
-
-def test_a_part_of_a_record_is_that_part(directory: Path) -> None:
-    with opened(directory) as generations:
-        slot, data = put(generations, 1).slot, content(1, "group 1", length=65_536)
-        for offset, length in [(0, 65_536), (4096, 8192), (4095, 3), (65_535, 1), (700, 60_000)]:
-            part = generations.read_record_part("group 1", slot=slot, offset=offset, size_bytes=length)
-            assert bytes(part.numpy()) == data[offset : offset + length]
-        with pytest.raises(AssertionError, match="record's"):
-            generations.read_record_part("group 1", slot=slot, offset=65_535, size_bytes=2)
-
-
-def test_a_rank_without_any_record_keeps_its_payload(directory: Path) -> None:
-    with opened(directory, records=[]) as generations:
-        put(generations, 1)
-    with opened(directory, records=[]) as generations:
-        assert [holds(generations, one) for one in generations.list_complete_generations()] == [True]
-
-
-def test_threads_write_and_read_records_at_once(directory: Path) -> None:
-    records = [
-        DataFileRegion(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i % 3 * 4096)
-        for i in range(16)
-    ]
-    with opened(directory, records=records) as generations, ThreadPoolExecutor(4) as pool:
-        for step in (1, 2, 3):
-            before = generations.list_complete_generations()
-            generations.start_generation()
-            written = [
-                pool.submit(
-                    generations.write_record,
-                    one.name,
-                    page(content(step, one.name, length=one.length_bytes)),
-                )
-                for one in records
-            ]
-            assert all(holds(generations, one) for one in before[:1])
-            for one in written:
-                one.result()
-            generations.commit_generation(step, payload(step))
-    with opened(directory, records=records) as generations:
-        assert [holds(generations, one) for one in generations.list_complete_generations()] == [True, True]
 
 
 def test_a_payload_may_be_larger_than_the_room_that_was_kept_for_it(directory: Path) -> None:
@@ -213,7 +146,7 @@ def test_files_of_another_identity_are_named_and_left_alone(directory: Path, fie
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped"])
-def test_files_that_do_not_say_whose_they_are_are_those_of_their_manifests(
+def test_files_without_an_identity_belong_to_the_rank_of_their_manifests(
     directory: Path, damage: str
 ) -> None:
     with opened(directory) as generations:
@@ -251,14 +184,14 @@ def test_a_second_process_is_refused_and_the_first_is_named(directory: Path, tmp
     opened(directory).close()  # it died: the kernel has let go
 
 
-def test_what_a_killed_rank_has_forked_is_waited_for(directory: Path, tmp_path: Path) -> None:
+def test_the_children_of_a_killed_rank_are_waited_for(directory: Path, tmp_path: Path) -> None:
     """A child holds the descriptor of its parent's lock, until it sees that the parent is gone."""
     with killed_at_the_end(running("leave_a_child", directory, tmp_path / "ready")) as process:
         process.wait()
         opened(directory).close()
 
 
-def test_what_was_forked_does_not_hold_a_directory_that_was_let_go(directory: Path, tmp_path: Path) -> None:
+def test_a_child_does_not_hold_the_lock_of_a_closed_directory(directory: Path, tmp_path: Path) -> None:
     with killed_at_the_end(running("let_go_beside_a_child", directory, tmp_path / "ready")) as process:
         wait_for(tmp_path / "ready", process)
         opened(directory).close()
@@ -267,7 +200,7 @@ def test_what_was_forked_does_not_hold_a_directory_that_was_let_go(directory: Pa
 # Room
 
 
-def test_what_does_not_fit_is_told_before_the_first_byte(directory: Path) -> None:
+def test_too_little_space_is_refused_before_the_first_write(directory: Path) -> None:
     needed = 2 * (data_file_bytes(RECORDS) + PAYLOAD_BYTES) + (1 << 20)
     old = rank_directory(directory.parents[1], run_id="old", rank=0)
     with opened(old, identity=IDENTITY.model_copy(update={"run_id": "old"})):
@@ -280,7 +213,7 @@ def test_what_does_not_fit_is_told_before_the_first_byte(directory: Path) -> Non
     opened(directory, system=replace(SYSTEM, free_bytes=lambda _: 0)).close()  # all is there
 
 
-def test_a_drive_that_another_rank_has_filled_in_the_meantime_is_told_the_same(tmp_path: Path) -> None:
+def test_a_drive_that_fills_up_while_files_are_made_is_refused(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", size_bytes=300 << 10) as disk:
         with pytest.raises(OffloadError, match=r"(?s)not enough space.*free.*needed"):
             opened(disk / "run" / "rank-00003", system=replace(SYSTEM, free_bytes=lambda _: 1 << 30))
@@ -303,7 +236,7 @@ def test_once_open_a_full_drive_stops_no_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "why"), [("/proc/nope", "ENOENT"), ("/dev/null", "ENOTDIR"), ("/dev/null/x", "ENOTDIR")]
 )
-def test_a_path_that_cannot_be_made_is_named_as_it_was_given(path: str, why: str) -> None:
+def test_a_path_that_cannot_be_made_is_named_as_in_the_settings(path: str, why: str) -> None:
     with pytest.raises(OffloadError) as caught:
         opened(rank_directory(Path(path), run_id="run-1a2b", rank=0))
     assert caught.value.what.startswith(f"offload.path = {path} ")
@@ -315,7 +248,7 @@ def test_a_path_that_cannot_be_made_is_named_as_it_was_given(path: str, why: str
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENXIO, None])
 @pytest.mark.parametrize("name", ["open", "fsync", "fdatasync", "posix_fallocate", "free_bytes"])
-def test_what_cannot_be_opened_says_why_and_what_to_do(
+def test_a_directory_that_cannot_be_opened_is_refused_with_reason_and_fix(
     name: str, number: int | None, directory: Path
 ) -> None:
     def fails(*_: object) -> NoReturn:
@@ -327,6 +260,6 @@ def test_what_cannot_be_opened_says_why_and_what_to_do(
     assert caught.value.fix
 
 
-def test_discarding_what_is_not_there_does_nothing(directory: Path) -> None:
+def test_discarding_a_missing_directory_does_nothing(directory: Path) -> None:
     discard_rank_directory(directory)
     assert not directory.exists()

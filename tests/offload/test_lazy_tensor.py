@@ -26,7 +26,7 @@ class File:
         return make_lazy_tensor(torch.Size([12]), self.numbers.dtype, read=self.read)
 
 
-def test_what_it_is_is_known_without_reading_it() -> None:
+def test_shape_and_dtype_are_known_without_a_read() -> None:
     file = File(torch.bfloat16)
     one = file.tensor()
     shaped = one.view(3, 4).detach().view(-1).view(2, 6)
@@ -66,7 +66,7 @@ def test_it_is_read_when_it_is_used_and_each_time(use: Callable[[Tensor], Tensor
     assert file.reads == 2 * reads
 
 
-def test_to_the_cpu_it_is_read_once_and_is_the_callers() -> None:
+def test_cpu_reads_once_and_keeps_no_copy() -> None:
     """A checkpoint reads it so: with no copy beside."""
     given: list[Tensor] = []
 
@@ -79,7 +79,7 @@ def test_to_the_cpu_it_is_read_once_and_is_the_callers() -> None:
     assert len(given) == 1
 
 
-def test_a_copy_and_a_file_hold_what_was_read() -> None:
+def test_deepcopy_and_pickle_hold_the_values() -> None:
     file = File()
     one = file.tensor().view(3, 4)
     for kept in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
@@ -99,6 +99,6 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_it_cannot_be_changed(change: Callable[[Tensor], object]) -> None:
-    """Else what was changed would be a copy that nobody sees."""
+    """Else a copy would be changed."""
     with pytest.raises(TypeError, match="would change a tensor that is on a drive"):
         change(File().tensor())

@@ -1,4 +1,4 @@
-"""Stores: what was streamed is read next; from a drive with three groups in memory."""
+"""A store returns the state that was streamed last; on a drive, with three groups in memory."""
 
 import errno
 import os
@@ -136,7 +136,7 @@ def run(store: GroupStore, passes: Sequence[str]) -> None:
 
 
 def check_whole(store: GroupStore, *, time_: int) -> None:
-    """Of each parameter: the pieces of its groups, one after the other."""
+    """Checks that each parameter is the pieces of its groups, in order."""
     assert store.read_parameter_state("nobody") is None
     for name, size in SIZES:
         found = store.read_parameter_state(name)
@@ -151,7 +151,7 @@ def check_whole(store: GroupStore, *, time_: int) -> None:
 
 
 @pytest.mark.parametrize("moments", [None, BF16])
-def test_what_was_streamed_is_what_is_there_next_in_memory(moments: torch.dtype | None) -> None:
+def test_a_store_in_memory_returns_the_state_streamed_last(moments: torch.dtype | None) -> None:
     @given(PASSES)
     @settings(max_examples=30)
     def check(passes: list[str]) -> None:
@@ -161,7 +161,7 @@ def test_what_was_streamed_is_what_is_there_next_in_memory(moments: torch.dtype 
 
 
 @pytest.mark.parametrize("moments", [None, BF16])
-def test_what_was_streamed_is_what_is_there_next_on_a_drive(moments: torch.dtype | None) -> None:
+def test_a_store_on_a_drive_returns_the_state_streamed_last(moments: torch.dtype | None) -> None:
     @given(PASSES)
     @settings(max_examples=10)
     def check_passes(passes: list[str]) -> None:
@@ -175,7 +175,7 @@ def test_what_was_streamed_is_what_is_there_next_on_a_drive(moments: torch.dtype
 
 
 def slow(name: str) -> DriveSystemCalls:
-    """Whatever else goes on in the meantime must not change what it moves."""
+    """Calls with random delays, during which the memory that they move must not change."""
     rng = random.Random(0)
 
     def call(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -186,7 +186,7 @@ def slow(name: str) -> DriveSystemCalls:
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_nothing_is_overwritten_that_is_on_its_way(name: str, tmp_path: Path) -> None:
+def test_memory_of_a_transfer_is_not_overwritten(name: str, tmp_path: Path) -> None:
     with drive_store(tmp_path, system=slow(name)) as store:
         put(store, time_=1, fresh=True)
         for time_ in range(2, 8):
@@ -215,22 +215,10 @@ def test_fewer_groups_than_slots_go_through_as_well(n: int, where: str, tmp_path
             store.commit_generation(7, b"x")
 
 
-def test_room_is_for_one_parameter_of_each_dtype(tmp_path: Path) -> None:
-    with drive_store(tmp_path, moments=BF16) as drive:
-        for store in (drive, HostMemoryStore(GROUPS, moments=BF16, pinned=False)):
-            room = store.parameter_state_to_fill("a")
-            assert room is not None
-            assert [(one.shape, one.dtype) for one in room] == [
-                ((2500,), d) for d in (torch.float32, BF16, BF16)
-            ]
-            assert store.parameter_state_to_fill("nobody") is None
-
-
 # What it takes
 
 
 def test_a_drive_needs_the_memory_of_three_groups(tmp_path: Path) -> None:
-    """Whatever their number: the parts are never elsewhere."""
     assert len(GROUPS) > 2 * GROUP_BUFFERS
     places: set[int] = set()
     with drive_store(tmp_path) as store:
@@ -262,7 +250,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, len(GROUPS)])
-def test_what_comes_first_is_read_before_it_is_asked_for(count: int, tmp_path: Path) -> None:
+def test_the_first_groups_are_read_ahead(count: int, tmp_path: Path) -> None:
     """Three groups, less those that are still there; and what was read ahead is not read again."""
     groups = GROUPS[:count]
     sizes = [GroupRecord(group, moments=None).size_bytes for group in groups]
@@ -282,7 +270,7 @@ def test_what_comes_first_is_read_before_it_is_asked_for(count: int, tmp_path: P
 
 
 @pytest.mark.parametrize("count", range(1, len(GROUPS) + 1))
-def test_steps_read_what_is_planned(count: int, tmp_path: Path) -> None:
+def test_steps_read_the_planned_bytes(count: int, tmp_path: Path) -> None:
     groups, counted = GROUPS[:count], Counted()
     plan = Plan.from_run(Run.load(overrides=["offload.tier=optimizer:nvme"]), world_size=2)
     sizes = [GroupRecord(group, moments=None).size_bytes for group in groups]
@@ -298,7 +286,7 @@ def test_steps_read_what_is_planned(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["an update", "a checkpoint"])
-def test_what_failed_when_it_was_read_ahead_is_told_to_who_needs_it(verify: bool, tmp_path: Path) -> None:
+def test_an_error_of_a_read_ahead_is_raised_when_the_group_is_used(verify: bool, tmp_path: Path) -> None:
     """Though it could be read by then."""
     drive = Breaking("preadv")
     with drive_store(tmp_path, system=drive.system()) as store:
@@ -336,7 +324,7 @@ class Breaking:
 
 @pytest.mark.parametrize("groups", [GROUPS, FEW[2]], ids=["many", "few"])
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_a_drive_that_fails_is_told_with_path_and_offset(
+def test_a_failing_drive_raises_path_and_offset_and_keeps_the_last_generation(
     name: str, groups: Sequence[OffloadGroup], tmp_path: Path
 ) -> None:
     """By settle at the latest, and again; and what was whole before still is."""
@@ -391,7 +379,7 @@ def test_a_pass_that_was_left_early_leaves_the_last_whole_state(after: int, tmp_
 # Generations
 
 
-def test_each_pass_may_be_a_generation_and_one_that_is_none_is_never_gone_on_from(tmp_path: Path) -> None:
+def test_only_committed_passes_are_resumed(tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         put(store, time_=1, fresh=True)
         put(store, time_=2, before=1)
@@ -423,7 +411,7 @@ def test_going_back_to_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> N
         assert found == [(4, b"new"), (3, b"new")]
 
 
-def test_state_that_a_load_wrote_over_in_part_is_told(tmp_path: Path) -> None:
+def test_state_of_an_interrupted_load_is_refused(tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         put(store, time_=1, fresh=True)
         stream = store.stream_for_update(fresh=True)

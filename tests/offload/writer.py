@@ -57,15 +57,8 @@ def put(generations: GenerationFiles, step: int) -> Generation:
     return generations.commit_generation(step, payload(step))
 
 
-def check_all_records(generations: GenerationFiles, generation: Generation) -> None:
-    """Raises DamagedOffloadError for the first record whose digest does not match."""
-    for record in generations.records.values():
-        target = page(bytes(record.length_bytes))
-        generations.read_record(record.name, target, slot=generation.slot, verify=True)
-
-
 def holds(generations: GenerationFiles, generation: Generation) -> bool:
-    """Whether it is, byte for byte, the state of its step. Raises OffloadError where it says it is not."""
+    """Returns whether all bytes are those of its step. Raises DamagedOffloadError for a wrong digest."""
     for record in generations.records.values():
         target = page(bytes(record.length_bytes))
         generations.read_record(record.name, target, slot=generation.slot, verify=True)
@@ -80,16 +73,16 @@ def usable(directory: Path) -> list[int]:
     with opened(directory) as generations:
         for generation in generations.list_complete_generations():
             try:
-                check_all_records(generations, generation)
+                is_intact = holds(generations, generation)
             except OffloadError:
                 continue
-            assert holds(generations, generation), f"{generation} holds other bytes and does not say so"
+            assert is_intact, f"{generation} holds other bytes, which its digests do not show"
             found.append(generation.step)
     return found
 
 
 def keep_on(directory: Path, acknowledged: Path, *, system: DriveSystemCalls = SYSTEM) -> None:
-    """Goes on after the newest whole generation until it is killed; notes each step that is committed."""
+    """Continues after the newest whole generation until it is killed; notes each step that is committed."""
     with opened(directory, system=system) as generations, acknowledged.open("ab", buffering=0) as notes:
         newest = generations.list_complete_generations()
         for step in itertools.count(newest[0].step + 1 if newest else 1):
@@ -98,7 +91,7 @@ def keep_on(directory: Path, acknowledged: Path, *, system: DriveSystemCalls = S
 
 
 def keep_on_cached(directory: Path, acknowledged: Path) -> None:
-    """The same where there is no direct I/O."""
+    """`keep_on` without direct I/O."""
     keep_on(directory, acknowledged, system=without_direct())
 
 
@@ -110,7 +103,7 @@ def hold(directory: Path, ready: Path) -> None:
 
 
 def leave_a_child(directory: Path, ready: Path) -> None:
-    """Ends with the directory open, as if it were killed; its child goes on for a while."""
+    """Ends with the directory open, as if it were killed; its child lives on for a while."""
     generations = opened(directory)
     if os.fork():
         ready.write_text(str(os.getpid()))

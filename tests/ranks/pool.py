@@ -56,7 +56,7 @@ class _Worker:
     connection: Connection
 
     def answer(self, rank: int) -> bytes | Failure:
-        """What the worker answers; waits for it."""
+        """Waits for the answer of the worker and returns it."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""What takes seconds to import, and some ranks need: transformers and torchao, where they are installed."""
+"""Modules that take seconds to import and that some ranks need: transformers and torchao, if installed."""
 
 from importlib.util import find_spec
 

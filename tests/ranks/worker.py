@@ -1,4 +1,4 @@
-"""What one rank of the pool does: take a function, run it inside a fresh world, answer, clean up."""
+"""A rank of the pool: takes a function, runs it inside a fresh world, answers, cleans up."""
 
 import functools
 import gc

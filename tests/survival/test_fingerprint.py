@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.survival.fingerprint import WIDTH, StepFingerprint, fingerprint_mismatch_error, rank_list_text
+from fullshard.survival.fingerprint import WIDTH, StepFingerprint, fingerprint_mismatch_error
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -22,7 +22,7 @@ from tests.training.runs import Pairs, Regression, mean_square, run_of, same_bit
 
 
 def agree(ranks: list[StepFingerprint], own: StepFingerprint) -> bool:
-    """What `check_same_fingerprints` holds against each other."""
+    """Computes the comparison of `check_same_fingerprints` without a process group."""
     columns = zip(*(one.summable_numbers(len(ranks)) for one in ranks), strict=True)
     return [sum(column) for column in columns] == [len(ranks) * n for n in own.summable_numbers(len(ranks))]
 
@@ -51,24 +51,19 @@ def test_a_rank_that_differs_in_anything_is_seen_by_all(
     assert not any(agree(ranks, own) for own in set(ranks))
 
 
-def test_numbers_whose_mean_is_ones_own_do_not_pass_for_equal() -> None:
+def test_numbers_with_the_mean_of_a_rank_differ() -> None:
     ranks = [StepFingerprint(step, 5, 7, 8) for step in (1, 2, 3)]
     assert not agree(ranks, ranks[1])
     assert len(ranks[0].summable_numbers(3)) == WIDTH
 
 
-def test_what_differs_and_who_is_said() -> None:
-    told = {rank: StepFingerprint(step, 9, 7, 8) for rank, step in enumerate((4, 5, 4))}
-    error = fingerprint_mismatch_error(told, own=told[0], world_size=3)
+def test_the_error_names_the_difference_and_the_ranks() -> None:
+    by_rank = {rank: StepFingerprint(step, 9, 7, 8) for rank, step in enumerate((4, 5, 4))}
+    error = fingerprint_mismatch_error(by_rank, own=by_rank[0], world_size=3)
     assert error.what == "the ranks are not in the same step (step 4): the number of the step differs."
     assert error.got == "rank 1: step 5; ranks 0, 2: step 4"
-    silent = fingerprint_mismatch_error({1: told[1]}, own=told[1], world_size=3)
+    silent = fingerprint_mismatch_error({1: by_rank[1]}, own=by_rank[1], world_size=3)
     assert silent.got == "rank 1: step 5, 9 collectives; ranks 0, 2: in another collective"
-
-
-def test_ranks_are_named_in_runs() -> None:
-    assert rank_list_text([3]) == "rank 3"
-    assert rank_list_text([5, 0, 1, 2, 9, 10]) == "ranks 0-2, 5, 9-10"
 
 
 def skip_a_step() -> tuple[int, str, str]:
@@ -110,7 +105,7 @@ class PairsThatAgree(Pairs):
 
 
 def skip_a_collective() -> None:
-    """What rank 1 sends of step 3 is then summed with what the others send of their data."""
+    """Rank 1 sends its step 3 into the sum of the batches of the others."""
     state, plan = sharded(run_of(), data=PairsThatAgree())
     list(train(state, plan, loss=mean_square))  # rank 0 does not answer at all, which takes its time
 
@@ -143,7 +138,7 @@ def collectives_on_one_rank_only(setting: str) -> str:
     ("setting", "end"),
     [("all", "rank 2: {} collectives; ranks 0-1"), ("step", "finished"), ("none", "finished")],
 )
-def test_how_many_collectives_a_step_had_is_compared_unless_told_not_to(
+def test_the_number_of_collectives_is_compared_unless_switched_off(
     setting: str, end: str, ranks: Any
 ) -> None:
     for said in ranks(3).run(collectives_on_one_rank_only, setting):

@@ -1,6 +1,5 @@
 """A rank whose numbers have gone wrong is found among its replicas, and named."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from fullshard.errors import TrainError
 from fullshard.survival.replicas import tensor_checksum
 from fullshard.training.loop import train
 from tests.fakes.plans import STRATEGIES
-from tests.training.runs import mean_square, run_of, sharded
+from tests.training.runs import logged, mean_square, run_of, sharded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 
@@ -75,7 +74,7 @@ WEIGHT, MOMENT = "model.layers.1.linear.weight", "optimizer.head.weight.exp_avg_
         (4, ("hybrid_shard_zero2", WEIGHT, (0,)), "ranks 0, 2 differ in "),
     ],
 )
-def test_one_flipped_bit_is_found_on_all_ranks(
+def test_one_flipped_bit_is_detected_on_all_ranks(
     n: int, flips: tuple[str, str, tuple[int, ...]], said: str, ranks: Any
 ) -> None:
     for found in ranks(n).run(flipped, *flips):
@@ -103,7 +102,7 @@ def undisturbed(strategy: str, more: str) -> int:
     return len(list(train(state, plan, loss=mean_square)))
 
 
-def what_is_compared_of_full_shard() -> tuple[str, str] | None:
+def differences_of_full_shard() -> tuple[str, str] | None:
     """A shard is one rank's alone; the optimizer's count of steps is every rank's."""
     shard = flipped("full_shard", WEIGHT, (1,))
     assert shard is None
@@ -111,27 +110,19 @@ def what_is_compared_of_full_shard() -> tuple[str, str] | None:
     return found and found[1:]
 
 
-def test_where_every_shard_is_one_ranks_alone_the_rest_is_compared(ranks: Any) -> None:
-    for found in ranks(3).run(what_is_compared_of_full_shard):
+def test_full_shard_compares_the_replicated_tensors(ranks: Any) -> None:
+    for found in ranks(3).run(differences_of_full_shard):
         assert found is not None
         assert "rank 1 differs from ranks 0, 2, first in optimizer.head.weight.step" in found[0]
 
 
-def said_without_replicas() -> list[str]:
-    records: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    logger, handler = logging.getLogger("fullshard"), Keep()
-    logger.addHandler(handler)
-    undisturbed("full_shard", "precision.mode=fp32")
-    logger.removeHandler(handler)
-    return records
+def messages_without_replicas() -> list[str]:
+    with logged() as messages:
+        undisturbed("full_shard", "precision.mode=fp32")
+    return messages
 
 
-def test_a_plan_without_replicas_is_told_once_by_rank_zero(ranks: Any) -> None:
-    first, second = ranks(2).run(said_without_replicas)
+def test_a_plan_without_replicas_is_logged_once_by_rank_zero(ranks: Any) -> None:
+    first, second = ranks(2).run(messages_without_replicas)
     assert ["full_shard holds every shard on one rank alone" in text for text in first] == [True]
     assert second == []

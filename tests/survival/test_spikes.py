@@ -1,4 +1,4 @@
-"""Losses that stand out: told by the steps before, left out or stepped over, on all ranks alike."""
+"""Spikes of the loss are detected from earlier steps, and skipped or rolled back on all ranks alike."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,13 +35,7 @@ def is_spike(steps: RecentSteps, loss: float, norm: float = 1.0) -> bool:
     return bool(steps.is_spike(*values))
 
 
-# What stands out
-
-
-def test_nothing_stands_out_before_half_the_window_is_there() -> None:
-    assert not is_spike(recent(), 100.0)
-    assert not is_spike(recent(*[1.0, 1.1] * (HALF // 2 - 1), 1.0), 100.0)
-    assert is_spike(recent(*[1.0, 1.1] * (HALF // 2)), 100.0)
+# Detection
 
 
 def test_the_loss_and_the_norm_are_judged_each_by_its_own() -> None:
@@ -65,13 +59,7 @@ def test_steps_beyond_the_window_do_not_count(losses: list[float], new: float) -
         assert is_spike(steps, new) == (len(before) >= HALF and new > threshold)
 
 
-def test_a_step_that_is_not_accepted_is_not_kept() -> None:
-    steps, one = recent(1.0, 2.0), torch.ones((), dtype=torch.float64)
-    steps.add_step(3 * one, one, accepted=one < 0)
-    assert steps.losses == [1.0, 2.0]
-
-
-# What is done about it
+# Skips and rollbacks
 
 
 class SomeSpike(Pairs):
@@ -131,7 +119,7 @@ def test_by_default_a_spike_is_trained_on(ranks: Any) -> None:
 
 
 def rolling_back(directory: Path, bad: tuple[int, ...]) -> Any:
-    """Saves after every fourth step. What was trained on in the end, and where the data stands."""
+    """Saves after every fourth step. Returns the batch of each step, rollbacks and the place in the data."""
     state, plan = spiky("rollback", *bad)
     kept: dict[int, int] = {}  # step -> the batch that it was trained on
     steps, went_back_to = train(state, plan, loss=mean_square), []
@@ -167,7 +155,7 @@ def too_often(directory: Path) -> tuple[str, int]:
     return raised.value.what, raised.value.exit_code
 
 
-def test_after_so_many_rollbacks_the_run_ends(ranks: Any, tmp_path: Path) -> None:
+def test_the_run_ends_after_too_many_rollbacks(ranks: Any, tmp_path: Path) -> None:
     what = "the run was rolled back 3 times, and spikes again at step 5."
     assert ranks(2).run(too_often, tmp_path) == [(what, 8)] * 2
 
@@ -183,15 +171,15 @@ def asks_for_a_rollback() -> list[tuple[bool, bool]]:
     return [(step.skipped, step.rollback) for step in (next(steps), next(steps))]
 
 
-def test_losses_that_stay_not_finite_are_a_reason_to_go_back_too(ranks: Any) -> None:
+def test_losses_that_stay_not_finite_roll_back(ranks: Any) -> None:
     assert ranks(1).run(asks_for_a_rollback) == [[(True, False), (True, True)]]
 
 
-# What a checkpoint keeps of it
+# Checkpoints
 
 
 def resumed(directory: Path) -> tuple[Any, Any, list[Step], list[Step]]:
-    """A run that stops after a spike that it stepped over, and what another makes of the rest."""
+    """A run that stops after a skipped spike, and the rest of it after a load and without one."""
     state, plan = spiky("skip", 7, 9)
     state.rows, state.rollbacks, state.best = 2 * BATCH, 1, (0.25, 3)
     steps = train(state, plan, loss=mean_square)
@@ -204,9 +192,7 @@ def resumed(directory: Path) -> tuple[Any, Any, list[Step], list[Step]]:
     return *values, list(train(other, plan, loss=mean_square)), list(steps)
 
 
-def test_a_run_that_goes_on_judges_and_steps_over_as_the_one_that_did_not_stop(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_run_skips_the_steps_of_an_uninterrupted_one(ranks: Any, tmp_path: Path) -> None:
     for other, own, after, straight in ranks(2).run(resumed, tmp_path):
         assert other == own
         assert (own["rows"], own["rollbacks"]) == (8 * BATCH, 1)
@@ -223,5 +209,5 @@ def older() -> tuple[int, int, Any]:
     return state.rows, state.rollbacks, state.best
 
 
-def test_a_checkpoint_of_before_has_none_of_it(ranks: Any) -> None:
+def test_older_checkpoints_load_without_spike_state(ranks: Any) -> None:
     assert ranks(1).run(older) == [(None, 0, None)]

@@ -14,10 +14,10 @@ def test_a_name_is_looked_up() -> None:
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine_alone.py").write_text("def make():\n    return 3\n")
+    (tmp_path / "local_module.py").write_text("def make():\n    return 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
-    assert import_callable("mine_alone:make", key="model.python")() == 3
+    assert import_callable("local_module:make", key="model.python")() == 3
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch:
         ("os.path:sep", "sep is str"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_told(dotted: str, message: str) -> None:
+def test_a_path_without_an_object_is_refused(dotted: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         import_callable(dotted, key="train.loss")
 

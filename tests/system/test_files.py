@@ -77,7 +77,7 @@ def test_no_file_of_a_run_is_written_through_a_link_and_no_fifo_is_waited_for(
     assert target.read_text() == "x" * 4096
 
 
-def test_what_is_not_a_regular_file_is_named_as_what_it_is(tmp_path: Path) -> None:
+def test_files_that_are_not_regular_are_refused_by_kind(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("fifo")
     for name, said in (

@@ -22,7 +22,7 @@ with hold_exclusive_file_lock(Path(sys.argv[1])):
 """
 
 
-def test_a_held_lock_names_its_holder_and_is_free_once_that_process_is_killed(tmp_path: Path):
+def test_a_lock_names_its_holder_and_is_free_once_that_process_is_killed(tmp_path: Path):
     path = tmp_path / "lock"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -9,7 +9,7 @@ def test_the_load_is_a_fraction_of_the_processors():
     assert 0 <= busy_processor_fraction() <= 1
 
 
-def test_what_processes_use_themselves_is_no_load_by_others():
+def test_the_load_by_others_excludes_the_measuring_processes():
     both = [ProcessorSeconds(machine=30, available=40, process=own) for own in (10, 12)]
     assert other_programs_fraction(both) == pytest.approx(8 / 40)
     assert other_programs_fraction(both * 2) == 0, "clocks differ a little"

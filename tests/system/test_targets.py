@@ -1,4 +1,4 @@
-"""What a command may write over: nothing of a checkpoint or a run, and files of other kinds only by force."""
+"""A command overwrites nothing of a checkpoint or a run, and files of another kind only by force."""
 
 import os
 from pathlib import Path
@@ -19,8 +19,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def is_mine(path: Path) -> bool:
-    return path.read_text() == "mine"
+def is_text_file(path: Path) -> bool:
+    return path.read_text() == "text"
 
 
 STEP = "checkpoints/step-00000001"
@@ -51,45 +51,45 @@ def test_a_directory_with_checkpoints_gets_no_other_files(run: Path, name: str) 
 
 def test_a_file_is_replaced_by_its_own_kind_and_by_force(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    check_output_file(file, is_kind=is_mine, force=False)
-    file.write_text("mine")
-    check_output_file(file, is_kind=is_mine, force=False)
+    check_output_file(file, is_kind=is_text_file, force=False)
+    file.write_text("text")
+    check_output_file(file, is_kind=is_text_file, force=False)
     file.write_text("a thesis")
     with pytest.raises(SpecError, match="--force"):
-        check_output_file(file, is_kind=is_mine, force=False)
-    check_output_file(file, is_kind=is_mine, force=True)
+        check_output_file(file, is_kind=is_text_file, force=False)
+    check_output_file(file, is_kind=is_text_file, force=True)
 
 
 def test_a_directory_of_other_files_is_written_by_force_alone(tmp_path: Path) -> None:
-    check_output_directory(tmp_path / "absent", is_kind=is_mine, force=False)
-    (tmp_path / "one").write_text("mine")
-    check_output_directory(tmp_path, is_kind=is_mine, force=False)
+    check_output_directory(tmp_path / "absent", is_kind=is_text_file, force=False)
+    (tmp_path / "one").write_text("text")
+    check_output_directory(tmp_path, is_kind=is_text_file, force=False)
     (tmp_path / "other").write_text("a thesis")
     with pytest.raises(SpecError, match=r"not empty.\n  got: other"):
-        check_output_directory(tmp_path, is_kind=is_mine, force=False)
-    check_output_directory(tmp_path, is_kind=is_mine, force=True)
+        check_output_directory(tmp_path, is_kind=is_text_file, force=False)
+    check_output_directory(tmp_path, is_kind=is_text_file, force=True)
 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_file_is_no_directory_nor_a_directory_a_file(tmp_path: Path, force: bool) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpecError):
-        check_output_file(tmp_path, is_kind=is_mine, force=force)
+        check_output_file(tmp_path, is_kind=is_text_file, force=force)
     with pytest.raises(SpecError):
-        check_output_directory(tmp_path / "file", is_kind=is_mine, force=force)
+        check_output_directory(tmp_path / "file", is_kind=is_text_file, force=force)
 
 
 def test_a_device_is_never_replaced_and_a_pipe_may_be_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", Path("/dev/null")):
-        check_output_file(place, is_kind=is_mine, force=False, streams=True)
+        check_output_file(place, is_kind=is_text_file, force=False, streams=True)
         with pytest.raises(SpecError, match="a pipe or a device"):
-            check_output_file(place, is_kind=is_mine, force=True)
+            check_output_file(place, is_kind=is_text_file, force=True)
 
 
 def test_a_path_that_cannot_be_is_left_to_whoever_writes_it() -> None:
-    check_output_file(Path("a" * 300), is_kind=is_mine, force=False)
-    check_output_directory(Path("a" * 300), is_kind=is_mine, force=False)
+    check_output_file(Path("a" * 300), is_kind=is_text_file, force=False)
+    check_output_directory(Path("a" * 300), is_kind=is_text_file, force=False)
 
 
 def test_a_file_that_is_larger_than_any_of_its_kind_is_not_read(tmp_path: Path) -> None:

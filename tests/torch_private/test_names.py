@@ -23,13 +23,13 @@ def test_this_torch_has_every_name_that_is_needed(engine: str):
 @pytest.mark.parametrize(
     "path",
     [
-        f"{FSDP}.gone",
-        f"{FSDP}.gone.FSDPParam",
-        f"{FSDP}._fsdp_param.Gone.sharded_param",
-        f"{FSDP}._fsdp_param.FSDPParam.gone",
+        f"{FSDP}.missing",
+        f"{FSDP}.missing.FSDPParam",
+        f"{FSDP}._fsdp_param.Missing.sharded_param",
+        f"{FSDP}._fsdp_param.FSDPParam.missing",
     ],
 )
-def test_a_name_that_is_gone_is_named_in_one_sentence(path: str):
+def test_a_missing_name_is_reported_in_one_sentence(path: str):
     require(private(path, "shards", is_optional=True))
     with pytest.raises(UnsupportedTorchError) as raised:
         require(private(path, "shards"))

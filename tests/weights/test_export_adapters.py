@@ -1,4 +1,4 @@
-"""An export of adapters computes what was trained, or is refused: at the start of the run, and again then."""
+"""An export of adapters computes the trained outputs or is refused, also at the start of the run."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def loaded_export(form: str, directory: Path, base: type[Any]) -> nn.Module:
     ],
     ids=str,
 )
-def test_an_export_computes_what_was_trained_or_is_refused(
+def test_an_export_computes_the_outputs_of_the_trained_model_or_is_refused(
     tmp_path: Path, name: str, settings: list[str], refused: set[str]
 ) -> None:
     original = hugging_face(name, tmp_path / "base")
@@ -82,7 +82,7 @@ def test_an_export_computes_what_was_trained_or_is_refused(
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_that_computes_something_else_than_a_sum_is_not_merged(tmp_path: Path) -> None:
+def test_a_layer_that_is_not_a_sum_is_not_merged(tmp_path: Path) -> None:
     hugging_face("llama", tmp_path / "base")
     run = plan_of(1, f"model.hf={tmp_path / 'base'}", "adapter.rank=4").run
     model = build_model(run)

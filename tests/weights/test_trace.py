@@ -1,4 +1,4 @@
-"""What is done to tensors without numbers says where the numbers of real ones go."""
+"""Operations on traced tensors give the places of the real numbers."""
 
 import math
 from collections.abc import Callable
@@ -38,13 +38,13 @@ def filled(traced: TracedTensor, sources: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("rearranged", REARRANGED.values(), ids=REARRANGED)
-def test_the_boxes_of_a_traced_tensor_hold_what_the_real_one_holds(rearranged: Rearranging) -> None:
+def test_the_boxes_of_a_traced_tensor_hold_the_numbers_of_the_real_one(rearranged: Rearranging) -> None:
     real = {n: torch.arange(math.prod(s)).reshape(s) + 1000 * i for i, (n, s) in enumerate(SOURCES.items())}
     traced = rearranged(*(make_source_tensor(name, shape) for name, shape in SOURCES.items()))
     assert torch.equal(filled(traced, real), rearranged(*real.values()))
 
 
-def test_what_computes_is_refused() -> None:
+def test_arithmetic_is_refused() -> None:
     with pytest.raises(UntraceableOperationError, match="mul"):
         make_source_tensor("a", (2, 3)) * 2
     with pytest.raises(UntraceableOperationError, match="shapes"):
