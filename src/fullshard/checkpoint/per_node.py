@@ -18,11 +18,7 @@ from dataclasses import dataclass
 
 from fullshard.checkpoint.files import LocalFiles, RanksSharingDisk
 from fullshard.checkpoint.location import LocalLocation, list_directories
-from fullshard.checkpoint.manifest import (
-    MANIFEST,
-    read_manifest_and_check_sizes,
-    step_name,
-)
+from fullshard.checkpoint.manifest import MANIFEST, read_manifest_and_check_sizes, step_name
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,

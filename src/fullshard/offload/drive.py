@@ -105,12 +105,7 @@ class DriveCounters:
         return DriveTrafficBytes(read=read, written=written)
 
     def _transfer_and_count_bytes(  # signature: the system call's, after the bound arguments
-        self,
-        transfer: Transfer,
-        kind: str,
-        descriptor: int,
-        buffers: Sequence[memoryview],
-        offset: int,
+        self, transfer: Transfer, kind: str, descriptor: int, buffers: Sequence[memoryview], offset: int
     ) -> int:
         count = transfer(descriptor, buffers, offset)
         with self._lock:

@@ -26,11 +26,7 @@ from fullshard.offload.gather_source import (
     redirect_all_gather,
 )
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments, master_and_moment_dtypes
-from fullshard.offload.update_thread import (
-    UpdateThread,
-    half_loaded_error,
-    not_loaded_error,
-)
+from fullshard.offload.update_thread import UpdateThread, half_loaded_error, not_loaded_error
 from fullshard.spec.groups import (
     OffloadGroup,
     ShardSegment,

@@ -60,11 +60,7 @@ class Unit:
         """Returns the unit's settings: the plan's, with the unit's override applied."""
         kept = self.is_root or self.keep_until_backward
         return MergedUnitSettings.for_unit(
-            plan,
-            self.override,
-            kept=kept,
-            is_embedding=self.is_embedding,
-            has_experts=self.has_experts,
+            plan, self.override, kept=kept, is_embedding=self.is_embedding, has_experts=self.has_experts
         )
 
 

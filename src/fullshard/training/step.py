@@ -101,12 +101,7 @@ class _Totals:
 
 
 def run_step(
-    state: TrainState,
-    plan: Plan,
-    *,
-    microbatches: Iterable[Any],
-    loss: Loss,
-    stop: bool = False,
+    state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, stop: bool = False
 ) -> PendingResult:
     """Trains `state` on `microbatches`, exactly `plan.accumulation` of this rank. Collective.
 
