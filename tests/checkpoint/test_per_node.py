@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import NodeLocalDirectory
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError

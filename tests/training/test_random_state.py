@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fullshard.spec.plan import Plan
-from fullshard.training.random_state import (
+from fullshard.training.extra_state import (
     generator_states,
     saved_generator_states,
     seed_generators,

@@ -5,7 +5,7 @@ copied while they run. If an update changed them before the copy is done, the sn
 the optimizer calls a hook before each step, and the hook waits for the copy.
 
 [Note: not copied at all] State on a drive is read as it is written to the checkpoint
-(`fullshard.offload.lazy_tensor`): a copy would take the memory that the drive saves. The next update does not
+(`fullshard.offload.store`): a copy would take the memory that the drive saves. The next update does not
 change this state, because it writes another generation. The second update would overwrite it, and waits for
 the save.
 

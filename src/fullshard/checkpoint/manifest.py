@@ -90,7 +90,7 @@ class SavedFile(FrozenModel):
 
     size_bytes: size of the file
     digest: digest of the whole file; None for a data file, whose table has one per block
-    node: the node whose disk holds it (see `per_node`); None for every node
+    node: the node whose disk holds it (see `NodeLocalDirectory`); None for every node
     """
 
     size_bytes: _Size

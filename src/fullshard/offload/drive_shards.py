@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
-from fullshard.offload.lazy_tensor import make_lazy_tensor
-from fullshard.offload.store import allocate_host_memory, as_memoryview
+from fullshard.offload.store import allocate_host_memory, as_memoryview, make_lazy_tensor
 from fullshard.spec.groups import UNIT_BUFFERS, page_aligned_bytes
 from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 

@@ -39,7 +39,7 @@ from fullshard.parallel.fp8 import (
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, share_post_forward_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
-from fullshard.parallel.precision import TORCH_DTYPE, persistent_buffers
+from fullshard.parallel.model_parameters import TORCH_DTYPE, persistent_buffers
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.unit_events import record_unit_events
 from fullshard.parallel.units import (

@@ -26,8 +26,7 @@ from torch.nn.utils import parametrize
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
-from fullshard.parallel.model_parameters import Rank0Values
-from fullshard.parallel.precision import TORCH_DTYPE, replace_buffers_by_id
+from fullshard.parallel.model_parameters import TORCH_DTYPE, Rank0Values, replace_buffers_by_id
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.parallel.units import Unit
 from fullshard.spec.plan import Plan

@@ -46,8 +46,12 @@ from fullshard.parallel.apply import (
 from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, local_device
 from fullshard.parallel.mesh import build_axis_group
 from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.model_parameters import CarriedOver, collect_rank0_values, warn_of_missing_weights
-from fullshard.parallel.precision import warn_of_modules_to_keep_in_fp32
+from fullshard.parallel.model_parameters import (
+    CarriedOver,
+    collect_rank0_values,
+    warn_of_missing_weights,
+    warn_of_modules_to_keep_in_fp32,
+)
 from fullshard.parallel.unit_events import reshard_after_evaluation
 from fullshard.parallel.units import Predicate
 from fullshard.spec.groups import OffloadGroup

@@ -15,15 +15,17 @@ from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_s
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.parallel.precision import persistent_buffers
+from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
-from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
 from fullshard.training.extra_state import (
     encode_extra_state,
     extra_state_targets,
+    generator_states,
+    saved_generator_states,
     set_extra_state,
+    set_generator_states,
     warn_of_unsaved_module_state,
 )
 from fullshard.training.figures import PendingResult
@@ -34,8 +36,8 @@ from fullshard.training.learning_rates import (
     restore_rates_set_by_others,
     scalar_entries,
 )
+from fullshard.training.low_bit_adamw import dequantize, quantize_state_for_optimizer
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
-from fullshard.training.random_state import generator_states, saved_generator_states, set_generator_states
 from fullshard.weights.names import full_transformers_config
 
 logger = logging.getLogger("fullshard")
