@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.location import CheckpointLocation, location_of
+from fullshard.checkpoint.manifest import Checkpointable
 from fullshard.checkpoint.save import CheckpointSaver, Snapshot, take_snapshot
 from fullshard.distributed.agreement import Group, is_distributed, raise_on_all_ranks
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.checkpointable import Checkpointable, StateLoadedInPortions
 from fullshard.checkpoint.files import CheckpointFiles, RanksSharingDisk
 from fullshard.checkpoint.location import (
     CheckpointLocation,
@@ -24,7 +23,9 @@ from fullshard.checkpoint.location import (
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
+    Checkpointable,
     Manifest,
+    StateLoadedInPortions,
     check_file_sizes,
     check_same_tensors,
     read_manifest,

@@ -19,15 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.checkpointable import Checkpointable, StateWithFiniteTensors
 from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk, write_file
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of, prune_checkpoints
 from fullshard.checkpoint.manifest import (
     MODEL_PREFIX,
     SHARDS,
+    Checkpointable,
     Manifest,
     SavedFile,
     SavedTensor,
+    StateWithFiniteTensors,
     read_manifest_and_check_sizes,
     skipped_in_a_row,
     small_file_entry,

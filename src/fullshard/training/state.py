@@ -132,7 +132,7 @@ class TrainState:
         """Number of steps skipped: loss or norm not finite, or a spike. Waits for the last step."""
         return self.counts.up_to_date().skipped
 
-    # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
+    # The methods of fullshard.checkpoint.manifest.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors to save: of the model, its extra state, the optimizer, and this rank's RNGs."""
