@@ -13,7 +13,6 @@ the save.
 process group they would be mistaken for each other, so the thread has its own gloo group.
 """
 
-import logging
 import os
 import sys
 import threading
@@ -40,8 +39,6 @@ from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, allocate_aligned_memory
 
 _NICENESS = 10  # of the writing thread; see `_lower_thread_priority`
-
-logger = logging.getLogger("fullshard")
 
 
 @runtime_checkable

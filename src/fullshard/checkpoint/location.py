@@ -329,8 +329,11 @@ def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, 
     try:
         left = keep - 1
         for number, files in place.list_checkpoints():
-            manifest = _read_complete_manifest(files) if number < step else None
-            if manifest is None:
+            if number >= step:
+                continue
+            try:
+                manifest = read_manifest_and_check_sizes(files)
+            except CheckpointError:
                 continue
             if not manifest.skipped_in_a_row:
                 left -= 1
@@ -340,13 +343,6 @@ def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, 
                 place.remove_checkpoint(files)
     except OSError as error:
         logger.warning("old checkpoints in %s could not be removed: %s", place, error)
-
-
-def _read_complete_manifest(files: CheckpointFiles) -> Manifest | None:
-    try:
-        return read_manifest_and_check_sizes(files)
-    except CheckpointError:
-        return None
 
 
 def _path_of_local_files(files: CheckpointFiles) -> Path:

@@ -11,7 +11,6 @@ manifest states. The manifest also has the digests of small files, and tables ha
 is no `latest` file: the newest checkpoint is the complete one of the highest step.
 """
 
-import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,9 +45,6 @@ MODEL_PREFIX = "model."
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key in the values of a state: number of steps that were skipped in a row, up to the last one."""
 _NO_DIGEST = "0" * 32
-
-logger = logging.getLogger("fullshard")
-
 
 # A file name is one path component: a checkpoint must not reach out of its own directory.
 FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]

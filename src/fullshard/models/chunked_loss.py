@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from fullshard.distributed.sequence_parts import reduce_over_ranks
 from fullshard.models.deferred_logits import (
     DeferredLogits,
     HeadCall,
@@ -189,7 +190,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del logits
             if edge is None:
                 continue
-            with _mark_backward():
+            tracer = _tracer.get()
+            with nullcontext() if tracer is None else tracer.mark_backward():
                 found = list(torch.autograd.grad([edge], inputs, [gradient], materialize_grads=True))
                 del gradient
                 if hidden_gradient is not None:
@@ -197,8 +199,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 while found:  # each is freed once it is added
                     sums[-len(found)] += found.pop(0)
         if work.part is not None:
-            total = work.part.sum_over_parts(total)
-        ctx.gradients = _in_dtypes_of(needed, sums)
+            total = reduce_over_ranks(total, False, work.part.group)
+        ctx.gradients = [sums.pop(0).to(one.dtype) for one in needed]  # each sum is freed once it is cast
         if hidden_gradient is not None:
             ctx.gradients.insert(0, hidden_gradient.view_as(hidden))
         return total
@@ -211,11 +213,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("a chunked loss can run backward only once: its gradients are scaled in place")
         scaled = (gradients.pop(0).mul_(factor) if needs else None for needs in ctx.needs_input_grad[1:])
         return (None, *scaled)
-
-
-def _in_dtypes_of(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-    """Casts each sum to its parameter's dtype, and frees it. Empties `sums`."""
-    return [sums.pop(0).to(one.dtype) for one in parameters]
 
 
 def _loss_dtype(tensor: Tensor) -> torch.dtype:
@@ -257,8 +254,3 @@ def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
         return
     with tracer.trace_chunk(rows, of=count):
         yield slice(0, rows)
-
-
-def _mark_backward() -> AbstractContextManager[None]:
-    tracer = _tracer.get()
-    return nullcontext() if tracer is None else tracer.mark_backward()

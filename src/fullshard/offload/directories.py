@@ -15,7 +15,6 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -71,7 +70,12 @@ def lock_directory(directory: Path) -> Generator[None]:
             make_durable_directory(directory)
             lock = hold_exclusive_file_lock(
                 directory / LOCK,
-                held_error=partial(_directory_locked_error, directory),
+                held_error=lambda holder: OffloadError(
+                    f"another process keeps its state in {directory}.",
+                    got=holder,
+                    why="two would write over each other's",
+                    fix="wait for it or end it, or another run.dir or offload.path",
+                ),
                 patience_seconds=_PATIENCE_SECONDS,
                 required=False,
                 mode=0o600,
@@ -83,15 +87,6 @@ def lock_directory(directory: Path) -> Generator[None]:
                 what, where = f"offload.path = {path} is not a directory, and cannot be made one.", str(path)
             raise offload_error_from_os_error(what, error, where=where) from error
         yield
-
-
-def _directory_locked_error(directory: Path, holder: str) -> OffloadError:
-    return OffloadError(
-        f"another process keeps its state in {directory}.",
-        got=holder,
-        why="two would write over each other's",
-        fix="wait for it or end it, or another run.dir or offload.path",
-    )
 
 
 def remove_empty_parents(rank_directory: Path, *, up_to: Path) -> None:
@@ -133,11 +128,6 @@ def write_file_start_and_flush(path: Path, data: bytes, *, system: DriveSystemCa
         system.fdatasync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def directory_disk_bytes(directory: Path) -> int:
-    """Returns the bytes that the files in a directory take on the drive. Raises OSError."""
-    return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())
 
 
 SLOTS = (0, 1)
@@ -290,7 +280,7 @@ def find_saved_run_state(directory: Path) -> SavedRunState | None:
         # No run resumes from a generation without a payload, which was committed during a load.
         steps = [{one.step for one in read_undamaged_manifests(rank) if one.payload_bytes} for rank in own]
         if common := set[int].intersection(*steps):
-            taken_bytes = sum(directory_disk_bytes(one) for one in own)
+            taken_bytes = sum(file.lstat().st_blocks * 512 for one in own for file in one.iterdir())
             return SavedRunState(directory, max(common), world_size, taken_bytes)
     return None
 

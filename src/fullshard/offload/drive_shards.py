@@ -125,7 +125,9 @@ class DriveShards:
         target.copy_(values)
         self._missing -= values.numel()
         if not self._missing:
-            self._last_write = self._writes[number] = self._writer.submit(self._write_made_unit, unit)
+            self._last_write = self._writes[number] = self._writer.submit(
+                self._file.write, as_memoryview(self._made[: unit.size_bytes]), unit.offset
+            )
             self._made_unit = None
             self._due.discard(number)
 
@@ -194,9 +196,6 @@ class DriveShards:
         memory = allocate_host_memory(part.stop - part.start, pinned=False)
         self._file.read(as_memoryview(memory)[: part.stop - part.start], unit.offset + part.start)
         return memory[: shard_shape(one).numel() * dtype.itemsize].view(dtype)
-
-    def _write_made_unit(self, unit: _UnitFileRegion) -> None:
-        self._file.write(as_memoryview(self._made[: unit.size_bytes]), unit.offset)
 
 
 class NextUnitPredictor:

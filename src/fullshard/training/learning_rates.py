@@ -102,7 +102,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
             continue
         if _LAST not in group and not math.isclose(rate, run.optimizer.learning_rate, rel_tol=1e-6):
             group[_BASE] = rate
-        _set_rate(group, group.get(_BASE, run.optimizer.learning_rate) * factor)
+        _set_entry(group, "lr", value=group.get(_BASE, run.optimizer.learning_rate) * factor)
         group[_LAST] = float(group["lr"])
     if taken_over and rank() == 0:
         logger.warning(
@@ -191,7 +191,7 @@ def restore_rates_set_by_others(
             if rates is not None:
                 rate, initial = cast(list[Any], rates)
                 is_changed |= float(group["lr"]) != rate
-                _set_rate(group, rate)
+                _set_entry(group, "lr", value=rate)
                 group |= {_LAST: None} | ({} if initial is None else {"initial_lr": initial})
             elif group.get(_LAST, 0.0) is None:  # taken over after the step of the checkpoint
                 group[_LAST] = float(group["lr"])
@@ -199,14 +199,6 @@ def restore_rates_set_by_others(
         logger.warning(
             "the learning rates are those of the checkpoint, where a scheduler or the loop set them"
         )
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Sets the rate of a group, in place if it is a tensor (compiled optimizers)."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _initial_value(group: Mapping[str, Any], key: str, *, wanted: object) -> object:
@@ -291,6 +283,7 @@ def restore_entries(
 
 
 def _set_entry(group: dict[str, Any], key: str, *, value: _Scalar) -> None:
+    """Sets an entry of a group, in place if it is a tensor (compiled optimizers)."""
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:

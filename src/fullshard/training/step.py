@@ -94,11 +94,6 @@ class _Totals:
     events: UnitEvents
     world_size: int
 
-    def check_ranks(self, fingerprints: list[float]) -> None:
-        """Raises TrainError if the ranks' fingerprints (step, settings, collectives, units) differ."""
-        if self.own is not None:
-            check_same_fingerprints(self.own, fingerprints, world_size=self.world_size, events=self.events)
-
 
 def run_step(
     state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, stop: bool = False
@@ -174,7 +169,9 @@ def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResu
 
     def read_result() -> StepResult:
         numbers = copy.read()
-        totals.check_ranks(numbers[count:])
+        if (own := totals.own) is not None:
+            size, events = totals.world_size, totals.events
+            check_same_fingerprints(own, numbers[count:], world_size=size, events=events)
         return step_result(numbers[:count])
 
     return PendingResult(read_result, must_wait=not copy.is_ready)
@@ -236,7 +233,11 @@ def _run_microbatches(
             total, count = sum_and_count(value)
         kinds.add(isinstance(value, tuple))
         if len(kinds) > 1:
-            raise _mixed_loss_error()
+            raise TrainError(
+                "the loss function gives a mean for some microbatches, and a sum with its count for others.",
+                why="a mean counts as one item, and a sum as many: their gradients cannot be added",
+                fix="(sum, count) for all of them, with a count of 0 if nothing counts",
+            )
         # A sum is over the tokens of the batch. A mean counts as one item.
         is_sum, planned = isinstance(value, tuple), plan.run.tokens_per_step // plan.averaging_ranks
         nominal = 1 << ((planned if is_sum else plan.accumulation) - 1).bit_length()
@@ -282,14 +283,6 @@ def _explain_freed_parameters() -> Generator[None]:
             fix="y = y + x; return tensors in a tuple, dict or dataclass, also those that a module keeps; or "
             "sharding.strategy = shard_grad_op, which keeps parameters gathered until backward",
         ) from error
-
-
-def _mixed_loss_error() -> TrainError:
-    return TrainError(
-        "the loss function gives a mean for some microbatches, and a sum with its count for others.",
-        why="a mean counts as one item, and a sum as many: their gradients cannot be added",
-        fix="(sum, count) for all of them, with a count of 0 if nothing counts",
-    )
 
 
 def _iterate_expected_batches(batches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
