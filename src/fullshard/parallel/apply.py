@@ -102,7 +102,10 @@ def prepare_sharding(
     _check_not_sharded(model)
     is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
     assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"
-    _check_methods_exist(model, methods)
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            name = type(model).__name__
+            raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
     _check_reshard_degrees(found, plan)
@@ -162,13 +165,6 @@ def _check_not_sharded(model: nn.Module) -> None:
             why="sharding.tensor_parallel makes them itself",
             fix="shard a model of plain parameters",
         )
-
-
-def _check_methods_exist(model: nn.Module, methods: Sequence[str]) -> None:
-    for method in methods:
-        if not callable(getattr(model, method, None)):
-            name = type(model).__name__
-            raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
 
 
 def _check_reshard_degrees(units: Sequence[Unit], plan: Plan) -> None:
