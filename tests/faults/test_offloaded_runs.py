@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.verify import iterate_damage
+from fullshard.checkpoint.load import iterate_damage
 from fullshard.errors import OffloadError
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan

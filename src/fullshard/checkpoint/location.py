@@ -50,8 +50,13 @@ from fullshard.distributed.agreement import (
     run_on_rank_zero,
 )
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.system.files import check_disk_space, free_disk_bytes, fsync_path, make_durable_directory
-from fullshard.system.lock import hold_exclusive_file_lock
+from fullshard.system.files import (
+    check_disk_space,
+    free_disk_bytes,
+    fsync_path,
+    hold_exclusive_file_lock,
+    make_durable_directory,
+)
 from fullshard.system.object_store import ObjectStore, is_remote_url
 
 _REMOVAL = re.compile(r"\.del-step-[0-9]{8,}-[0-9a-f]{8}")

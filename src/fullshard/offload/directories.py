@@ -34,11 +34,11 @@ from fullshard.system.direct_io import ALIGNMENT
 from fullshard.system.files import (
     atomic_replace_context,
     fsync_path,
+    hold_exclusive_file_lock,
     make_durable_directory,
     open_regular_file,
     xxh3_digest,
 )
-from fullshard.system.lock import hold_exclusive_file_lock
 from fullshard.system.small_files import read_bytes
 
 IDENTITY = "identity.json"

@@ -39,7 +39,6 @@ from fullshard.torch_private.tensors import (
 )
 
 Initialise = Callable[[nn.Module], object]
-Keep = Callable[[Mapping[str, nn.Parameter]], None]
 
 
 @contextmanager
@@ -101,7 +100,7 @@ def allocate_and_fill_shards(
     values: Rank0Values,
     plan: Plan,
     init: Initialise | Literal["none"] | None,
-    keep: Keep | None = None,
+    keep: Callable[[Mapping[str, nn.Parameter]], None] | None = None,
 ) -> None:
     """Allocates the shards and sets their values, unit by unit, and then sets the buffers.
 

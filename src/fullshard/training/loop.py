@@ -22,8 +22,8 @@ from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, next_token_loss
 from fullshard.spec.plan import Plan
+from fullshard.survival.fingerprint import ReplicaCheck
 from fullshard.survival.phase import RunPhase
-from fullshard.survival.replicas import ReplicaCheck
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.figures import PendingResult, StepResult, StepTimer

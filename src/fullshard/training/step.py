@@ -47,10 +47,10 @@ from fullshard.survival.fingerprint import (
     WIDTH,
     StepFingerprint,
     check_same_fingerprints,
-    count_issued_collectives,
     step_settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.torch_private.groups import count_issued_collectives
 from fullshard.torch_private.tensors import tree_leaves, tree_map_only
 from fullshard.training.figures import (
     HostCopy,
