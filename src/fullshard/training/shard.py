@@ -15,8 +15,13 @@ from torch import nn
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
-from fullshard.offload.adamw import DeviceGradients, GradientStore, HostGradients, StreamingAdamW
-from fullshard.offload.device_update import DeviceUpdate
+from fullshard.offload.adamw import (
+    DeviceGradients,
+    DeviceUpdate,
+    GradientStore,
+    HostGradients,
+    StreamingAdamW,
+)
 from fullshard.offload.directories import (
     DataFileRegion,
     RunRankIdentity,
