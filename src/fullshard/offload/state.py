@@ -274,8 +274,7 @@ class OffloadedState:
             kept = settings.make_shard_source(others, self._units, frozen=True)
             self.frozen = OffloadedFrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.make_close_function())
-            settle = partial(_wait_for_all_writes, self.store, self.shards)
-            self.updates = UpdateThread(settle)
+            self.updates = UpdateThread((self.store, self.shards))
             closing.callback(self.updates.thread.shutdown)
             # The callbacks must not reference the model, which references this: neither would be freed.
             self.close = weakref.finalize(self, closing.pop_all().close)
@@ -335,11 +334,6 @@ def iterate_parameters_to_load(offloaded: OffloadedState) -> Iterator[set[Tensor
                 set_local_part(own[name], local)
 
 
-def _wait_for_all_writes(store: GroupStore, shards: GatherSource) -> None:
-    store.wait_for_writes()
-    shards.wait_for_writes()
-
-
 class _InitialValueWriter:
     """Writes initial values into a new store, in the order of its groups. Moments are zero."""
 
@@ -390,13 +384,13 @@ Lacking = Callable[[], OffloadError]
 class UpdateThread:
     """Runs submitted work in order on one thread, and stops after the first failure.
 
-    settle: waits until all state is stored
+    stores: the stores whose writes belong to the work
     unusable: makes the error of all uses except a load, while values are missing or from two states; or None
     frozen_unusable: makes this error for frozen parameters; or None
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, stores: Sequence[GroupStore | GatherSource]) -> None:
+        self._stores = stores
         self.unusable: Lacking | None = None
         self.frozen_unusable: Lacking | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
@@ -435,7 +429,8 @@ class UpdateThread:
             future.exception()  # waits; `_record_failed_work` has recorded the error
         if self._error is None:
             try:
-                self._settle()
+                for store in self._stores:
+                    store.wait_for_writes()
             except OffloadError as error:
                 self._error = error
         self._raise_if_unusable(to_load=to_load)

@@ -221,16 +221,15 @@ _Scalar = bool | int | float | str | None
 
 def scalar_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Scalar]]:
     """Returns the scalar entries of each group, except learning rates. Waits for entries on a GPU."""
-    return [_scalars_of(group) for group in optimizer.param_groups]
-
-
-def _scalars_of(group: Mapping[str, Any]) -> dict[str, _Scalar]:
-    entries = {key: one for key, one in group.items() if key != "params" and key not in RATE_KEYS}
-    values = {
-        key: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one
-        for key, one in entries.items()
-    }
-    return {key: one for key, one in values.items() if isinstance(one, _Scalar)}
+    found: list[dict[str, _Scalar]] = []
+    for group in optimizer.param_groups:
+        values = {
+            key: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one
+            for key, one in group.items()
+            if key != "params" and key not in RATE_KEYS
+        }
+        found.append({key: one for key, one in values.items() if isinstance(one, _Scalar)})
+    return found
 
 
 def changed_entries(
