@@ -30,9 +30,8 @@ from fullshard.offload.directories import (
     remove_empty_parents,
 )
 from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
-from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore, check_generation
-from fullshard.offload.gather_source import master_dtype
+from fullshard.offload.gather_source import DriveShards, master_dtype
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import (
