@@ -12,7 +12,7 @@ is no `latest` file: the newest checkpoint is the complete one of the highest st
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self, cast, runtime_checkable
 
@@ -362,23 +362,15 @@ def check_same_tensors(expected: Mapping[str, Tensor], saved: Mapping[str, Saved
     other = [f"{n} is {saved[n]} there and {t} here" for n, t in wanted.items() if saved.get(n, t) != t]
     if not (missing or unexpected or other):
         return
-    found = [
-        _abbreviated_list_text("not in the checkpoint: ", missing),
-        _abbreviated_list_text("only in the checkpoint: ", unexpected),
-        _abbreviated_list_text("", other),
-    ]
+    found = [("not in the checkpoint: ", missing), ("only in the checkpoint: ", unexpected), ("", other)]
     raise CheckpointError(
         "the checkpoint is of another model or optimizer: "
         f"{len(missing)} tensors missing, {len(unexpected)} not expected, "
         f"{len(other)} of another shape or dtype.",
-        got="; ".join(part for part in found if part),
+        got="; ".join(f"{label}{join_names(names, most=3)}" for label, names in found if names),
         why="names, shapes and dtypes must agree, else weights would silently stay as they were initialised",
         fix=f"the model, optimizer and precision that it was saved with ({MANIFEST} holds the plan)",
     )
-
-
-def _abbreviated_list_text(label: str, items: Sequence[str]) -> str:
-    return f"{label}{join_names(items, most=3)}" if items else ""
 
 
 class Checkpointable(Protocol):

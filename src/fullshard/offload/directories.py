@@ -21,14 +21,9 @@ from typing import Literal
 from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
-from fullshard.offload.drive import (
-    CHECK_DRIVE,
-    SYSTEM,
-    DriveSystemCalls,
-    offload_error_from_os_error,
-    round_up_to_blocks,
-)
+from fullshard.offload.drive import CHECK_DRIVE, SYSTEM, DriveSystemCalls, offload_error_from_os_error
 from fullshard.quantities import format_bytes
+from fullshard.spec.groups import page_aligned_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT
 from fullshard.system.files import (
@@ -186,7 +181,7 @@ def manifest_path(directory: Path, slot: int) -> Path:
 
 def data_file_bytes(records: Sequence[DataFileRegion]) -> int:
     """Returns the size of a data file that holds `records`: whole blocks of 4 KiB, at least one."""
-    return round_up_to_blocks(max((one.offset_bytes + one.length_bytes for one in records), default=1))
+    return page_aligned_bytes(max((one.offset_bytes + one.length_bytes for one in records), default=1), 1)
 
 
 def check_aligned_and_disjoint(records: Sequence[DataFileRegion]) -> None:

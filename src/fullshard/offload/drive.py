@@ -131,11 +131,6 @@ def translate_os_errors(what: str, *, where: str = "") -> Generator[None]:
         raise offload_error_from_os_error(what, error, where=where) from error
 
 
-def round_up_to_blocks(count: int) -> int:
-    """Rounds a number of bytes up to whole blocks of 4 KiB."""
-    return count + -count % ALIGNMENT
-
-
 class DriveFile:
     """A file of a fixed size, `size_bytes`, which is a multiple of 4096. See [Note: past the page cache].
 
