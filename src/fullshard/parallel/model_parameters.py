@@ -53,14 +53,6 @@ def check_parameters(model: nn.Module) -> None:
         )
 
 
-def _is_trained_complex(parameter: nn.Parameter) -> bool:
-    return parameter.is_complex() and parameter.requires_grad
-
-
-def _is_float8(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point() and parameter.itemsize == 1
-
-
 # Kind: (whether a parameter is of it, why it is refused, what to do). The first matters for all others.
 _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
     "a parameter without a shape": (
@@ -74,7 +66,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
         "a dense parameter",
     ),
     "a trained complex parameter": (
-        _is_trained_complex,
+        lambda one: one.is_complex() and one.requires_grad,
         "FSDP2 reduces gradients of real numbers",
         "keep torch.view_as_real(value) as the parameter, and view_as_complex it in forward; or freeze it",
     ),
@@ -84,7 +76,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
         "leave it out, or register it as a buffer",
     ),
     "a parameter in fp8": (
-        _is_float8,
+        lambda one: one.is_floating_point() and one.itemsize == 1,
         "collectives of parameters have 16 bits or more",
         "a parameter in bf16; precision.mode = fp8 multiplies it in fp8",
     ),
@@ -252,9 +244,8 @@ def warn_of_missing_weights(model: nn.Module, values: Rank0Values, *, stacklevel
     missing = [name for name, _ in model.named_parameters() if name not in values.tensors]
     given = len(list(model.parameters())) - len(missing)
     if dist.get_rank() == 0 and given and missing:
-        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         count = f"{len(missing)} of {given + len(missing)} parameters"
-        text = f"{count} hold no values, and are initialised: {shown}"
+        text = f"{count} hold no values, and are initialised: {join_names(missing)}"
         warnings.warn(text, MissingWeightsWarning, stacklevel=stacklevel + 1)
 
 
