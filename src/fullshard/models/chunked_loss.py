@@ -28,16 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from fullshard.distributed.sequence_parts import reduce_over_ranks
-from fullshard.models.deferred_logits import (
-    DeferredLogits,
-    HeadCall,
-    VocabularyPart,
-    count_logits,
-    defer_head,
-    find_divided_head,
-    find_head,
-    replace_forward,
-)
+from fullshard.models import deferred_logits
 
 IGNORED_LABEL = -100
 AUTO_ROWS = 2048
@@ -98,22 +89,22 @@ def chunked_cross_entropy(
     >>> loss, _ = fs.chunked_cross_entropy(model, lambda: model(tokens), labels=labels, chunk_rows=8)
     >>> (loss / labels.numel()).backward()
     """
-    head, length = find_head(model), labels.shape[-1]
+    head, length = deferred_logits.find_head(model), labels.shape[-1]
     targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())
-    divided = None if head is None else find_divided_head(head)
+    divided = None if head is None else deferred_logits.find_divided_head(head)
     if head is not None and chunk_rows == "auto":
-        count = count_logits(head) if divided is None else divided.part.largest
+        count = deferred_logits.count_logits(head) if divided is None else divided.part.largest
         chunk_rows = AUTO_ROWS if 4 * length * count > _WORTHWHILE_BYTES else 0
     if head is None or not (chunk_rows or divided):
         output = call()
         return _whole_loss(getattr(output, "logits", output), targets), output
     rows = min(int(chunk_rows), length) if chunk_rows else labels.numel()
     finish = partial(_call_head_for_loss, targets=targets, rows=rows)
-    with defer_head(model, head, finish=finish) as found:
+    with deferred_logits.defer_head(model, head, finish=finish) as found:
         call()
     if found.value is None:
         logits = getattr(found.output, "logits", found.output)
-        if isinstance(logits, DeferredLogits):
+        if isinstance(logits, deferred_logits.DeferredLogits):
             logits = logits.call.compute_whole("the loss")
         return _whole_loss(logits, targets), found.output
     return found.value, found.output
@@ -137,10 +128,10 @@ def _whole_loss(logits: Tensor, targets: _Targets) -> Tensor:
     return (each * targets.weights).sum()
 
 
-def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tensor:
+def _call_head_for_loss(call: deferred_logits.HeadCall, *, targets: _Targets, rows: int) -> Tensor:
     """Calls the head as a module, so that its hooks run, with the loss in place of its forward."""
     head, forward = call.head, call.head.forward
-    divided = find_divided_head(head)
+    divided = deferred_logits.find_divided_head(head)
 
     def compute_loss(hidden: Tensor) -> Tensor:
         if hidden.dtype == torch.float16:
@@ -151,7 +142,7 @@ def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tens
         work = _ChunkWork(lambda chunk: call.apply_steps(logits_of(chunk)), targets, rows, part)
         return _ChunkedCrossEntropy.apply(work, hidden, *trained)
 
-    with replace_forward(head, compute_loss):
+    with deferred_logits.replace_forward(head, compute_loss):
         return head(call.hidden)
 
 
@@ -164,7 +155,7 @@ class _ChunkWork(NamedTuple):
     logits_of: Callable[[Tensor], Tensor]
     targets: _Targets
     rows: int
-    part: VocabularyPart | None
+    part: deferred_logits.VocabularyPart | None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -220,7 +211,7 @@ def _loss_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _loss_and_gradient(
-    logits: Tensor, targets: _Targets, *, part: VocabularyPart | None, wanted: bool
+    logits: Tensor, targets: _Targets, *, part: deferred_logits.VocabularyPart | None, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the summed loss, and if `wanted`, its gradient of the logits (rows, vocabulary or `part`).
 

@@ -38,13 +38,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
 from fullshard.offload.store import allocate_host_memory, as_memoryview, make_lazy_tensor
 from fullshard.spec.groups import UNIT_BUFFERS, page_aligned_bytes
-from fullshard.torch_private.fsdp import (
-    compute_dtype,
-    engine_parameters,
-    padded_shard_shape,
-    replace_shard,
-    shard_shape,
-)
+from fullshard.torch_private import fsdp
 from fullshard.torch_private.tensors import dtensor_with_placements_of
 
 Source = Callable[[torch.dtype], Tensor]
@@ -54,7 +48,7 @@ def iterate_sharded_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any
     """Yields (unit number, name, FSDP2's object) of each sharded parameter, in the order of use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
-        for one in engine_parameters(module):
+        for one in fsdp.engine_parameters(module):
             yield unit, names[id(one.sharded_param)], one
 
 
@@ -71,20 +65,20 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:
         one = _invalid_placeholder_value(parameter.dtype).to(parameter.device_mesh.device_type)
-        local = one.expand(shard_shape(engine_parameter))
-    local = local.view(shard_shape(engine_parameter))
+        local = one.expand(fsdp.shard_shape(engine_parameter))
+    local = local.view(fsdp.shard_shape(engine_parameter))
 
     def pre_all_gather(
         mesh: object, size: torch.Size, stride: object, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], None]:  # signature: FSDP2's
-        return (source(compute_dtype(engine_parameter)),), None
+        return (source(fsdp.compute_dtype(engine_parameter)),), None
 
     def post_all_gather(  # signature: FSDP2's
         outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         return (outputs[0], ()) if out is None else None
 
-    replace_shard(engine_parameter, local)
+    fsdp.replace_shard(engine_parameter, local)
     local.fsdp_pre_all_gather = pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
     local.fsdp_post_all_gather = post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -95,7 +89,7 @@ def dtensor_like(engine_parameter: Any, local: Tensor) -> DTensor:
     Its deep copy or pickle is a DTensor with memory of its own. Torch's own deep copy would hold no data for
     a tensor on a drive, and fail for a view into a larger tensor.
     """
-    local = local.view(shard_shape(engine_parameter))
+    local = local.view(fsdp.shard_shape(engine_parameter))
     like = engine_parameter.sharded_param
 
     def copy_to_cpu() -> DTensor:
@@ -174,9 +168,9 @@ class MasterCastingSource(_InMemorySource):
 
     def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         one, master = self._engine[name], self._masters[name]
-        if shard_shape(one) == padded_shard_shape(one):
-            return master.view(padded_shard_shape(one)).to(dtype)
-        whole = master.new_zeros(padded_shard_shape(one), dtype=dtype)
+        if fsdp.shard_shape(one) == fsdp.padded_shard_shape(one):
+            return master.view(fsdp.padded_shard_shape(one)).to(dtype)
+        whole = master.new_zeros(fsdp.padded_shard_shape(one), dtype=dtype)
         whole.view(-1)[: master.numel()].copy_(master)
         return whole
 
@@ -194,10 +188,12 @@ class ShardCopies(_InMemorySource):
         home: torch.device,
         device: torch.device,
         pinned: bool,
-        dtype_of: Callable[[Any], torch.dtype] = compute_dtype,
+        dtype_of: Callable[[Any], torch.dtype] = fsdp.compute_dtype,
     ) -> None:
         self.tensors = {
-            name: _allocate_zeros(padded_shard_shape(one).numel(), dtype_of(one), device=home, pinned=pinned)
+            name: _allocate_zeros(
+                fsdp.padded_shard_shape(one).numel(), dtype_of(one), device=home, pinned=pinned
+            )
             for name, one in engine.items()
         }
         if home.type != device.type:
@@ -225,10 +221,10 @@ class ShardCopies(_InMemorySource):
         if (event := self._events.get(name)) is not None:
             torch.cuda.current_stream().wait_event(event)
         shard = one.to(self._device, non_blocking=True) if one.device != self._device else one
-        return shard.view(padded_shard_shape(self._engine[name])).to(dtype)
+        return shard.view(fsdp.padded_shard_shape(self._engine[name])).to(dtype)
 
     def flat_unpadded_shard(self, name: str) -> Tensor:
-        return self.tensors[name][: shard_shape(self._engine[name]).numel()]
+        return self.tensors[name][: fsdp.shard_shape(self._engine[name]).numel()]
 
 
 class OffloadedFrozenParameters:
@@ -260,7 +256,7 @@ class OffloadedFrozenParameters:
         self.shards.announce_update()
         for own in self._units.values():
             new = {
-                name: torch.empty(shard_shape(one).numel(), dtype=master_dtype(one))
+                name: torch.empty(fsdp.shard_shape(one).numel(), dtype=master_dtype(one))
                 for name, one in own.items()
             }
             yield {name: dtensor_like(one, new[name]) for name, one in own.items()}
@@ -316,7 +312,7 @@ class DriveShards:
         *,
         path: Path,
         device: torch.device,
-        dtype_of: Callable[[Any], torch.dtype] = compute_dtype,
+        dtype_of: Callable[[Any], torch.dtype] = fsdp.compute_dtype,
         system: DriveSystemCalls = SYSTEM,
     ) -> None:
         self._engine, self._unit_of, self._device = engine, units, device
@@ -325,9 +321,11 @@ class DriveShards:
         for name, one in engine.items():
             unit = self._units.setdefault(units[name], _UnitFileRegion())
             begin = unit.size_bytes
-            unit.size_bytes += page_aligned_bytes(padded_shard_shape(one).numel(), dtype_of(one).itemsize)
+            unit.size_bytes += page_aligned_bytes(
+                fsdp.padded_shard_shape(one).numel(), dtype_of(one).itemsize
+            )
             unit.parts[name] = slice(begin, unit.size_bytes)
-            unit.elements += shard_shape(one).numel()
+            unit.elements += fsdp.shard_shape(one).numel()
         end = 0
         for unit in self._units.values():
             unit.offset, unit.size_bytes = end, page_aligned_bytes(max(unit.size_bytes, 1), 1)
@@ -400,7 +398,7 @@ class DriveShards:
 
     def flat_unpadded_shard(self, name: str) -> Tensor:
         one = self._engine[name]
-        size = torch.Size([shard_shape(one).numel()])
+        size = torch.Size([fsdp.shard_shape(one).numel()])
         return make_lazy_tensor(size, self._dtype_of(one), read=partial(self._read_flat_shard, name))
 
     def wait_for_writes(self) -> None:
@@ -436,7 +434,7 @@ class DriveShards:
 
     def _shard_view(self, memory: Tensor, name: str) -> Tensor:
         one, part = self._engine[name], self._units[self._unit_of[name]].parts[name]
-        dtype, shape = self._dtype_of(one), padded_shard_shape(one)
+        dtype, shape = self._dtype_of(one), fsdp.padded_shard_shape(one)
         return memory[part][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def _read_flat_shard(self, name: str) -> Tensor:
@@ -444,7 +442,7 @@ class DriveShards:
         part, dtype = unit.parts[name], self._dtype_of(one)
         memory = allocate_host_memory(part.stop - part.start, pinned=False)
         self._file.read(as_memoryview(memory)[: part.stop - part.start], unit.offset + part.start)
-        return memory[: shard_shape(one).numel() * dtype.itemsize].view(dtype)
+        return memory[: fsdp.shard_shape(one).numel() * dtype.itemsize].view(dtype)
 
 
 class NextUnitPredictor:

@@ -55,12 +55,7 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import PrefetchSection
 from fullshard.spec.settings.model_section import expert_shard_dim
 from fullshard.spec.settings.run_checks import check_offload_supports_optimizer, check_settings_work_together
-from fullshard.torch_private.fsdp import (
-    gather_before_backward,
-    gather_without_prefetch,
-    parameter_groups,
-    reduce_missing_gradients_as_zeros,
-)
+from fullshard.torch_private import fsdp
 from fullshard.torch_private.tensors import tree_leaves, version
 
 logger = logging.getLogger("fullshard")
@@ -267,7 +262,7 @@ def _reduce_gradients_of_all_experts(unit: Unit) -> None:
     if hasattr(engine_module, "set_reduce_scatter_unused_params"):
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
     else:
-        reduce_missing_gradients_as_zeros(engine_module)
+        fsdp.reduce_missing_gradients_as_zeros(engine_module)
 
 
 def is_ungathered_error(error: RuntimeError) -> bool:
@@ -345,7 +340,7 @@ def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> No
         unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + forward]) or [unit])
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - backward, 0) : i])) or [unit])
         if section.mode == "none":
-            gather_without_prefetch(unit)
+            fsdp.gather_without_prefetch(unit)
 
 
 def sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
@@ -362,9 +357,9 @@ def gather_before_backward_of_each_module(modules: Sequence[nn.Module]) -> None:
     on parameters that were freed after forward.
     """
     unit = cast(FSDPModule, modules[0])
-    if len(modules) == 1 or not parameter_groups(unit):
+    if len(modules) == 1 or not fsdp.parameter_groups(unit):
         return
-    gather_if_freed = partial(gather_before_backward, unit)
+    gather_if_freed = partial(fsdp.gather_before_backward, unit)
 
     def watch_outputs(_module: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's forward hook
         if not torch.is_grad_enabled():

@@ -43,12 +43,7 @@ from fullshard.parallel.apply import is_ungathered_error
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import DecoderConfig
-from fullshard.survival.fingerprint import (
-    WIDTH,
-    StepFingerprint,
-    check_same_fingerprints,
-    step_settings_checksum,
-)
+from fullshard.survival import fingerprint
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.torch_private.groups import count_issued_collectives
 from fullshard.torch_private.tensors import tree_leaves, tree_map_only
@@ -90,7 +85,7 @@ class _Totals:
 
     numbers: Tensor
     are_ranks_equal: Tensor
-    own: StepFingerprint | None
+    own: fingerprint.StepFingerprint | None
     events: UnitEvents
     world_size: int
 
@@ -171,7 +166,7 @@ def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResu
         numbers = copy.read()
         if (own := totals.own) is not None:
             size, events = totals.world_size, totals.events
-            check_same_fingerprints(own, numbers[count:], world_size=size, events=events)
+            fingerprint.check_same_fingerprints(own, numbers[count:], world_size=size, events=events)
         return step_result(numbers[:count])
 
     return PendingResult(read_result, must_wait=not copy.is_ready)
@@ -192,13 +187,15 @@ def _all_reduce(
     sums: those of `_SUMS` except the stop requests
     issued: number of collectives that this rank had issued before the step; see [Note: one all-reduce]
     """
-    kind, own, numbers = plan.run.fault_tolerance.fingerprint, None, [0.0] * WIDTH
+    kind, own, numbers = plan.run.fault_tolerance.fingerprint, None, [0.0] * fingerprint.WIDTH
     events = take_unit_events(state.model)
     if plan.world_size > 1 and kind != "none":
-        own = StepFingerprint(
+        own = fingerprint.StepFingerprint(
             step=state.step + 1,
             collectives=count_issued_collectives(sums.device) - issued if kind == "all" else 0,
-            settings=step_settings_checksum(plan, learning_rates=rates, row=state.rows or 0, nominal=nominal),
+            settings=fingerprint.step_settings_checksum(
+                plan, learning_rates=rates, row=state.rows or 0, nominal=nominal
+            ),
             units=events.checksum,
         )
         numbers = own.summable_numbers(plan.world_size)
