@@ -32,7 +32,7 @@ from fullshard.data.build import build_data
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.models.decoder import DecoderModel
 from fullshard.parallel.mesh import build_mesh, process_group
-from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
 from fullshard.training.loop import train

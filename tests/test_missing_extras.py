@@ -15,7 +15,7 @@ from fullshard.errors import MissingExtraError
 from fullshard.models.build import build_model
 from fullshard.spec.run import Run
 from fullshard.data.build import build_data
-from fullshard.training.adamw8bit import import_adamw8bit_class
+from fullshard.training.low_bit_adamw import import_adamw8bit_class
 
 from fullshard.parallel.fp8 import import_float8
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.parallel.mesh import build_mesh
-from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import HuggingFaceModel
 

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fullshard.checkpoint.files import LocalFiles
-from fullshard.checkpoint.load import load
+from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.weights.export import export

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fullshard.checkpoint.load import load
+from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.manifest import SavedFile, read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import ShardFileTable
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from fullshard.system.files import xxh3_digest
 from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, sharded

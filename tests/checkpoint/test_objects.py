@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import WRITER, ObjectFiles
+from fullshard.checkpoint.load import iterate_damage
 from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
 from fullshard.checkpoint.objects import ObjectLocation, is_attempt_abandoned
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError
 from fullshard.system import object_store

@@ -9,11 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.checkpoint.background import BackgroundSaver
-from fullshard.checkpoint.load import load
+from fullshard.checkpoint.load import iterate_damage, load
+from fullshard.checkpoint.location import NodeLocalDirectory
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded_sharded, numbers, ones_own, sharded
 

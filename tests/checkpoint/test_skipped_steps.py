@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.location import CheckpointLocation, latest_checkpoint, location_of
+from fullshard.checkpoint.location import (
+    CheckpointLocation,
+    NodeLocalDirectory,
+    latest_checkpoint,
+    location_of,
+)
 from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW
-from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
 from tests.checkpoint.states import State, loaded, numbers
 

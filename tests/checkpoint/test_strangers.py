@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.load import load
+from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
 from fullshard.checkpoint.storage import ShardIndex
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import xxh3_digest
 from fullshard.weights.export import export

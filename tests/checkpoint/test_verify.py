@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.checkpoint.load import load
+from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import BLOCK_BYTES, ShardFileTable
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (

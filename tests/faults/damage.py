@@ -4,7 +4,7 @@ import random
 import shutil
 from pathlib import Path
 
-from fullshard.checkpoint.verify import iterate_damage
+from fullshard.checkpoint.load import iterate_damage
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import assert_same, loaded, numbers
 from tests.faults.crowd import litter

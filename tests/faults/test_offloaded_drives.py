@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.verify import iterate_damage
+from fullshard.checkpoint.load import iterate_damage
 from fullshard.errors import DamagedOffloadError, OffloadError
 from tests.faults.course import (
     Course,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fullshard.checkpoint.verify import iterate_damage
+from fullshard.checkpoint.load import iterate_damage
 from fullshard.errors import OffloadError
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan

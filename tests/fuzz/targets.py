@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fullshard.checkpoint.load import load
+from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
-from fullshard.checkpoint.verify import iterate_damage
 from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
 from fullshard.data.chat_template import ChatTemplate

@@ -10,7 +10,7 @@ from pathlib import Path
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.system.signals import record_signals
+from fullshard.system.process import record_signals
 
 FOREVER = 600.0
 # A run of moments, whose losses may be held against another's.

@@ -17,7 +17,7 @@ from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import HostMemoryStore
 from fullshard.spec.groups import ShardSizes, group_shards
-from fullshard.training.stochastic_adamw import StochasticAdamW
+from fullshard.training.low_bit_adamw import StochasticAdamW
 
 SIZES = {"a": (643, 5), "b": (5,), "c": (1,), "d": (40, 33)}
 BF16 = torch.bfloat16

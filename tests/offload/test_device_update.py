@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.device_update import (
+from fullshard.offload.adamw import (
     DeviceUpdate,
     DeviceUpdateStreams,
     GroupPieceOnDevice,
+    StreamingAdamW,
     iterate_group_pieces,
 )
 from fullshard.offload.store import HostMemoryStore

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, DriveSystemCalls
-from fullshard.offload.drive_shards import DriveShards
-from fullshard.offload.gather_source import ShardCopies
+from fullshard.offload.gather_source import DriveShards, ShardCopies
 from fullshard.spec.groups import UNIT_BUFFERS
 
 UNITS = UNIT_BUFFERS + 2

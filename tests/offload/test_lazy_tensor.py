@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.offload.lazy_tensor import RereadingTensor, make_lazy_tensor
+from fullshard.offload.store import RereadingTensor, make_lazy_tensor
 
 
 class File:

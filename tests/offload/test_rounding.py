@@ -46,7 +46,7 @@ def test_a_piece_has_the_numbers_of_its_place_in_the_whole(cut):
     begin, rest = RoundingSeed(7), 101 - cut
     pieces = [
         random_halfwords(begin, cut, device=CPU),
-        random_halfwords(begin.from_element(cut), rest, device=CPU),
+        random_halfwords(begin._replace(begin=begin.begin + cut), rest, device=CPU),
     ]
     for one, *parts in zip(whole, *pieces, strict=True):
         assert torch.equal(one, torch.cat(parts))

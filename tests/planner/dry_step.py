@@ -31,7 +31,7 @@ from fullshard.models.loss import next_token_loss
 from fullshard.parallel.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
 from fullshard.parallel.mesh import build_axis_group, forget_groups
 from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.precision import replace_buffers_by_id
+from fullshard.parallel.model_parameters import replace_buffers_by_id
 from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.planner.describe.operations import OpCall, run_on_fake_tensors, transient_kernel_bytes
 from fullshard.planner.describe.trace import disable_packing_detection

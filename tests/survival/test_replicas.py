@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.survival.replicas import tensor_checksum
+from fullshard.survival.fingerprint import tensor_checksum
 from fullshard.training.loop import train
 from tests.fakes.plans import STRATEGIES
 from tests.training.runs import logged, mean_square, run_of, sharded

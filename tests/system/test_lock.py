@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
+from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock
 
 HOLDS = """
 import sys
 from pathlib import Path
-from fullshard.system.lock import hold_exclusive_file_lock
+from fullshard.system.files import hold_exclusive_file_lock
 
 with hold_exclusive_file_lock(Path(sys.argv[1])):
     print("holds", flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fullshard.system.signals import record_signals
+from fullshard.system.process import record_signals
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from fullshard.checkpoint.save import save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.observe.memory import storage_bytes_of_tensors
 from fullshard.spec.plan import Plan
-from fullshard.training.adamw8bit import dequantize, import_adamw8bit_class, quantize_state_for_optimizer
 from fullshard.training.loop import train
+from fullshard.training.low_bit_adamw import dequantize, import_adamw8bit_class, quantize_state_for_optimizer
 from fullshard.training.state import TrainState
 from tests.fakes.sampling import sampled
 from tests.training.runs import run_of, sharded

@@ -20,8 +20,8 @@ from fullshard.parallel.units import find_recompute_blocks, find_units
 from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.survival.fingerprint import count_issued_collectives
 from fullshard.system.dotted import import_quietly
+from fullshard.torch_private.groups import count_issued_collectives
 from fullshard.training.between_steps import validation_loss
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer

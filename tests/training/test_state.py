@@ -17,13 +17,13 @@ from fullshard.checkpoint import save
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
-from fullshard.training.loop import train
-from fullshard.training.random_state import (
+from fullshard.training.extra_state import (
     generator_states,
     saved_generator_states,
     seed_generators,
     set_generator_states,
 )
+from fullshard.training.loop import train
 from fullshard.training.state import LossScale, TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY, OddModel

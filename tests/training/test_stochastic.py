@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.offload.rounding import RoundingSeed, random_halfwords, round_stochastically
 from fullshard.training.loop import train
-from fullshard.training.stochastic_adamw import StochasticAdamW
+from fullshard.training.low_bit_adamw import StochasticAdamW
 from tests.training.runs import mean_square, run_of, sharded
 
 

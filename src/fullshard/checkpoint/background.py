@@ -5,7 +5,7 @@ copied while they run. If an update changed them before the copy is done, the sn
 the optimizer calls a hook before each step, and the hook waits for the copy.
 
 [Note: not copied at all] State on a drive is read as it is written to the checkpoint
-(`fullshard.offload.lazy_tensor`): a copy would take the memory that the drive saves. The next update does not
+(`fullshard.offload.store`): a copy would take the memory that the drive saves. The next update does not
 change this state, because it writes another generation. The second update would overwrite it, and waits for
 the save.
 
@@ -13,7 +13,6 @@ the save.
 process group they would be mistaken for each other, so the thread has its own gloo group.
 """
 
-import logging
 import os
 import sys
 import threading
@@ -30,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.location import CheckpointLocation, location_of
+from fullshard.checkpoint.manifest import Checkpointable
 from fullshard.checkpoint.save import CheckpointSaver, Snapshot, take_snapshot
 from fullshard.distributed.agreement import Group, is_distributed, raise_on_all_ranks
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
@@ -40,8 +39,6 @@ from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, allocate_aligned_memory
 
 _NICENESS = 10  # of the writing thread; see `_lower_thread_priority`
-
-logger = logging.getLogger("fullshard")
 
 
 @runtime_checkable

@@ -11,11 +11,10 @@ manifest states. The manifest also has the digests of small files, and tables ha
 is no `latest` file: the newest checkpoint is the complete one of the highest step.
 """
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Protocol, Self, cast, runtime_checkable
 
 import torch
 from pydantic import Field, JsonValue, ValidationError, model_validator
@@ -46,9 +45,6 @@ MODEL_PREFIX = "model."
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key in the values of a state: number of steps that were skipped in a row, up to the last one."""
 _NO_DIGEST = "0" * 32
-
-logger = logging.getLogger("fullshard")
-
 
 # A file name is one path component: a checkpoint must not reach out of its own directory.
 FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
@@ -90,7 +86,7 @@ class SavedFile(FrozenModel):
 
     size_bytes: size of the file
     digest: digest of the whole file; None for a data file, whose table has one per block
-    node: the node whose disk holds it (see `per_node`); None for every node
+    node: the node whose disk holds it (see `NodeLocalDirectory`); None for every node
     """
 
     size_bytes: _Size
@@ -366,20 +362,64 @@ def check_same_tensors(expected: Mapping[str, Tensor], saved: Mapping[str, Saved
     other = [f"{n} is {saved[n]} there and {t} here" for n, t in wanted.items() if saved.get(n, t) != t]
     if not (missing or unexpected or other):
         return
-    found = [
-        _abbreviated_list_text("not in the checkpoint: ", missing),
-        _abbreviated_list_text("only in the checkpoint: ", unexpected),
-        _abbreviated_list_text("", other),
-    ]
+    found = [("not in the checkpoint: ", missing), ("only in the checkpoint: ", unexpected), ("", other)]
     raise CheckpointError(
         "the checkpoint is of another model or optimizer: "
         f"{len(missing)} tensors missing, {len(unexpected)} not expected, "
         f"{len(other)} of another shape or dtype.",
-        got="; ".join(part for part in found if part),
+        got="; ".join(f"{label}{join_names(names, most=3)}" for label, names in found if names),
         why="names, shapes and dtypes must agree, else weights would silently stay as they were initialised",
         fix=f"the model, optimizer and precision that it was saved with ({MANIFEST} holds the plan)",
     )
 
 
-def _abbreviated_list_text(label: str, items: Sequence[str]) -> str:
-    return f"{label}{join_names(items, most=3)}" if items else ""
+class Checkpointable(Protocol):
+    """A state that can be saved and loaded; `fullshard.training.state.TrainState` is one.
+
+    Tensors go to data files (each rank writes its own shards of DTensors), values into the manifest.
+    """
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps, equal on all ranks; the checkpoint is named by it."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the Tensors and DTensors to save, by flat name.
+
+        A tensor that belongs to one rank alone carries the rank in its name. Any other plain tensor is equal
+        on all ranks, and one of them writes it.
+        """
+        ...
+
+    def values(self) -> dict[str, JsonValue]:
+        """Returns small values, equal on all ranks; `tied` holds {alias: name} of tied parameters."""
+        ...
+
+    def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Returns the tensors to fill from a checkpoint of the tensors `saved`, with their shapes and dtypes.
+
+        Raises CheckpointError that names the differences (see `check_same_tensors`).
+        """
+        ...
+
+    def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
+        """Takes over the saved values, and `received`, the load targets, which are filled now."""
+
+
+@runtime_checkable
+class StateWithFiniteTensors(Protocol):
+    """A state some of whose tensors must be finite to train on; others, such as masks, may hold infinity."""
+
+    def select_finite_tensors(self, names: Iterable[str]) -> Collection[str]:
+        """Returns those of `names` whose tensors must be finite; otherwise, the state is not saved."""
+        ...
+
+
+@runtime_checkable
+class StateLoadedInPortions(Protocol):
+    """A state with tensors too large for memory, which are loaded in portions after the load targets."""
+
+    def iterate_load_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+        """Yields portions of tensors to fill, equal on all ranks. The caller fills each before the next."""
+        ...

@@ -19,15 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.checkpointable import Checkpointable, StateWithFiniteTensors
 from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk, write_file
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of, prune_checkpoints
 from fullshard.checkpoint.manifest import (
     MODEL_PREFIX,
     SHARDS,
+    Checkpointable,
     Manifest,
     SavedFile,
     SavedTensor,
+    StateWithFiniteTensors,
     read_manifest_and_check_sizes,
     skipped_in_a_row,
     small_file_entry,
@@ -227,7 +228,12 @@ class CheckpointSaver:
         """Writes the shards of every rank; returns the files and tensors of all ranks. Collective."""
         doing = self._action_text(mine)
         with raise_on_all_ranks(doing, group=group):
-            _check_shared_directory(draft)
+            if WRITER not in draft.file_sizes_bytes():
+                raise CheckpointError(
+                    "the directory of checkpoints is not the same on all ranks.",
+                    got=f"no {draft} there, which rank 0 has just made",
+                    fix="a directory on a file system that all machines share",
+                )
         metadata: Metadata | None = None
         with raise_on_all_ranks(doing, group=group):
             own, metadata = storage.write_with_dcp(
@@ -252,7 +258,19 @@ class CheckpointSaver:
         def prepare_on_disk() -> None:
             # Disks of nodes have different writers, so their manifest names none.
             writer = {WRITER: small_file_entry(draft.read_file(WRITER))} if disk.node is None else {}
-            manifest = self._build_manifest(mine, disk, content=(files | writer, tensors))
+            manifest = Manifest(
+                step=mine.step,
+                values=mine.values,
+                tensors=tensors,
+                files=dict(sorted((files | writer).items())),
+                world_size=world_size(),
+                torch_version=torch.__version__,
+                fullshard_version=_fullshard_version(),
+                plan=None if self.plan is None else self.plan.model_dump(mode="json"),
+                nodes=disk.nodes,
+                node=disk.node or 0,
+                attempt=disk.attempt,
+            )
             if index is not None and SHARDS not in draft.file_sizes_bytes():
                 write_file(draft, SHARDS, data=index)
             self.place.write_manifest_into_draft(draft, manifest)
@@ -267,22 +285,6 @@ class CheckpointSaver:
 
         disk.run_on_leader(prepare_on_disk, doing=doing, group=group)
         return disk.run_on_leader(commit_on_disk, doing=doing, group=group)
-
-    def _build_manifest(self, mine: Snapshot, disk: RanksSharingDisk, *, content: Content) -> Manifest:
-        files, tensors = content
-        return Manifest(
-            step=mine.step,
-            values=mine.values,
-            tensors=tensors,
-            files=dict(sorted(files.items())),
-            world_size=world_size(),
-            torch_version=torch.__version__,
-            fullshard_version=_fullshard_version(),
-            plan=None if self.plan is None else self.plan.model_dump(mode="json"),
-            nodes=disk.nodes,
-            node=disk.node or 0,
-            attempt=disk.attempt,
-        )
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:
@@ -366,15 +368,6 @@ def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mi
         logger.warning("%s exists and is kept, although these values changed: %s", there, ", ".join(changed))
     else:
         logger.info("%s exists already", there)
-
-
-def _check_shared_directory(draft: CheckpointFiles) -> None:
-    if WRITER not in draft.file_sizes_bytes():
-        raise CheckpointError(
-            "the directory of checkpoints is not the same on all ranks.",
-            got=f"no {draft} there, which rank 0 has just made",
-            fix="a directory on a file system that all machines share",
-        )
 
 
 def _check_and_list_written_tensors(

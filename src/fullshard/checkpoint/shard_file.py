@@ -158,20 +158,16 @@ class ShardFileWriter:
         where, length = self._elements
         if data.nbytes == length > 0 and memory_address(data) == where:
             self._data_offset = len(self._around)
-            if data.nbytes >= LARGE_BYTES:
-                self._pad_to_page()
+            if data.nbytes >= LARGE_BYTES:  # zeros, so that the elements begin at a page of the file
+                padding = -(self._position + self._data_offset) % ALIGNMENT
+                self._file.write(bytes(padding))
+                self._position += padding
+                self._start = self._position
             self._write_torch_save_overhead()
             self._write_and_digest(data.cast("B"))
         else:
             self._around += data
         return data.nbytes
-
-    def _pad_to_page(self) -> None:
-        """Writes zeros, so that the elements begin at a page of the file."""
-        padding = -(self._position + self._data_offset) % ALIGNMENT
-        self._file.write(bytes(padding))
-        self._position += padding
-        self._start = self._position
 
     def _write_torch_save_overhead(self) -> None:
         self._write_and_digest(memoryview(self._around))

@@ -53,13 +53,7 @@ from fullshard.checkpoint.shard_file import (
     read_verified_part_into,
     shard_offsets,
 )
-from fullshard.distributed.agreement import (
-    ErrorCapture,
-    Group,
-    is_distributed,
-    rank,
-    world_size,
-)
+from fullshard.distributed.agreement import ErrorCapture, Group, is_distributed, rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -138,11 +132,7 @@ class DcpCheckpointWriter(StorageWriter):
 
 
 def write_shards(
-    draft: CheckpointFiles,
-    name: str,
-    *,
-    shards: Iterable[tuple[str, Sequence[int], Tensor]],
-    check: Check,
+    draft: CheckpointFiles, name: str, *, shards: Iterable[tuple[str, Sequence[int], Tensor]], check: Check
 ) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
     """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
 
@@ -156,11 +146,7 @@ def write_shards(
     some = next(shards, None)
     if some is None:
         return (), {}
-    with (
-        draft.create_file(name) as file,
-        ShardFileWriter(file) as pieces,
-        _without_zip_checksums(),
-    ):
+    with draft.create_file(name) as file, ShardFileWriter(file) as pieces, _without_zip_checksums():
         for tensor_name, index, shard in itertools.chain([some], shards):
             on_cpu = shard.detach().cpu()
             check(tensor_name, on_cpu)
@@ -271,12 +257,7 @@ class DcpCheckpointReader(StorageReader):
 
 
 def write_with_dcp(
-    tensors: Mapping[str, Tensor],
-    draft: CheckpointFiles,
-    *,
-    check: Check,
-    every_copy: bool,
-    group: Group,
+    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, check: Check, every_copy: bool, group: Group
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes this rank's part of `tensors` into `draft` with DCP. Collective; may raise on one rank alone.
 

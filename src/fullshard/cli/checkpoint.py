@@ -12,8 +12,8 @@ from fullshard.system.terminal import escape_to_single_line
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.files import CheckpointFiles
+    from fullshard.checkpoint.load import Damage
     from fullshard.checkpoint.location import CheckpointLocation
-    from fullshard.checkpoint.verify import Damage
 
 
 def list_checkpoints(
@@ -73,8 +73,8 @@ def verify_checkpoints(
 
 def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]]":
     """Returns a checkpoint's status and damage. A checkpoint that cannot be read has the status REFUSED."""
+    from fullshard.checkpoint.load import Damage, iterate_damage
     from fullshard.checkpoint.manifest import MANIFEST
-    from fullshard.checkpoint.verify import Damage, iterate_damage
     from fullshard.errors import CheckpointError
 
     try:

@@ -34,8 +34,7 @@ from numpy.typing import NDArray
 
 from fullshard.data.files import SourceFile, unreadable_path_error
 from fullshard.errors import DataError
-from fullshard.system.files import atomic_replace_context, fsync_path
-from fullshard.system.lock import hold_exclusive_file_lock
+from fullshard.system.files import atomic_replace_context, fsync_path, hold_exclusive_file_lock
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Integers = NDArray[Any]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
 from fullshard.system.files import checkpoint_error_from_os_error
-from fullshard.torch_private.groups import has_backend as group_has_backend
+from fullshard.torch_private.groups import has_backend
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -88,12 +88,6 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
     with TimedRange("agreement"):
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return bool(least.item())
-
-
-def has_backend(device: str) -> bool:
-    """Returns whether the default group runs collectives on tensors of this device type."""
-    group = dist.group.WORLD
-    return group is not None and group_has_backend(group, torch.device(device))
 
 
 @contextmanager

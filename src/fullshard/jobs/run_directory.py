@@ -33,8 +33,7 @@ from fullshard.spec.records.run_files import (
     TRACKERS,
 )
 from fullshard.spec.value import FrozenModel
-from fullshard.system.files import write_file_atomically
-from fullshard.system.lock import find_lock_holder, hold_exclusive_file_lock
+from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock, write_file_atomically
 from fullshard.system.process import read_stat_fields_after_comm
 
 # Names that torchrun gives to a launch without a name.

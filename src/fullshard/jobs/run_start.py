@@ -46,10 +46,10 @@ from fullshard.spec.records.measurement import (
 from fullshard.spec.records.run_files import LAUNCH
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
-from fullshard.system.signals import RecordedSignals
+from fullshard.system.process import RecordedSignals
+from fullshard.training.extra_state import seed_generators
 from fullshard.training.loop import Step
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.random_state import seed_generators
 from fullshard.training.resume import (
     check_can_continue,
     continue_run,

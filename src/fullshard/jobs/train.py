@@ -30,7 +30,7 @@ from fullshard.spec.records.measurement import PeakBytes
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
-from fullshard.system.signals import record_signals
+from fullshard.system.process import record_signals
 from fullshard.training.between_steps import validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import make_checkpoint_location, roll_back

@@ -20,7 +20,7 @@ from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
 from fullshard.spec.plan import DeviceType
-from fullshard.system.signals import RecordedSignals, record_signals
+from fullshard.system.process import RecordedSignals, record_signals
 from fullshard.system.terminal import escape_control_characters
 
 # See `RunSetupSection.ranks`. Two show that sharding works; more only compete for the cores.

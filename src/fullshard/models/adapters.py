@@ -61,7 +61,10 @@ def insert_adapters(
     for module in trained:
         for parameter in module.parameters():
             parameter.requires_grad_(True)
-    _cast_frozen_parameters(model, own_dtype if section.base_dtype == "auto" else _DTYPES[section.base_dtype])
+    frozen_dtype = own_dtype if section.base_dtype == "auto" else _DTYPES[section.base_dtype]
+    for parameter in model.parameters():
+        if frozen_dtype is not None and not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(frozen_dtype)
     _set_adapter_initialisers(model, gaussian=section.options.get("init_lora_weights") == "gaussian")
     return model
 
@@ -223,14 +226,6 @@ def _find_modules_by_name_ending(model: nn.Module, ends: tuple[str, ...], *, key
             )
         found += own
     return found
-
-
-def _cast_frozen_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    if dtype is None:
-        return
-    for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
 
 
 def _set_adapter_initialisers(model: nn.Module, *, gaussian: bool) -> None:

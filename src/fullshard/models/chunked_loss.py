@@ -27,16 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.models.deferred_logits import (
-    DeferredLogits,
-    HeadCall,
-    VocabularyPart,
-    count_logits,
-    defer_head,
-    find_divided_head,
-    find_head,
-    replace_forward,
-)
+from fullshard.distributed.sequence_parts import reduce_over_ranks
+from fullshard.models import deferred_logits
 
 IGNORED_LABEL = -100
 AUTO_ROWS = 2048
@@ -97,22 +89,22 @@ def chunked_cross_entropy(
     >>> loss, _ = fs.chunked_cross_entropy(model, lambda: model(tokens), labels=labels, chunk_rows=8)
     >>> (loss / labels.numel()).backward()
     """
-    head, length = find_head(model), labels.shape[-1]
+    head, length = deferred_logits.find_head(model), labels.shape[-1]
     targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())
-    divided = None if head is None else find_divided_head(head)
+    divided = None if head is None else deferred_logits.find_divided_head(head)
     if head is not None and chunk_rows == "auto":
-        count = count_logits(head) if divided is None else divided.part.largest
+        count = deferred_logits.count_logits(head) if divided is None else divided.part.largest
         chunk_rows = AUTO_ROWS if 4 * length * count > _WORTHWHILE_BYTES else 0
     if head is None or not (chunk_rows or divided):
         output = call()
         return _whole_loss(getattr(output, "logits", output), targets), output
     rows = min(int(chunk_rows), length) if chunk_rows else labels.numel()
     finish = partial(_call_head_for_loss, targets=targets, rows=rows)
-    with defer_head(model, head, finish=finish) as found:
+    with deferred_logits.defer_head(model, head, finish=finish) as found:
         call()
     if found.value is None:
         logits = getattr(found.output, "logits", found.output)
-        if isinstance(logits, DeferredLogits):
+        if isinstance(logits, deferred_logits.DeferredLogits):
             logits = logits.call.compute_whole("the loss")
         return _whole_loss(logits, targets), found.output
     return found.value, found.output
@@ -136,10 +128,10 @@ def _whole_loss(logits: Tensor, targets: _Targets) -> Tensor:
     return (each * targets.weights).sum()
 
 
-def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tensor:
+def _call_head_for_loss(call: deferred_logits.HeadCall, *, targets: _Targets, rows: int) -> Tensor:
     """Calls the head as a module, so that its hooks run, with the loss in place of its forward."""
     head, forward = call.head, call.head.forward
-    divided = find_divided_head(head)
+    divided = deferred_logits.find_divided_head(head)
 
     def compute_loss(hidden: Tensor) -> Tensor:
         if hidden.dtype == torch.float16:
@@ -150,7 +142,7 @@ def _call_head_for_loss(call: HeadCall, *, targets: _Targets, rows: int) -> Tens
         work = _ChunkWork(lambda chunk: call.apply_steps(logits_of(chunk)), targets, rows, part)
         return _ChunkedCrossEntropy.apply(work, hidden, *trained)
 
-    with replace_forward(head, compute_loss):
+    with deferred_logits.replace_forward(head, compute_loss):
         return head(call.hidden)
 
 
@@ -163,7 +155,7 @@ class _ChunkWork(NamedTuple):
     logits_of: Callable[[Tensor], Tensor]
     targets: _Targets
     rows: int
-    part: VocabularyPart | None
+    part: deferred_logits.VocabularyPart | None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -189,7 +181,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del logits
             if edge is None:
                 continue
-            with _mark_backward():
+            tracer = _tracer.get()
+            with nullcontext() if tracer is None else tracer.mark_backward():
                 found = list(torch.autograd.grad([edge], inputs, [gradient], materialize_grads=True))
                 del gradient
                 if hidden_gradient is not None:
@@ -197,8 +190,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 while found:  # each is freed once it is added
                     sums[-len(found)] += found.pop(0)
         if work.part is not None:
-            total = work.part.sum_over_parts(total)
-        ctx.gradients = _in_dtypes_of(needed, sums)
+            total = reduce_over_ranks(total, False, work.part.group)
+        ctx.gradients = [sums.pop(0).to(one.dtype) for one in needed]  # each sum is freed once it is cast
         if hidden_gradient is not None:
             ctx.gradients.insert(0, hidden_gradient.view_as(hidden))
         return total
@@ -213,17 +206,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (None, *scaled)
 
 
-def _in_dtypes_of(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-    """Casts each sum to its parameter's dtype, and frees it. Empties `sums`."""
-    return [sums.pop(0).to(one.dtype) for one in parameters]
-
-
 def _loss_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _loss_and_gradient(
-    logits: Tensor, targets: _Targets, *, part: VocabularyPart | None, wanted: bool
+    logits: Tensor, targets: _Targets, *, part: deferred_logits.VocabularyPart | None, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the summed loss, and if `wanted`, its gradient of the logits (rows, vocabulary or `part`).
 
@@ -257,8 +245,3 @@ def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
         return
     with tracer.trace_chunk(rows, of=count):
         yield slice(0, rows)
-
-
-def _mark_backward() -> AbstractContextManager[None]:
-    tracer = _tracer.get()
-    return nullcontext() if tracer is None else tracer.mark_backward()

@@ -207,7 +207,8 @@ class DecoderModel(nn.Module):
         """
         x, mask = self.embedding(tokens), document_bounds
         if mask is None and documents is not None:
-            mask = _causal_document_mask(documents)
+            same = documents[:, :, None] == documents[:, None, :]
+            mask = same.tril().unsqueeze(1)  # bool (batch, 1, sequence, sequence), True: attended to
         balance = None
         for block in self.blocks:
             x = block(x, self.positions, positions, mask)
@@ -216,9 +217,3 @@ class DecoderModel(nn.Module):
                 balance = own if balance is None else balance + own
         logits = self.head(self.norm(x))
         return logits if balance is None else DecoderOutput(logits, balance)
-
-
-def _causal_document_mask(documents: Tensor) -> Tensor:
-    """Returns the causal mask within documents: bool (batch, 1, sequence, sequence), True: attended to."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril().unsqueeze(1)

@@ -13,7 +13,7 @@ WholeLogitsWarning that names the operation.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -76,10 +76,6 @@ class VocabularyPart:
         shifted = logits - greatest.unsqueeze(-1)
         sums = reduce_over_ranks(shifted.exp().sum(-1), False, self.group)
         return shifted.sub_(sums.log_().unsqueeze(-1))
-
-    def sum_over_parts(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of `tensor` over the ranks that share the vocabulary. Collective."""
-        return reduce_over_ranks(tensor, False, self.group)
 
 
 class _GatherLogits(torch.autograd.Function):
@@ -327,7 +323,12 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Generator
 @contextmanager
 def _replace_head(model: nn.Module, head: nn.Module) -> Generator[None]:
     stand_in = _StandIn(head, vocabulary=count_logits(head))
-    places = list(_iterate_places(model, head))
+    places = [
+        (cast(dict[str, Any], slots), name)
+        for slots in map(registered_modules, model.modules())
+        for name, child in slots.items()
+        if child is head
+    ]
     for modules, name in places:
         modules[name] = stand_in
     try:
@@ -335,10 +336,3 @@ def _replace_head(model: nn.Module, head: nn.Module) -> Generator[None]:
     finally:
         for modules, name in places:
             modules[name] = head
-
-
-def _iterate_places(model: nn.Module, wanted: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    for module in model.modules():
-        for name, child in registered_modules(module).items():
-            if child is wanted:
-                yield cast(dict[str, Any], registered_modules(module)), name

@@ -79,10 +79,8 @@ class Router(nn.Module):
             sequences. Of the former, each computes the loss of all of its labels, of the latter, of its own.
         """
         self.ranks_per_sequence *= ranks
-        self.tensor_group, self.context_group = (
-            tensor_group or self.tensor_group,
-            context_group or self.context_group,
-        )
+        self.tensor_group = tensor_group or self.tensor_group
+        self.context_group = context_group or self.context_group
 
     def forward(self, x: Tensor) -> Routing:
         """Returns the experts of the tokens of x (batch, sequence, d_model)."""

@@ -57,10 +57,6 @@ class _Operation:
     reads: frozenset[int]
     results: tuple[Place | None, ...]
 
-    @property
-    def only_allocates(self) -> bool:
-        return "empty" in str(self.function)
-
 
 class ConstructorTape(TorchDispatchMode):
     """Dispatch mode that records the operations on meta tensors. See [Note: what a constructor computes]."""
@@ -121,9 +117,8 @@ class ConstructorTape(TorchDispatchMode):
         for module in model.modules():
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 memory = self._memories.get(id(parameter.untyped_storage())) if parameter.is_meta else None
-                if memory is not None and any(
-                    not self._operations[number].only_allocates for number in self._writers[memory]
-                ):
+                writers = self._writers[memory] if memory is not None else ()
+                if any("empty" not in str(self._operations[number].function) for number in writers):
                     vars(module).setdefault(_PLACES, {})[key] = self._place(parameter)
 
     def set_parameters(self, module: nn.Module, *, seed: int) -> None:

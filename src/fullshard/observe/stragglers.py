@@ -25,13 +25,14 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from fullshard.distributed.agreement import has_backend, world_size
+from fullshard.distributed.agreement import world_size
 from fullshard.distributed.ranges import OwnClock, OwnSeconds
 from fullshard.observe.memory import MEMORY_FIGURES
 from fullshard.observe.run_log import RunLog
 from fullshard.quantities import format_seconds
 from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.survival.phase import RunPhase
+from fullshard.torch_private.groups import has_backend
 
 FLOOR_SECONDS, SHARE, SCORE, NOISE_SECONDS = 0.030, 0.01, 4.0, 0.004
 _LEAST_STEPS = 3

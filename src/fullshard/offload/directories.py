@@ -15,31 +15,25 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
-from fullshard.offload.drive import (
-    CHECK_DRIVE,
-    SYSTEM,
-    DriveSystemCalls,
-    offload_error_from_os_error,
-    round_up_to_blocks,
-)
+from fullshard.offload.drive import CHECK_DRIVE, SYSTEM, DriveSystemCalls, offload_error_from_os_error
 from fullshard.quantities import format_bytes
+from fullshard.spec.groups import page_aligned_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT
 from fullshard.system.files import (
     atomic_replace_context,
     fsync_path,
+    hold_exclusive_file_lock,
     make_durable_directory,
     open_regular_file,
     xxh3_digest,
 )
-from fullshard.system.lock import hold_exclusive_file_lock
 from fullshard.system.small_files import read_bytes
 
 IDENTITY = "identity.json"
@@ -71,7 +65,12 @@ def lock_directory(directory: Path) -> Generator[None]:
             make_durable_directory(directory)
             lock = hold_exclusive_file_lock(
                 directory / LOCK,
-                held_error=partial(_directory_locked_error, directory),
+                held_error=lambda holder: OffloadError(
+                    f"another process keeps its state in {directory}.",
+                    got=holder,
+                    why="two would write over each other's",
+                    fix="wait for it or end it, or another run.dir or offload.path",
+                ),
                 patience_seconds=_PATIENCE_SECONDS,
                 required=False,
                 mode=0o600,
@@ -83,15 +82,6 @@ def lock_directory(directory: Path) -> Generator[None]:
                 what, where = f"offload.path = {path} is not a directory, and cannot be made one.", str(path)
             raise offload_error_from_os_error(what, error, where=where) from error
         yield
-
-
-def _directory_locked_error(directory: Path, holder: str) -> OffloadError:
-    return OffloadError(
-        f"another process keeps its state in {directory}.",
-        got=holder,
-        why="two would write over each other's",
-        fix="wait for it or end it, or another run.dir or offload.path",
-    )
 
 
 def remove_empty_parents(rank_directory: Path, *, up_to: Path) -> None:
@@ -133,11 +123,6 @@ def write_file_start_and_flush(path: Path, data: bytes, *, system: DriveSystemCa
         system.fdatasync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def directory_disk_bytes(directory: Path) -> int:
-    """Returns the bytes that the files in a directory take on the drive. Raises OSError."""
-    return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())
 
 
 SLOTS = (0, 1)
@@ -196,7 +181,7 @@ def manifest_path(directory: Path, slot: int) -> Path:
 
 def data_file_bytes(records: Sequence[DataFileRegion]) -> int:
     """Returns the size of a data file that holds `records`: whole blocks of 4 KiB, at least one."""
-    return round_up_to_blocks(max((one.offset_bytes + one.length_bytes for one in records), default=1))
+    return page_aligned_bytes(max((one.offset_bytes + one.length_bytes for one in records), default=1), 1)
 
 
 def check_aligned_and_disjoint(records: Sequence[DataFileRegion]) -> None:
@@ -290,7 +275,7 @@ def find_saved_run_state(directory: Path) -> SavedRunState | None:
         # No run resumes from a generation without a payload, which was committed during a load.
         steps = [{one.step for one in read_undamaged_manifests(rank) if one.payload_bytes} for rank in own]
         if common := set[int].intersection(*steps):
-            taken_bytes = sum(directory_disk_bytes(one) for one in own)
+            taken_bytes = sum(file.lstat().st_blocks * 512 for one in own for file in one.iterdir())
             return SavedRunState(directory, max(common), world_size, taken_bytes)
     return None
 

@@ -9,7 +9,6 @@ direct I/O, small transfers go through the page cache, and its pages are release
 import errno
 import logging
 import os
-import shutil
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
@@ -30,7 +29,7 @@ from fullshard.system.direct_io import (
     memory_address,
     open_direct,
 )
-from fullshard.system.files import atomic_replace_context, os_error_reason_and_fix
+from fullshard.system.files import atomic_replace_context, free_disk_bytes, os_error_reason_and_fix
 
 logger = logging.getLogger("fullshard")
 
@@ -45,10 +44,6 @@ _UNREADABLE = (errno.EIO, errno.ENODATA)  # linux/block: errors of a transfer, a
 
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]  # as os.preadv and os.pwritev
-
-
-def _free_bytes(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
 
 
 def _posix_fallocate(descriptor: int, offset: int, length: int) -> None:  # signature: os.posix_fallocate
@@ -67,7 +62,7 @@ class DriveSystemCalls:
     fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
     fsync: Callable[[int], None] = os.fsync  # of directories
     posix_fallocate: Callable[[int, int, int], None] = _posix_fallocate
-    free_bytes: Callable[[Path], int] = _free_bytes
+    free_bytes: Callable[[Path], int] = free_disk_bytes
 
 
 SYSTEM = DriveSystemCalls()
@@ -105,12 +100,7 @@ class DriveCounters:
         return DriveTrafficBytes(read=read, written=written)
 
     def _transfer_and_count_bytes(  # signature: the system call's, after the bound arguments
-        self,
-        transfer: Transfer,
-        kind: str,
-        descriptor: int,
-        buffers: Sequence[memoryview],
-        offset: int,
+        self, transfer: Transfer, kind: str, descriptor: int, buffers: Sequence[memoryview], offset: int
     ) -> int:
         count = transfer(descriptor, buffers, offset)
         with self._lock:
@@ -139,11 +129,6 @@ def translate_os_errors(what: str, *, where: str = "") -> Generator[None]:
         yield
     except OSError as error:
         raise offload_error_from_os_error(what, error, where=where) from error
-
-
-def round_up_to_blocks(count: int) -> int:
-    """Rounds a number of bytes up to whole blocks of 4 KiB."""
-    return count + -count % ALIGNMENT
 
 
 class DriveFile:

@@ -21,12 +21,12 @@ from torch import Tensor
 from fullshard.distributed.tensors import find_unusable_number
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.generations import Generation, GenerationFiles
-from fullshard.offload.lazy_tensor import make_lazy_tensor
 from fullshard.offload.store import (
     GroupLayout,
     GroupStream,
     MasterAndMoments,
     allocate_host_memory,
+    make_lazy_tensor,
 )
 from fullshard.spec.groups import OffloadGroup, ShardSegment
 

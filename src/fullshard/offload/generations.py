@@ -24,28 +24,7 @@ import xxhash
 from torch import Tensor
 
 from fullshard.errors import DamagedOffloadError
-from fullshard.offload.directories import (
-    LOCK,
-    SLOTS,
-    DataFileRegion,
-    GenerationManifest,
-    RunRankIdentity,
-    check_aligned_and_disjoint,
-    claim_directory,
-    data_file_bytes,
-    data_path,
-    digest_mismatch_error,
-    json_with_digest,
-    lock_directory,
-    manifest_path,
-    no_space_error,
-    payload_path,
-    read_manifest,
-    read_payload,
-    remove_file_and_flush,
-    replace_file_atomically,
-    write_file_start_and_flush,
-)
+from fullshard.offload import directories
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls, allocate_file, translate_os_errors
 from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.system.direct_io import ALIGNMENT
@@ -79,9 +58,9 @@ class GenerationFiles:
     def __init__(
         self,
         directory: Path,
-        records: Sequence[DataFileRegion],
+        records: Sequence[directories.DataFileRegion],
         *,
-        identity: RunRankIdentity,
+        identity: directories.RunRankIdentity,
         payload_bytes: int = PAYLOAD_BYTES,
         system: DriveSystemCalls = SYSTEM,
     ) -> None:
@@ -91,21 +70,23 @@ class GenerationFiles:
         identity (`discard_rank_directory` removes them). Raises OffloadError if another process uses the
         directory, or the drive has no room.
         """
-        check_aligned_and_disjoint(records)
+        directories.check_aligned_and_disjoint(records)
         self.directory, self.identity = directory, identity
         self.records = {record.name: record for record in records}
         self._system = system
         self._digests: tuple[dict[str, str], ...] = ({}, {})  # of each slot's records
         self._begun: int | None = None  # the slot
         with ExitStack() as stack:
-            stack.enter_context(lock_directory(directory))
+            stack.enter_context(directories.lock_directory(directory))
             with translate_os_errors(f"{directory} cannot be used."):
-                claim_directory(directory, identity, system=system)
-                size_bytes = data_file_bytes(records)
+                directories.claim_directory(directory, identity, system=system)
+                size_bytes = directories.data_file_bytes(records)
                 _allocate_missing_files(directory, size_bytes, payload_bytes=payload_bytes, system=system)
                 self._files = [
-                    stack.enter_context(DriveFile.open(data_path(directory, slot), size_bytes, system=system))
-                    for slot in SLOTS
+                    stack.enter_context(
+                        DriveFile.open(directories.data_path(directory, slot), size_bytes, system=system)
+                    )
+                    for slot in directories.SLOTS
                 ]
                 self._whole = _read_complete_manifests(directory, records, identity=identity)
             for slot, manifest in self._whole.items():
@@ -133,16 +114,16 @@ class GenerationFiles:
     def read_generation_payload(self, generation: Generation) -> bytes:
         """Returns the payload given to `commit_generation`. Raises DamagedOffloadError."""
         slot = generation.slot
-        with translate_os_errors(f"{payload_path(self.directory, slot)} cannot be read."):
-            return read_payload(self.directory, slot, manifest=self._whole[slot])
+        with translate_os_errors(f"{directories.payload_path(self.directory, slot)} cannot be read."):
+            return directories.read_payload(self.directory, slot, manifest=self._whole[slot])
 
     def invalidate_generation(self, slot: int) -> None:
         """Removes the generation in a slot, if there is one, and flushes the removal of its manifest."""
         self._whole.pop(slot, None)
         self._digests[slot].clear()
-        path = manifest_path(self.directory, slot)
+        path = directories.manifest_path(self.directory, slot)
         with translate_os_errors(f"{path} cannot be removed."):
-            remove_file_and_flush(path, system=self._system)
+            directories.remove_file_and_flush(path, system=self._system)
 
     def start_generation(self) -> int:
         """Starts the next generation and returns its slot, which never has the newest complete generation.
@@ -161,9 +142,9 @@ class GenerationFiles:
         """Makes a complete generation the started one again, so that no run resumes from it."""
         self._whole.pop(slot, None)
         self._begun = slot
-        path = manifest_path(self.directory, slot)
+        path = directories.manifest_path(self.directory, slot)
         with translate_os_errors(f"{path} cannot be removed."):
-            remove_file_and_flush(path, system=self._system)
+            directories.remove_file_and_flush(path, system=self._system)
 
     def write_record(self, name: str, data: memoryview) -> None:
         """Writes the record `name` of the started generation. `data` must not change meanwhile."""
@@ -197,7 +178,9 @@ class GenerationFiles:
                 last.close()
                 last.callback(self._hashing.submit(found.update, piece).result)
         if found.hexdigest() != self._digests[slot][name]:
-            raise digest_mismatch_error(file.path, f"{name}, bytes {record.offset_bytes} to {end}")
+            raise directories.digest_mismatch_error(
+                file.path, f"{name}, bytes {record.offset_bytes} to {end}"
+            )
 
     def read_record_part(self, name: str, *, slot: int, offset: int, size_bytes: int) -> Tensor:
         """Returns `size_bytes` of a record, from `offset` on, as uint8. Does not check its digest."""
@@ -221,7 +204,7 @@ class GenerationFiles:
         written = self._digests[slot]
         missing = [name for name in self.records if name not in written]
         assert not missing, f"records that were not written: {missing}"
-        manifest = GenerationManifest(
+        manifest = directories.GenerationManifest(
             identity=self.identity,
             step=step,
             records=tuple(self.records.values()),
@@ -230,22 +213,24 @@ class GenerationFiles:
             payload_digest=xxh3_digest(payload),
         )
         self._files[slot].flush()
-        path, text = manifest_path(self.directory, slot), json_with_digest(manifest)
+        path, text = directories.manifest_path(self.directory, slot), directories.json_with_digest(manifest)
         with translate_os_errors(f"step {step} cannot be kept in {self.directory}."):
-            write_file_start_and_flush(payload_path(self.directory, slot), payload, system=self._system)
-            replace_file_atomically(path, text, system=self._system)
+            directories.write_file_start_and_flush(
+                directories.payload_path(self.directory, slot), payload, system=self._system
+            )
+            directories.replace_file_atomically(path, text, system=self._system)
         self._whole[slot] = manifest
         return Generation(step, slot)
 
 
 def _read_complete_manifests(
-    directory: Path, records: Sequence[DataFileRegion], *, identity: RunRankIdentity
-) -> dict[int, GenerationManifest]:
+    directory: Path, records: Sequence[directories.DataFileRegion], *, identity: directories.RunRankIdentity
+) -> dict[int, directories.GenerationManifest]:
     """Returns the manifests of complete generations, by slot. Logs damaged manifests."""
-    found: dict[int, GenerationManifest] = {}
-    for slot in SLOTS:
+    found: dict[int, directories.GenerationManifest] = {}
+    for slot in directories.SLOTS:
         try:
-            manifest = read_manifest(directory, slot, identity=identity, records=records)
+            manifest = directories.read_manifest(directory, slot, identity=identity, records=records)
             if manifest is not None:
                 found[slot] = manifest
         except (DamagedOffloadError, OSError) as error:  # OSError: the drive cannot read it
@@ -260,13 +245,13 @@ def discard_rank_directory(directory: Path) -> None:
     """
     if not os.path.exists(directory):  # also if its parent cannot be read
         return
-    with lock_directory(directory), translate_os_errors(f"{directory} cannot be removed."):
-        for slot in SLOTS:
-            remove_file_and_flush(manifest_path(directory, slot))
+    with directories.lock_directory(directory), translate_os_errors(f"{directory} cannot be removed."):
+        for slot in directories.SLOTS:
+            directories.remove_file_and_flush(directories.manifest_path(directory, slot))
         for path in directory.iterdir():
             if _OWN_FILE.fullmatch(path.name):
                 path.unlink()
-        (directory / LOCK).unlink()
+        (directory / directories.LOCK).unlink()
         with suppress(OSError):  # files that are not ours
             directory.rmdir()
         with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty_parents`
@@ -277,33 +262,35 @@ def _allocate_missing_files(
     directory: Path, size_bytes: int, *, payload_bytes: int, system: DriveSystemCalls
 ) -> None:
     """Allocates missing data and payload files. Raises OffloadError if they do not fit on the drive."""
-    missing = [slot for slot in SLOTS if not _keep_or_remove_data(directory, slot, size_bytes=size_bytes)]
-    payloads = [slot for slot in SLOTS if not payload_path(directory, slot).exists()]
+    missing = [
+        slot for slot in directories.SLOTS if not _keep_or_remove_data(directory, slot, size_bytes=size_bytes)
+    ]
+    payloads = [slot for slot in directories.SLOTS if not directories.payload_path(directory, slot).exists()]
     needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
     free = system.free_bytes(directory)
     if (missing or payloads) and free < needed:
-        raise no_space_error(directory, needed_bytes=needed, free_bytes=free)
+        raise directories.no_space_error(directory, needed_bytes=needed, free_bytes=free)
     try:
         for slot in missing:
-            allocate_file(data_path(directory, slot), size_bytes, system=system)
+            allocate_file(directories.data_path(directory, slot), size_bytes, system=system)
         for slot in payloads:
-            allocate_file(payload_path(directory, slot), payload_bytes, system=system)
+            allocate_file(directories.payload_path(directory, slot), payload_bytes, system=system)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # Another rank has allocated its files since `free` was read.
-        raise no_space_error(directory, needed_bytes=needed, free_bytes=free) from error
+        raise directories.no_space_error(directory, needed_bytes=needed, free_bytes=free) from error
 
 
 def _keep_or_remove_data(directory: Path, slot: int, *, size_bytes: int) -> bool:
     """Returns True if a slot's data file has this size. Otherwise removes its manifest, and then the file."""
-    path, manifest = data_path(directory, slot), manifest_path(directory, slot)
+    path, manifest = directories.data_path(directory, slot), directories.manifest_path(directory, slot)
     found = path.stat().st_size if path.exists() else None
     if found == size_bytes:
         return True
     if found is not None or manifest.exists():
         fault = "is missing" if found is None else f"holds {found} bytes, {size_bytes} expected"
         logger.warning("a generation of optimizer state cannot be used: %s %s", path, fault)
-    remove_file_and_flush(manifest)
-    remove_file_and_flush(path)
+    directories.remove_file_and_flush(manifest)
+    directories.remove_file_and_flush(path)
     return False

@@ -31,10 +31,6 @@ class RoundingSeed(NamedTuple):
     key: int
     begin: int = 0
 
-    def from_element(self, index: int) -> "RoundingSeed":
-        """Returns the seed of the elements that begin `index` elements further on."""
-        return self._replace(begin=self.begin + index)
-
 
 def rounding_key(seed: int, *, step: int, parameter: int, shard: int) -> int:
     """Returns the key of one update of one parameter's shard; `parameter` is its number in the optimizer."""
@@ -119,7 +115,8 @@ def adamw_with_stochastic_rounding(
     chunk = max(1, most // row)  # rows of the first dimension
     for at in range(0, len(tensors[0]), chunk):
         value, first, second, g = (one[at : at + chunk] for one in tensors)
-        _update_chunk((value, first, second), g, scalars=scalars, seed=seed.from_element(at * row))
+        own = seed._replace(begin=seed.begin + at * row)
+        _update_chunk((value, first, second), g, scalars=scalars, seed=own)
 
 
 def update_scalars(step: int, options: AdamOptions) -> tuple[float, ...]:

@@ -174,7 +174,8 @@ def _offloading_forward(block: nn.Module, mover: "ActivationOffloader", *, least
     def forward_and_offload(*args: Any, **kwargs: Any) -> Any:  # signature: the block's own
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        entering = _first_floating_point_tensor((args, kwargs))
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        entering = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         least_bytes = least * entering.nbytes if least is not None and entering is not None else None
         call = mover.start_forward_call(block, entering, least_bytes=least_bytes)
         with saved_tensors_hooks(partial(mover.pack_saved_tensor, call), mover.unpack_saved_tensor):
@@ -405,11 +406,6 @@ def _parameter_and_buffer_storage_keys(block: nn.Module) -> set[int]:
     """Returns the storage keys of a block's buffers and parameters, except those that are not gathered."""
     held = [*block.parameters(), *block.buffers()]
     return {storage_key(tensor) for tensor in held if not isinstance(tensor, DTensor)}
-
-
-def _first_floating_point_tensor(values: Any) -> Tensor | None:
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
 
 
 def _overwritten_tensor_error(tensor: Tensor) -> RuntimeError:

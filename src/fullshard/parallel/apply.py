@@ -15,12 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.distributed.agreement import rank, world_size
@@ -44,7 +39,7 @@ from fullshard.parallel.fp8 import (
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, share_post_forward_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
-from fullshard.parallel.precision import TORCH_DTYPE, persistent_buffers
+from fullshard.parallel.model_parameters import TORCH_DTYPE, persistent_buffers
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.unit_events import record_unit_events
 from fullshard.parallel.units import (
@@ -60,12 +55,7 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import PrefetchSection
 from fullshard.spec.settings.model_section import expert_shard_dim
 from fullshard.spec.settings.run_checks import check_offload_supports_optimizer, check_settings_work_together
-from fullshard.torch_private.fsdp import (
-    gather_before_backward,
-    gather_without_prefetch,
-    parameter_groups,
-    reduce_missing_gradients_as_zeros,
-)
+from fullshard.torch_private import fsdp
 from fullshard.torch_private.tensors import tree_leaves, version
 
 logger = logging.getLogger("fullshard")
@@ -107,7 +97,10 @@ def prepare_sharding(
     _check_not_sharded(model)
     is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
     assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"
-    _check_methods_exist(model, methods)
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            name = type(model).__name__
+            raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
     _check_reshard_degrees(found, plan)
@@ -167,13 +160,6 @@ def _check_not_sharded(model: nn.Module) -> None:
             why="sharding.tensor_parallel makes them itself",
             fix="shard a model of plain parameters",
         )
-
-
-def _check_methods_exist(model: nn.Module, methods: Sequence[str]) -> None:
-    for method in methods:
-        if not callable(getattr(model, method, None)):
-            name = type(model).__name__
-            raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
 
 
 def _check_reshard_degrees(units: Sequence[Unit], plan: Plan) -> None:
@@ -276,7 +262,7 @@ def _reduce_gradients_of_all_experts(unit: Unit) -> None:
     if hasattr(engine_module, "set_reduce_scatter_unused_params"):
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
     else:
-        reduce_missing_gradients_as_zeros(engine_module)
+        fsdp.reduce_missing_gradients_as_zeros(engine_module)
 
 
 def is_ungathered_error(error: RuntimeError) -> bool:
@@ -354,7 +340,7 @@ def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> No
         unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + forward]) or [unit])
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - backward, 0) : i])) or [unit])
         if section.mode == "none":
-            gather_without_prefetch(unit)
+            fsdp.gather_without_prefetch(unit)
 
 
 def sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
@@ -371,9 +357,9 @@ def gather_before_backward_of_each_module(modules: Sequence[nn.Module]) -> None:
     on parameters that were freed after forward.
     """
     unit = cast(FSDPModule, modules[0])
-    if len(modules) == 1 or not parameter_groups(unit):
+    if len(modules) == 1 or not fsdp.parameter_groups(unit):
         return
-    gather_if_freed = partial(gather_before_backward, unit)
+    gather_if_freed = partial(fsdp.gather_before_backward, unit)
 
     def watch_outputs(_module: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's forward hook
         if not torch.is_grad_enabled():

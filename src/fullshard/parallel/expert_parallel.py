@@ -167,18 +167,14 @@ class _DividedExperts:
         sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
         rows = hidden_states[order // top_k_index.shape[1]]
         rows = exchange_rows(rows, sizes, 1.0, self.scale, self.group, returns=False)
-        y = self._compute_own(rows, received)
-        del rows
-        y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.scale, self.group, returns=True)
-        return sum_choices(y, order, weights=top_k_weights)
-
-    def _compute_own(self, rows: Tensor, received: Tensor) -> Tensor:
-        """Returns the outputs of this rank's experts. `received`: (ranks, experts), numbers of rows."""
         each = torch.arange(received.shape[1], device=rows.device).repeat(self.ranks)
         index = each.repeat_interleave(received.flatten(), output_size=len(rows))
         y = self.own(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
         # A sum of two empty tensors makes backward take part in the exchanges.
-        return y + rows if len(rows) == 0 else y
+        y = y + rows if len(rows) == 0 else y
+        del rows
+        y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.scale, self.group, returns=True)
+        return sum_choices(y, order, weights=top_k_weights)
 
 
 class _ScaledGradient(torch.autograd.Function):

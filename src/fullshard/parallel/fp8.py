@@ -296,7 +296,9 @@ class WeightScales:
                 self.compute()
             scale = self._scales[id(engine_parameter)]
             shard = shard_data(engine_parameter).view(engine_parameter.padded_sharded_param_size)
-            return (_cast_to_fp8(shard, scale).view(torch.uint8),), scale
+            largest = torch.finfo(torch.float8_e4m3fn).max
+            data = (shard * scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+            return (data.view(torch.uint8),), scale
 
         def post_all_gather(  # signature: FSDP2's
             outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Any = None
@@ -334,11 +336,6 @@ class WeightScales:
             yield
         finally:
             self._scales, self._reuses = {}, False
-
-
-def _cast_to_fp8(shard: Tensor, scale: Tensor) -> Tensor:
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    return (shard * scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
 
 
 def gather_in_fp8(model: nn.Module, choice: Fp8Choice, *, device: DeviceType, methods: Sequence[str]) -> None:

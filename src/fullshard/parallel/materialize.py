@@ -26,8 +26,7 @@ from torch.nn.utils import parametrize
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
-from fullshard.parallel.model_parameters import Rank0Values
-from fullshard.parallel.precision import TORCH_DTYPE, replace_buffers_by_id
+from fullshard.parallel.model_parameters import TORCH_DTYPE, Rank0Values, replace_buffers_by_id
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.parallel.units import Unit
 from fullshard.spec.plan import Plan
@@ -40,7 +39,6 @@ from fullshard.torch_private.tensors import (
 )
 
 Initialise = Callable[[nn.Module], object]
-Keep = Callable[[Mapping[str, nn.Parameter]], None]
 
 
 @contextmanager
@@ -102,7 +100,7 @@ def allocate_and_fill_shards(
     values: Rank0Values,
     plan: Plan,
     init: Initialise | Literal["none"] | None,
-    keep: Keep | None = None,
+    keep: Callable[[Mapping[str, nn.Parameter]], None] | None = None,
 ) -> None:
     """Allocates the shards and sets their values, unit by unit, and then sets the buffers.
 
@@ -186,9 +184,15 @@ class _ModelValueSetter:
         self.tape = None if self.explicit else getattr(model, "_constructor_tape", None)
         self.names = {module: name for name, module in model.named_modules()}
         self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))
-        self.parents = _parents_by_module(model)
         self.parameters = dict(model.named_parameters())
-        self.slots = _registrations_of_parameters(model)
+        self.parents: dict[nn.Module, set[nn.Module]] = defaultdict(set)
+        self.slots: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+        first_names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for module in model.modules():
+            for child in module.children():
+                self.parents[child].add(module)
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                self.slots[first_names[id(parameter)]].append((module, key))
         self.stand_ins = {
             name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
             for name, p in self.parameters.items()
@@ -447,23 +451,6 @@ def _nan_parameter(like: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 def _has_nan(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
-
-
-def _registrations_of_parameters(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    slots: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            slots[names[id(parameter)]].append((module, key))
-    return slots
-
-
-def _parents_by_module(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
-    parents: dict[nn.Module, set[nn.Module]] = defaultdict(set)
-    for module in model.modules():
-        for child in module.children():
-            parents[child].add(module)
-    return parents
 
 
 def _with_ancestors(modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]) -> set[nn.Module]:

@@ -151,11 +151,7 @@ class MatmulSplit:
         part = self._vocabulary_part(head.out_features)
         own: Callable[[Tensor], Tensor] = head.forward
         set_divided_head(head, DividedHead(part, own))
-
-        def whole_logits(x: Tensor) -> Tensor:
-            return part.gather_logits(own(x))
-
-        head.forward = whole_logits
+        head.forward = lambda x: part.gather_logits(own(x))
 
     def _vocabulary_part(self, size: int) -> VocabularyPart:
         return VocabularyPart(size, self.ranks, self.rank, self.group)

@@ -1,4 +1,4 @@
-"""Parameters of a model before it is sharded: which are refused, and what the shards take over."""
+"""Parameters of a model before it is sharded: which are refused, what the shards take over, their dtypes."""
 
 import logging
 import warnings
@@ -16,7 +16,13 @@ from torch.nn.parameter import is_lazy
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ShardError
 from fullshard.quantities import join_names
-from fullshard.torch_private.tensors import gradient_hooks, post_accumulate_hooks
+from fullshard.spec.plan import Dtype, Precision
+from fullshard.torch_private.tensors import (
+    gradient_hooks,
+    non_persistent_buffers,
+    post_accumulate_hooks,
+    registered_buffers,
+)
 
 _MOST_OBJECTS = 10_000  # of an attribute, which are searched for parameters
 _REGISTRATIONS = {"_parameters", "_buffers", "_modules"}
@@ -47,14 +53,6 @@ def check_parameters(model: nn.Module) -> None:
         )
 
 
-def _is_trained_complex(parameter: nn.Parameter) -> bool:
-    return parameter.is_complex() and parameter.requires_grad
-
-
-def _is_float8(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point() and parameter.itemsize == 1
-
-
 # Kind: (whether a parameter is of it, why it is refused, what to do). The first matters for all others.
 _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
     "a parameter without a shape": (
@@ -68,7 +66,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
         "a dense parameter",
     ),
     "a trained complex parameter": (
-        _is_trained_complex,
+        lambda one: one.is_complex() and one.requires_grad,
         "FSDP2 reduces gradients of real numbers",
         "keep torch.view_as_real(value) as the parameter, and view_as_complex it in forward; or freeze it",
     ),
@@ -78,7 +76,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
         "leave it out, or register it as a buffer",
     ),
     "a parameter in fp8": (
-        _is_float8,
+        lambda one: one.is_floating_point() and one.itemsize == 1,
         "collectives of parameters have 16 bits or more",
         "a parameter in bf16; precision.mode = fp8 multiplies it in fp8",
     ),
@@ -246,9 +244,8 @@ def warn_of_missing_weights(model: nn.Module, values: Rank0Values, *, stacklevel
     missing = [name for name, _ in model.named_parameters() if name not in values.tensors]
     given = len(list(model.parameters())) - len(missing)
     if dist.get_rank() == 0 and given and missing:
-        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         count = f"{len(missing)} of {given + len(missing)} parameters"
-        text = f"{count} hold no values, and are initialised: {shown}"
+        text = f"{count} hold no values, and are initialised: {join_names(missing)}"
         warnings.warn(text, MissingWeightsWarning, stacklevel=stacklevel + 1)
 
 
@@ -318,3 +315,42 @@ def _find_model_difference_error(
             fix="load the weights on rank 0, or on every rank",
         )
     return None
+
+
+TORCH_DTYPE: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def warn_of_modules_to_keep_in_fp32(model: nn.Module, precision: Precision) -> None:
+    """Logs which modules transformers would compute in fp32, where FSDP2 has one dtype for each unit."""
+    asked: set[Any] = set()
+    for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        asked |= set(getattr(model, key, None) or ())
+    kept = sorted(
+        part for part in map(str, asked) if any(part in name for name, _ in model.named_parameters())
+    )
+    if kept and precision.param != "fp32" and rank() == 0:
+        logger.warning(
+            "transformers keeps %s of %s in fp32, and this run computes them in %s. For fp32: "
+            'precision.mode = fp32, or units of their own with precision = "fp32" (sharding.units)',
+            ", ".join(kept),
+            type(model).__name__,
+            precision.param,
+        )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the model's buffers that a state dict has, by name."""
+    return {
+        f"{path}.{key}" if path else key: buffer
+        for path, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if key not in non_persistent_buffers(module)
+    }
+
+
+def replace_buffers_by_id(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
+    """Replaces the model's buffers by other tensors. `replaced` maps the id of a buffer to its new tensor."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if id(buffer) in replaced:
+                registered_buffers(module)[name] = replaced[id(buffer)]

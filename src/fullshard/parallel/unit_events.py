@@ -155,7 +155,10 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
         has_some, without = _find_missing_gradients(group)
         sums_now = group.all_reduce_grads
         if sums_later and without and (has_some or sums_now):
-            _set_zero_gradients(group, without)
+            for index in without:
+                value = gathered_parameter(group.fsdp_params[index])
+                assert value is not None, "its gradient was missed"
+                value.grad = torch.zeros_like(value)
             has_some, without = True, []
         if not has_some:
             post_backward(*args)
@@ -187,10 +190,3 @@ def _find_missing_gradients(group: Any) -> tuple[bool, list[int]]:
         else:
             without.append(index)
     return has_some, without
-
-
-def _set_zero_gradients(group: Any, indices: Sequence[int]) -> None:
-    for index in indices:
-        value = gathered_parameter(group.fsdp_params[index])
-        assert value is not None, "its gradient was missed"
-        value.grad = torch.zeros_like(value)

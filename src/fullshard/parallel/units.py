@@ -60,11 +60,7 @@ class Unit:
         """Returns the unit's settings: the plan's, with the unit's override applied."""
         kept = self.is_root or self.keep_until_backward
         return MergedUnitSettings.for_unit(
-            plan,
-            self.override,
-            kept=kept,
-            is_embedding=self.is_embedding,
-            has_experts=self.has_experts,
+            plan, self.override, kept=kept, is_embedding=self.is_embedding, has_experts=self.has_experts
         )
 
 
@@ -84,9 +80,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     units = [*_sort_units_innermost_first(paths, chosen), Unit(ROOT, (model,))]
     _assign_parameters_to_units(model, units)
     units = [unit for unit in units if unit.parameters or unit.is_root]
-    for unit in units:
-        unit.override = _find_unit_override(unit, section.overrides)
-    _check_overrides_match(units, section.overrides)
+    _set_overrides(units, section.overrides)
     recomputed = {m for b in find_recompute_blocks(model, units=units) for m in b.modules()}
     for unit in units:
         unit.is_embedding = _only_looks_up_rows(unit) and unit.modules[0] not in recomputed
@@ -397,15 +391,13 @@ def _assign_parameters_to_units(model: nn.Module, units: Sequence[Unit]) -> None
 
 
 # Overrides #
-def _find_unit_override(unit: Unit, overrides: Sequence[UnitOverride]) -> UnitOverride | None:
-    names = unit.name.split("+")
-    matching = [o for o in overrides if any(fnmatchcase(name, o.match) for name in names)]
-    return matching[-1] if matching else None
-
-
-def _check_overrides_match(units: Sequence[Unit], overrides: Sequence[UnitOverride]) -> None:
+def _set_overrides(units: Sequence[Unit], overrides: Sequence[UnitOverride]) -> None:
+    """Sets each unit's override, the last that matches. Raises ShardError for one that matches no unit."""
     for override in overrides:
-        if not any(fnmatchcase(n, override.match) for unit in units for n in unit.name.split("+")):
+        own = [unit for unit in units if any(fnmatchcase(n, override.match) for n in unit.name.split("+"))]
+        for unit in own:
+            unit.override = override
+        if not own:
             raise ShardError(
                 f"sharding.units.overrides: no unit matches {override.match!r}.",
                 fix=f"one of {', '.join(unit.name for unit in units[:6])}",

@@ -406,7 +406,9 @@ def _last_collective_text() -> str:
 
     For example, `gloo:all_reduce 17 of default_pg [10] Double`; "" if this torch records none.
     """
-    entries = _flight_recorder_entries()
+    entries = list[dict[str, Any]]()
+    with suppress(RuntimeError, ValueError):
+        entries = [entry for text in dump_flight_recorders() for entry in json.loads(text).get("entries", [])]
     pending = [entry for entry in entries if not entry.get("retired", True)]
     newest = max(pending or entries, key=lambda entry: entry.get("time_created_ns", 0), default=None)
     if newest is None:
@@ -416,10 +418,3 @@ def _last_collective_text() -> str:
     dtypes = " ".join(newest.get("input_dtypes", ()))
     text = f"{newest.get('profiling_name')} {newest.get('collective_seq_id')} of {group} {sizes} {dtypes}"
     return " ".join(text.split())
-
-
-def _flight_recorder_entries() -> list[dict[str, Any]]:
-    try:
-        return [entry for text in dump_flight_recorders() for entry in json.loads(text).get("entries", [])]
-    except (RuntimeError, ValueError):
-        return []

@@ -291,23 +291,16 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
         reported = ExplainedOSError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
     elif code in _ALTERED:
-        why, fix = (
-            "a bit changed on its way to the store",
-            "save again; if it stays so, another way to the store",
-        )
+        why = "a bit changed on its way to the store"
+        fix = "save again; if it stays so, another way to the store"
         reported = ExplainedOSError(_REMOTE, f"{code}: {said}", place=url, why=why, fix=fix)
     elif kinds & _UNREACHED:
-        reported = _no_answer_error(said, url)
+        why = "the store does not answer"
+        fix = "the network; for another store than AWS's own, its address in AWS_ENDPOINT_URL"
+        reported = ExplainedOSError(errno.ETIMEDOUT, said, place=url, why=why, fix=fix)
     else:  # not EIO, which would say that the bytes are gone
         reported = ExplainedOSError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
     return reported
-
-
-def _no_answer_error(said: str, url: str) -> ExplainedOSError:
-    why = "the store does not answer"
-    address = "for another store than AWS's own, its address in AWS_ENDPOINT_URL"
-    fix = f"the network; {address}"
-    return ExplainedOSError(errno.ETIMEDOUT, said, place=url, why=why, fix=fix)
 
 
 def _s3_error_code(error: BaseException | None) -> str | None:

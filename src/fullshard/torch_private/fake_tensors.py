@@ -5,12 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException as DataDependentOutputException,
-)
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException as DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily

@@ -21,25 +21,24 @@ NAMES = require(
 )
 
 
-def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns whether the group runs collectives on tensors of this device."""
+def has_backend(device: str) -> bool:
+    """Returns whether the default group runs collectives on tensors of this device type."""
+    group: Any = dist.group.WORLD
     try:
-        group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+        return group is not None and group._get_backend(torch.device(device)) is not None
     except RuntimeError:
         return False
-    return True
 
 
-def count_issued_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Returns the number of collectives that this rank has issued on `group`.
+def count_issued_collectives(device: torch.device) -> int:
+    """Returns the number of collectives that this rank has issued on the default group.
 
     The backend for `device` counts them (gloo also counts point-to-point messages); 0 if it does not.
     """
+    group: Any = dist.group.WORLD  # torch's stubs do not know the method of a backend
     try:
-        # torch's stubs do not know it of a backend.
-        backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
-        return int(backend._get_sequence_number_for_group())
-    except (AttributeError, NotImplementedError, RuntimeError):
+        return int(group._get_backend(device)._get_sequence_number_for_group())
+    except (AttributeError, NotImplementedError, RuntimeError):  # also without a default group
         return 0
 
 

@@ -132,14 +132,6 @@ def local_share_of_squared_norm(norms: Sequence[Tensor]) -> Tensor | float:
     return torch.stack(list(norms)).double().square().sum() if norms else 0.0
 
 
-@torch.no_grad()
-def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiplies this rank's part of each gradient by `factor` in place."""
-    if gradients and factor != 1.0:
-        local = [local_tensor(gradient) for gradient in gradients]
-        foreach_multiply(local, factor)
-
-
 @lru_cache(maxsize=64)  # a step asks for each parameter
 def _replica(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
     """Returns this rank's number among the ranks with the same part, and how many these are."""
@@ -184,7 +176,8 @@ def update_parameters(
         scale = torch.full((), 1 / factor, dtype=torch.float32, device=gradients[0].device)
         _step_fused_adam(optimizer, grad_scale=None if factor == 1 else scale)
     else:
-        scale_gradients(gradients, factor)
+        if gradients and factor != 1.0:
+            foreach_multiply([local_tensor(gradient) for gradient in gradients], factor)
         optimizer.step()
 
 

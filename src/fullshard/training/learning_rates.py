@@ -60,7 +60,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
             continue
         if _LAST not in group and not math.isclose(rate, run.optimizer.learning_rate, rel_tol=1e-6):
             group[_BASE] = rate
-        _set_rate(group, group.get(_BASE, run.optimizer.learning_rate) * factor)
+        _set_entry(group, "lr", value=group.get(_BASE, run.optimizer.learning_rate) * factor)
         group[_LAST] = float(group["lr"])
     if taken_over and rank() == 0:
         logger.warning(
@@ -149,7 +149,7 @@ def restore_rates_set_by_others(
             if rates is not None:
                 rate, initial = cast(list[Any], rates)
                 is_changed |= float(group["lr"]) != rate
-                _set_rate(group, rate)
+                _set_entry(group, "lr", value=rate)
                 group |= {_LAST: None} | ({} if initial is None else {"initial_lr": initial})
             elif group.get(_LAST, 0.0) is None:  # taken over after the step of the checkpoint
                 group[_LAST] = float(group["lr"])
@@ -157,14 +157,6 @@ def restore_rates_set_by_others(
         logger.warning(
             "the learning rates are those of the checkpoint, where a scheduler or the loop set them"
         )
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Sets the rate of a group, in place if it is a tensor (compiled optimizers)."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _initial_value(group: Mapping[str, Any], key: str, *, wanted: object) -> object:
@@ -187,16 +179,15 @@ _Scalar = bool | int | float | str | None
 
 def scalar_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Scalar]]:
     """Returns the scalar entries of each group, except learning rates. Waits for entries on a GPU."""
-    return [_scalars_of(group) for group in optimizer.param_groups]
-
-
-def _scalars_of(group: Mapping[str, Any]) -> dict[str, _Scalar]:
-    entries = {key: one for key, one in group.items() if key != "params" and key not in RATE_KEYS}
-    values = {
-        key: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one
-        for key, one in entries.items()
-    }
-    return {key: one for key, one in values.items() if isinstance(one, _Scalar)}
+    found: list[dict[str, _Scalar]] = []
+    for group in optimizer.param_groups:
+        values = {
+            key: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one
+            for key, one in group.items()
+            if key != "params" and key not in RATE_KEYS
+        }
+        found.append({key: one for key, one in values.items() if isinstance(one, _Scalar)})
+    return found
 
 
 def changed_entries(
@@ -249,6 +240,7 @@ def restore_entries(
 
 
 def _set_entry(group: dict[str, Any], key: str, *, value: _Scalar) -> None:
+    """Sets an entry of a group, in place if it is a tensor (compiled optimizers)."""
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:

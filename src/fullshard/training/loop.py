@@ -22,8 +22,8 @@ from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, next_token_loss
 from fullshard.spec.plan import Plan
+from fullshard.survival.fingerprint import ReplicaCheck
 from fullshard.survival.phase import RunPhase
-from fullshard.survival.replicas import ReplicaCheck
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
@@ -169,7 +169,10 @@ def _begin_run(state: TrainState, plan: Plan) -> None:
             logger.warning("%s", message)
     warn_of_unused_settings(state.optimizer, plan.run.optimizer)
     warn_of_schedule(state.optimizer, plan.run)
-    _set_or_keep_loss_scale(state, plan)
+    if not plan.precision.loss_scaling:
+        state.loss_scale = LossScale()
+    elif state.loss_scale.window == 0:  # else a checkpoint of the same precision brought a scale
+        state.loss_scale = LossScale(2.0**16, window=2000)
     state.phase.step = state.step
     if (order := find_unit_order(state.model)) is not None:
         state.phase.last_unit = order.last_unit
@@ -228,14 +231,6 @@ class _SkipsInARow:
                 state.offloaded.withdraw_generation()
             loaded = self.begun_after if self.count == self.total else 0
             raise _too_many_skipped_error(self.count, self.last, loaded=loaded)
-
-
-def _set_or_keep_loss_scale(state: TrainState, plan: Plan) -> None:
-    """Initialises the loss scale, or keeps the scale that a checkpoint of the same precision brought."""
-    if not plan.precision.loss_scaling:
-        state.loss_scale = LossScale()
-    elif state.loss_scale.window == 0:
-        state.loss_scale = LossScale(2.0**16, window=2000)
 
 
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:

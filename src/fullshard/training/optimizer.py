@@ -16,11 +16,10 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.settings.run_checks import check_offload_supports_optimizer
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
-from fullshard.training.adamw8bit import import_adamw8bit_class
 from fullshard.training.learning_rates import mark_as_built
+from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.state import check_state_can_be_saved
-from fullshard.training.stochastic_adamw import StochasticAdamW
 
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 EIGHT_BIT = "adamw8bit"

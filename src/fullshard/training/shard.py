@@ -15,19 +15,17 @@ from torch import nn
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
-from fullshard.offload.adamw import DeviceGradients, GradientStore, HostGradients, StreamingAdamW
-from fullshard.offload.device_update import DeviceUpdate
-from fullshard.offload.directories import (
-    DataFileRegion,
-    RunRankIdentity,
-    rank_directory,
-    read_world_size,
-    remove_empty_parents,
+from fullshard.offload import directories
+from fullshard.offload.adamw import (
+    DeviceGradients,
+    DeviceUpdate,
+    GradientStore,
+    HostGradients,
+    StreamingAdamW,
 )
 from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
-from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore, check_generation
-from fullshard.offload.gather_source import master_dtype
+from fullshard.offload.gather_source import DriveShards, master_dtype
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import (
@@ -46,8 +44,12 @@ from fullshard.parallel.apply import (
 from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, local_device
 from fullshard.parallel.mesh import build_axis_group
 from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.model_parameters import CarriedOver, collect_rank0_values, warn_of_missing_weights
-from fullshard.parallel.precision import warn_of_modules_to_keep_in_fp32
+from fullshard.parallel.model_parameters import (
+    CarriedOver,
+    collect_rank0_values,
+    warn_of_missing_weights,
+    warn_of_modules_to_keep_in_fp32,
+)
 from fullshard.parallel.unit_events import reshard_after_evaluation
 from fullshard.parallel.units import Predicate
 from fullshard.spec.groups import OffloadGroup
@@ -154,9 +156,9 @@ def rank_offload_directory(plan: Plan, *, rank: int) -> Path:
     """Returns the directory of a rank's offload files, below `offload.path` (relative to `run.dir`)."""
     path, root = Path(plan.run.offload.path), Path(plan.run.run.dir).absolute()
     if not path.is_absolute():
-        return rank_directory(root / path, run_id="state", rank=rank)
+        return directories.rank_directory(root / path, run_id="state", rank=rank)
     name = f"{root.name}-{hashlib.sha256(str(root).encode()).hexdigest()[:8]}"
-    return rank_directory(path, run_id=name, rank=rank)
+    return directories.rank_directory(path, run_id=name, rank=rank)
 
 
 def discard_offloaded_files(plan: Plan) -> None:
@@ -180,7 +182,7 @@ def close_offloaded_state(model: nn.Module, *, plan: Plan, finished: bool) -> No
             path, own = Path(plan.run.offload.path), rank_offload_directory(plan, rank=rank())
             inside = not path.is_absolute() and ".." not in path.parts
             top = Path(plan.run.run.dir).absolute() if inside else own.parent.parent
-            remove_empty_parents(own, up_to=top)
+            directories.remove_empty_parents(own, up_to=top)
 
 
 def offload_settings(plan: Plan, system: DriveSystemCalls) -> OffloadSettings:
@@ -212,15 +214,15 @@ def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after t
 
 def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: DriveSystemCalls) -> DriveStore:
     moments = _MOMENTS[plan.run.offload.moments]
-    records: list[DataFileRegion] = []
+    records: list[directories.DataFileRegion] = []
     end = 0
     for group in groups:
         size = GroupRecord(group, moments=moments).size_bytes
-        records.append(DataFileRegion(name=str(group.index), offset_bytes=end, length_bytes=size))
+        records.append(directories.DataFileRegion(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
     directory = rank_offload_directory(plan, rank=rank())
     layouts = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
-    identity = RunRankIdentity(
+    identity = directories.RunRankIdentity(
         run_id=directory.parent.name,
         rank=rank(),
         world_size=plan.world_size,
@@ -231,7 +233,7 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
         try:
             return GenerationFiles(directory, records, identity=identity, system=system)
         except ForeignOffloadError as error:
-            if read_world_size(directory) in (None, plan.world_size):
+            if directories.read_world_size(directory) in (None, plan.world_size):
                 raise
             # The number of ranks changed, so these files have another layout. The checkpoint has the state.
             what = error.what.removesuffix(".")

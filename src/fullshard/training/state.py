@@ -15,27 +15,23 @@ from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_s
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.parallel.precision import persistent_buffers
+from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
-from fullshard.training.adamw8bit import dequantize, quantize_state_for_optimizer
+from fullshard.training import learning_rates
 from fullshard.training.extra_state import (
     encode_extra_state,
     extra_state_targets,
+    generator_states,
+    saved_generator_states,
     set_extra_state,
+    set_generator_states,
     warn_of_unsaved_module_state,
 )
 from fullshard.training.figures import PendingResult
-from fullshard.training.learning_rates import (
-    changed_entries,
-    rates_set_by_others,
-    restore_entries,
-    restore_rates_set_by_others,
-    scalar_entries,
-)
+from fullshard.training.low_bit_adamw import dequantize, quantize_state_for_optimizer
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
-from fullshard.training.random_state import generator_states, saved_generator_states, set_generator_states
 from fullshard.weights.names import full_transformers_config
 
 logger = logging.getLogger("fullshard")
@@ -111,7 +107,7 @@ class TrainState:
         self.loss_scale = LossScale()
         is_outside = isinstance(optimizer, StreamingAdamW)
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
-        self._initial_entries = scalar_entries(optimizer)
+        self._initial_entries = learning_rates.scalar_entries(optimizer)
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
         reshard_unsharded_units(model)
@@ -130,7 +126,7 @@ class TrainState:
         """Number of steps skipped: loss or norm not finite, or a spike. Waits for the last step."""
         return self.counts.up_to_date().skipped
 
-    # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
+    # The methods of fullshard.checkpoint.manifest.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors to save: of the model, its extra state, the optimizer, and this rank's RNGs."""
@@ -161,8 +157,10 @@ class TrainState:
             "loss_scale_window": self.loss_scale.window,
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "optimizer": _optimizer_class_name(self.optimizer),
-            "learning_rates": rates_set_by_others(self.model, self.optimizer),
-            "optimizer_groups": changed_entries(self.model, self.optimizer, initial=self._initial_entries),
+            "learning_rates": learning_rates.rates_set_by_others(self.model, self.optimizer),
+            "optimizer_groups": learning_rates.changed_entries(
+                self.model, self.optimizer, initial=self._initial_entries
+            ),
             "extra_state": encode_extra_state(self.model)[0],
             "tied": dict(_tied_parameter_names(self.model)),
             "huggingface": full_transformers_config(self.model),
@@ -219,9 +217,11 @@ class TrainState:
                 state = quantize_state_for_optimizer(self.optimizer, parameter, state=states[name])
                 self.optimizer.state[parameter] = state
         rates = cast(dict[str, JsonValue], values.get("learning_rates", {}))
-        restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
+        learning_rates.restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
         entries = cast(dict[str, JsonValue], values.get("optimizer_groups", {}))
-        restore_entries(self.model, self.optimizer, saved=entries, initial=self._initial_entries)
+        learning_rates.restore_entries(
+            self.model, self.optimizer, saved=entries, initial=self._initial_entries
+        )
         set_generator_states(received)
         set_extra_state(self.model, values.get("extra_state"), received=received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some

@@ -43,14 +43,9 @@ from fullshard.parallel.apply import is_ungathered_error
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import DecoderConfig
-from fullshard.survival.fingerprint import (
-    WIDTH,
-    StepFingerprint,
-    check_same_fingerprints,
-    count_issued_collectives,
-    step_settings_checksum,
-)
+from fullshard.survival import fingerprint
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.torch_private.groups import count_issued_collectives
 from fullshard.torch_private.tensors import tree_leaves, tree_map_only
 from fullshard.training.figures import (
     HostCopy,
@@ -90,23 +85,13 @@ class _Totals:
 
     numbers: Tensor
     are_ranks_equal: Tensor
-    own: StepFingerprint | None
+    own: fingerprint.StepFingerprint | None
     events: UnitEvents
     world_size: int
 
-    def check_ranks(self, fingerprints: list[float]) -> None:
-        """Raises TrainError if the ranks' fingerprints (step, settings, collectives, units) differ."""
-        if self.own is not None:
-            check_same_fingerprints(self.own, fingerprints, world_size=self.world_size, events=self.events)
-
 
 def run_step(
-    state: TrainState,
-    plan: Plan,
-    *,
-    microbatches: Iterable[Any],
-    loss: Loss,
-    stop: bool = False,
+    state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, stop: bool = False
 ) -> PendingResult:
     """Trains `state` on `microbatches`, exactly `plan.accumulation` of this rank. Collective.
 
@@ -179,7 +164,9 @@ def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResu
 
     def read_result() -> StepResult:
         numbers = copy.read()
-        totals.check_ranks(numbers[count:])
+        if (own := totals.own) is not None:
+            size, events = totals.world_size, totals.events
+            fingerprint.check_same_fingerprints(own, numbers[count:], world_size=size, events=events)
         return step_result(numbers[:count])
 
     return PendingResult(read_result, must_wait=not copy.is_ready)
@@ -200,13 +187,15 @@ def _all_reduce(
     sums: those of `_SUMS` except the stop requests
     issued: number of collectives that this rank had issued before the step; see [Note: one all-reduce]
     """
-    kind, own, numbers = plan.run.fault_tolerance.fingerprint, None, [0.0] * WIDTH
+    kind, own, numbers = plan.run.fault_tolerance.fingerprint, None, [0.0] * fingerprint.WIDTH
     events = take_unit_events(state.model)
     if plan.world_size > 1 and kind != "none":
-        own = StepFingerprint(
+        own = fingerprint.StepFingerprint(
             step=state.step + 1,
             collectives=count_issued_collectives(sums.device) - issued if kind == "all" else 0,
-            settings=step_settings_checksum(plan, learning_rates=rates, row=state.rows or 0, nominal=nominal),
+            settings=fingerprint.step_settings_checksum(
+                plan, learning_rates=rates, row=state.rows or 0, nominal=nominal
+            ),
             units=events.checksum,
         )
         numbers = own.summable_numbers(plan.world_size)
@@ -241,7 +230,11 @@ def _run_microbatches(
             total, count = sum_and_count(value)
         kinds.add(isinstance(value, tuple))
         if len(kinds) > 1:
-            raise _mixed_loss_error()
+            raise TrainError(
+                "the loss function gives a mean for some microbatches, and a sum with its count for others.",
+                why="a mean counts as one item, and a sum as many: their gradients cannot be added",
+                fix="(sum, count) for all of them, with a count of 0 if nothing counts",
+            )
         # A sum is over the tokens of the batch. A mean counts as one item.
         is_sum, planned = isinstance(value, tuple), plan.run.tokens_per_step // plan.averaging_ranks
         nominal = 1 << ((planned if is_sum else plan.accumulation) - 1).bit_length()
@@ -287,14 +280,6 @@ def _explain_freed_parameters() -> Generator[None]:
             fix="y = y + x; return tensors in a tuple, dict or dataclass, also those that a module keeps; or "
             "sharding.strategy = shard_grad_op, which keeps parameters gathered until backward",
         ) from error
-
-
-def _mixed_loss_error() -> TrainError:
-    return TrainError(
-        "the loss function gives a mean for some microbatches, and a sum with its count for others.",
-        why="a mean counts as one item, and a sum as many: their gradients cannot be added",
-        fix="(sum, count) for all of them, with a count of 0 if nothing counts",
-    )
 
 
 def _iterate_expected_batches(batches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:

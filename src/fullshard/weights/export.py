@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
+from fullshard.checkpoint.manifest import MODEL_PREFIX, Checkpointable, Manifest, SavedTensor
 from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes

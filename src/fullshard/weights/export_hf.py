@@ -20,12 +20,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import CheckpointError, DataError, MissingExtraError, SpecError
-from fullshard.models.adapters import (
-    ADAPTER,
-    has_transposed_weight,
-    insert_adapters,
-    iterate_adapted_layers,
-)
+from fullshard.models.adapters import ADAPTER, has_transposed_weight, insert_adapters, iterate_adapted_layers
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import build_hf_model, remove_code_references
 from fullshard.spec.pretrained import locate_config_file

@@ -7,7 +7,7 @@ anywhere.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from fullshard.errors import CheckpointError
 from fullshard.offload.state import find_offloaded_state, iterate_parameters_to_load, offloaded_parameters
 from fullshard.parallel.materialize import Initialise, initialise_parameters
 from fullshard.parallel.unit_events import reshard_unsharded_units
+from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
@@ -37,7 +38,6 @@ from fullshard.weights.tensor_source import ADDED
 
 logger = logging.getLogger("fullshard")
 
-_SHOWN = 4
 # Parts of names that come from wrappers: compile, DDP, recompute, FSDP1, and peft.
 _WRAPPER_PARTS = (
     "._orig_mod.",
@@ -84,7 +84,7 @@ class LoadReport:
             (self.converted, "of them put together as the model has them"),
             (self.surplus, "in the files that the model does not have"),
         ):
-            lines += [f"{len(names)} {what}: {_abbreviate_names(names)}"] if names else []
+            lines += [f"{len(names)} {what}: {join_names(names)}"] if names else []
         lines += [self.missing_tensors_message] if self.missing_tensors_message else []
         return "\n".join(lines)
 
@@ -94,7 +94,7 @@ class LoadReport:
         missing = [name for name in self.missing if ADDED not in name]
         if not missing:
             return None
-        return f"{len(missing)} that the files do not have, initialised: {_abbreviate_names(missing)}"
+        return f"{len(missing)} that the files do not have, initialised: {join_names(missing)}"
 
 
 def load_pretrained(
@@ -124,7 +124,7 @@ def load_pretrained(
     if plan is None and any(isinstance(parameters[name], DTensor) for name in missing):
         raise CheckpointError(
             f"{directory} does not hold all of the model.",
-            got=_abbreviate_names(missing),
+            got=join_names(missing),
             fix="load_pretrained(..., plan=plan), which initialises them",
         )
     if plan is not None:
@@ -158,10 +158,10 @@ def _check_needed_tensors_were_read(
         why = "beside adapters they are frozen, and would keep their initial values"
         fix = "adapter.trained with their modules"
     if missing:
-        surplus = f"; instead it has {_abbreviate_names(loaded.surplus)}" if loaded.surplus else ""
+        surplus = f"; instead it has {join_names(loaded.surplus)}" if loaded.surplus else ""
         raise CheckpointError(
             f"{loaded.directory} lacks {len(missing)} tensors of the model.",
-            got=f"{loaded.tensors} tensors read, without {_abbreviate_names(missing)}{surplus}",
+            got=f"{loaded.tensors} tensors read, without {join_names(missing)}{surplus}",
             why=why,
             fix=fix,
         )
@@ -299,8 +299,8 @@ def _check_names_match(tensors: Mapping[str, Tensor], found: WeightMap, *, path:
     if (wrapped and lacking) or not found.parts:
         raise CheckpointError(
             f"{path} has other names for its tensors than the model.",
-            got=_abbreviate_names(wrapped or found.surplus) or "no tensors",
-            why=f"the model has {_abbreviate_names(tensors)}",
+            got=join_names(wrapped or found.surplus) or "no tensors",
+            why=f"the model has {join_names(list(tensors))}",
             fix="the weights saved from the model itself, without wrappers (model._orig_mod, model.module)"
             if wrapped
             else 'the weights of this model, or model.weights = "none", which initialises',
@@ -316,11 +316,6 @@ def _check_shapes_match(tensors: Mapping[str, Tensor], found: WeightMap, *, path
     if other:
         raise CheckpointError(
             f"{path} holds another model: {len(other)} tensors of another shape.",
-            got=_abbreviate_names(other, between="; "),
+            got=join_names(other),
             fix='the config.json that stands beside the weights; or weights = "none", to start without',
         )
-
-
-def _abbreviate_names(items: Iterable[str], *, between: str = ", ") -> str:
-    every = list(items)
-    return between.join(every[:_SHOWN]) + (f"{between}..." if len(every) > _SHOWN else "")

@@ -35,12 +35,7 @@ class TensorSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _PieceLocation:
-    """A saved piece of a tensor, and the data file that holds it."""
-
-    file: str
-    piece: ShardRecord
+_Place = tuple[str, ShardRecord]  # data file, and a saved piece of a tensor in it
 
 
 class SavedModel:
@@ -72,9 +67,9 @@ class SavedModel:
         rows = target.view(block) if whole_rows else torch.empty(block, dtype=target.dtype)
         places = self._places[name]
         parts = [
-            BoxCopy(str(number), 0, row_major_strides(box), one.piece.index or (0,), box)
-            for number, one in enumerate(places)
-            for box in (one.piece.shape or (1,),)
+            BoxCopy(str(number), 0, row_major_strides(box), piece.index or (0,), box)
+            for number, (_, piece) in enumerate(places)
+            for box in (piece.shape or (1,),)
         ]
         for move in iterate_copies_into(rows, parts, offsets=(first, *(0 for _ in shape[1:]))):
             place = places[int(move.source)]
@@ -87,21 +82,22 @@ class SavedModel:
         if not whole_rows:
             target.copy_(rows.view(-1)[start : start + target.numel()])
 
-    def _read_piece_elements(self, target: Tensor, place: _PieceLocation, *, begin: int) -> None:
-        flat = place.piece.model_copy(update={"shape": (math.prod(place.piece.shape),), "index": (0,)})
-        with self._reader.open_data_file(place.file) as file:
+    def _read_piece_elements(self, target: Tensor, place: _Place, *, begin: int) -> None:
+        name, piece = place
+        flat = piece.model_copy(update={"shape": (math.prod(piece.shape),), "index": (0,)})
+        with self._reader.open_data_file(name) as file:
             self._reader.read_piece_part_into(file, flat, offsets=(begin,), target=target)
 
 
-def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dict[str, list[_PieceLocation]]:
+def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dict[str, list[_Place]]:
     """Returns the pieces of each model tensor, ordered by index, with one of several copies of a piece."""
-    found: dict[str, dict[tuple[int, ...], _PieceLocation]] = {name: {} for name in manifest.model_tensors}
+    found: dict[str, dict[tuple[int, ...], _Place]] = {name: {} for name in manifest.model_tensors}
     for file in manifest.data_file_names_on_this_disk:
         for piece in reader.read_table(file).pieces:
             if piece.name in found:
-                found[piece.name].setdefault(piece.index, _PieceLocation(file, piece))
+                found[piece.name].setdefault(piece.index, (file, piece))
     for name, tensor in manifest.model_tensors.items():
-        held = sum(math.prod(place.piece.shape) for place in found[name].values())
+        held = sum(math.prod(piece.shape) for _, piece in found[name].values())
         if held != math.prod(tensor.shape):
             for file in manifest.files:
                 if f"{file}{SUFFIX}" in manifest.files:
@@ -111,7 +107,7 @@ def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dic
                 got=f"{held} of {math.prod(tensor.shape)} elements",
                 why="the tables of its pieces do not cover the tensor",
             )
-    return {name: sorted(places.values(), key=lambda one: one.piece.index) for name, places in found.items()}
+    return {name: sorted(places.values(), key=lambda one: one[1].index) for name, places in found.items()}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import choose_loss, next_token_loss
 from fullshard.observe.memory import measure_peak_memory
-from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.units import find_recompute_blocks, find_units
 from fullshard.planner.describe.describe import describe

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.observe.memory import measure_peak_memory
-from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.unit_bytes import padded_numel, unit_bytes, unpadded_shard_numel
 from fullshard.spec.model import ParamSpec, UnitSpec

@@ -33,9 +33,9 @@ from fullshard.spec.run import Run
 from fullshard.system.dotted import append_working_directory_to_path
 from fullshard.system.files import write_file_atomically
 from fullshard.torch_private.tensors import tree_leaves
+from fullshard.training.extra_state import seed_generators
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.random_state import seed_generators
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 

@@ -18,7 +18,7 @@ from fullshard.distributed.sequence_parts import GATHER, REDUCE, REDUCE_ALL
 from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
 from fullshard.parallel.activation_offload import Way
 from fullshard.parallel.expert_parallel import EXCHANGE_COUNTS, EXCHANGE_ROWS
-from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.spec.model import Event, KernelKind, SharedAxis
 from fullshard.spec.plan import DeviceType, Dtype
 from fullshard.torch_private.fake_tensors import TorchDispatchMode, schema

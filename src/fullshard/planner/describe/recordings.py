@@ -14,7 +14,7 @@ from fullshard.distributed.tensors import is_experts, is_wrapper_class
 from fullshard.parallel.activation_offload import CpuHostCopier, FakeReportingCopier
 from fullshard.parallel.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.units import (
     Predicate,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.models.chunked_loss import trace_one_chunk
-from fullshard.parallel.precision import TORCH_DTYPE
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.units import Unit
 from fullshard.planner.describe.operations import AllocationRecorder, PhaseRecord, list_tensors
 from fullshard.spec.plan import DeviceType, Plan

@@ -394,7 +394,7 @@ class StreamClocks:
 
 @dataclass
 class BufferedUnits:
-    """Units in the host's buffers, in order of use. See [Note: units in memory] in `offload.drive_shards`."""
+    """Units in the host's buffers, in order of use. See [Note: units in memory] in `gather_source.py`."""
 
     trained: list[int] = field(default_factory=list[int])  # units whose own shards are buffered
     frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered

@@ -33,7 +33,7 @@ The drive's rate is that of reads and writes together. Groups are updated in for
 step's forward starts when its first unit is ready; each unit's first all-gather waits for its own update.
 Reads run ahead of the update, see `slot_bytes_at_update_start`. With params+optimizer:nvme, each gather reads
 from the drive any shard that is not in one of UNIT_BUFFERS, see [Note: units in memory] in
-`offload.drive_shards`; an update drops what is in them. Frozen shards have as many buffers of their own; they
+`gather_source.py`; an update drops what is in them. Frozen shards have as many buffers of their own; they
 are written once before the first step and stay buffered from step to step.
 
 With `update = "device"`, state and gradients (m per parameter) pass through two device buffers in pieces.

@@ -1,4 +1,6 @@
-"""torchao's AdamW with 8-bit moments, in blocks of 256 values with one scale each (arXiv:2110.02861).
+"""AdamW of few bits: on bf16 parameters with stochastic rounding, and torchao's with 8-bit moments.
+
+Moments of 8 bits are in blocks of 256 values with one scale each (arXiv:2110.02861).
 
 [Note: moments in a checkpoint]
 Blocks are counted from the start of each rank's shard. A shard whose size is not a multiple of 256, or less
@@ -9,7 +11,7 @@ from the block's largest value, whose code is the last (the first for a negative
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
@@ -20,6 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.errors import MissingExtraError
+from fullshard.offload.rounding import (
+    AdamOptions,
+    RoundingSeed,
+    adamw_with_stochastic_rounding,
+    rounding_key,
+    shard_index,
+)
 from fullshard.system.dotted import import_quietly
 
 
@@ -80,3 +89,62 @@ def _quantize_into(kept: Any, full: Tensor) -> None:
     quantised = importlib.import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
     kept.codes.copy_(quantised((blocks / scale.unsqueeze(-1)).view(full.shape), kept.qmap))
     kept.scale.copy_(scale)
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101) with 8 bytes per parameter: bf16 value, gradient and two moments.
+
+    bf16 has 8 bits of mantissa, so rounding to nearest loses an update below 1/256 of the value. Stochastic
+    rounding (arXiv:2010.06192) keeps the update in expectation. The second moment needs it too, because it
+    decays by (1 - β₂) per step.
+
+    The random bits depend only on `seed`, step, parameter and shard, so a shard's replicas stay equal.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.seed = seed
+        self._places: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            for parameter in cast(list[Tensor], group["params"]):
+                self._parameter_index(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in cast(list[Tensor], group["params"]):
+                index = self._parameter_index(parameter)
+                if parameter.grad is not None:
+                    self._update_parameter(parameter, parameter.grad, group=group, index=index)
+        return loss
+
+    def _parameter_index(self, parameter: Tensor) -> int:
+        """Returns the parameter's number, from 1, in the order in which this optimizer met its parameters."""
+        return self._places.setdefault(parameter, len(self._places) + 1)
+
+    def _update_parameter(
+        self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], index: int
+    ) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step = int(state["step"].item())
+        kept = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
+        value, first, second, g = map(local_tensor, kept)
+        seed = RoundingSeed(rounding_key(self.seed, step=step, parameter=index, shard=shard_index(parameter)))
+        beta1, beta2 = group["betas"]
+        options = AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        adamw_with_stochastic_rounding((value, first, second), g, step=step, options=options, seed=seed)
