@@ -40,10 +40,6 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
         root = job.directory.root
         write_file_atomically(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
         _make_measurement(job).save(root / MEASUREMENT)
-    _record_end(job, interrupted=interrupted)
-
-
-def _record_end(job: TrainJob, *, interrupted: bool) -> None:
     if interrupted:
         job.log.record_event("stop", step=job.state.step, details={"saved": True})
     else:

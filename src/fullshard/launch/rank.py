@@ -38,7 +38,11 @@ def main(argv: Sequence[str]) -> None:
                 request.import_job()
             request.call_job()
     ending.save(path)
-    _exit_if_failed(ending)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if ending.exit_code not in (0, INTERRUPTED_EXIT_CODE):
+        # A failed rank exits at once, so that its peers notice: teardown may wait for a collective.
+        os._exit(ending.exit_code)
 
 
 def perform_as_torchrun_rank(request: LaunchRequest) -> int:
@@ -91,15 +95,6 @@ def _end_with_launcher(launcher: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
         sys.exit(1)  # the launcher died before the call above
-
-
-def _exit_if_failed(ending: ProcessOutcome) -> None:
-    """Exits if the rank failed. Returns if it is done, or was interrupted and has saved."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if ending.exit_code not in (0, INTERRUPTED_EXIT_CODE):
-        # A failed rank exits at once, so that its peers notice: teardown may wait for a collective.
-        os._exit(ending.exit_code)
 
 
 if __name__ == "__main__":

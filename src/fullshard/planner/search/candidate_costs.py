@@ -56,7 +56,7 @@ class CandidateCosts:
         run = run_with_settings(run, {"sharding": traced})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
-        self.limit = usable_bytes(hardware, run)
+        self.limit = int(hardware.device_bytes_limit * (1 - run.memory_margin))
         self._demand: dict[object, LeastTicks] = {}
         self._computing: dict[object, DeviceHostTicks] = {}
         self._meshes: dict[object, MeshDependentBytes] = {}
@@ -184,11 +184,6 @@ def allocator_reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
         return 0
     pools = sum(memory.stream_pools) + memory.workspace
     return max(0, round((1 + hardware.fragmentation) * pools) - memory.total)
-
-
-def usable_bytes(hardware: Hardware, run: Run) -> int:
-    """Returns the bytes of a device that a chosen plan may use: its memory without the margin of `run`."""
-    return int(hardware.device_bytes_limit * (1 - run.memory_margin))
 
 
 def attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTerms, limit: int) -> Plan:
