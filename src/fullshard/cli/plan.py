@@ -60,14 +60,7 @@ Ladder = Annotated[
 Save = Annotated[
     Path | None, typer.Option(metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
 ]
-SaveTrace = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="TRACE.json",
-        help="Save the planned step as a trace for https://ui.perfetto.dev; TRACE.json.gz is smaller.",
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", help="Let --save and --trace replace any file.")]
+Force = Annotated[bool, typer.Option("--force", help="Let --save replace any file.")]
 Largest = Annotated[
     Literal["microbatch", "sequence"] | None,
     typer.Option(help="Find the largest microbatch or sequence that fits."),
@@ -103,7 +96,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     ladder: Ladder = False,
     as_json: AsJson = False,
     save: Save = None,
-    trace: SaveTrace = None,
     force: Force = False,
     largest: Largest = None,
     scaling: Scaling = None,
@@ -113,16 +105,17 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     from fullshard.planner.plan_tables import check_rungs_are_open
     from fullshard.planner.result import (
         PlanOptions,
-        check_outputs_replaceable,
+        check_output_replaceable,
         choose_fastest_plan,
         plan_largest_input,
     )
 
-    check_outputs_replaceable(save, trace, force=force)
+    if save is not None:  # checked before anything is planned
+        check_output_replaceable(save, force=force)
     settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
     pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value))
     given = {"--machines": machines, "--ladder": ladder, "--scaling": scaling, "--compare": compare}
-    given |= {"--save": save, "--trace": trace, "--largest": largest, "--on": machines and on}
+    given |= {"--save": save, "--largest": largest, "--on": machines and on}
     _check_tables_alone([name for name, value in given.items() if value])
     if ladder:
         check_rungs_are_open(pinned)
@@ -132,7 +125,8 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     question = options.ask(on)
     spend = options.budget_on(question.hardware)
     answer = choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
-    answer.save(save, trace)
+    if save is not None:
+        answer.save(save)
     if as_json:
         return typer.echo(json.dumps(answer.json_record(spend), indent=2))
     return answer.print_page(spend, compare=compare)

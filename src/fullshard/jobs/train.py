@@ -40,12 +40,9 @@ from fullshard.training.shard import close_offloaded_state
 _METERED = 1
 
 
-def run_job(
-    run: Run, *, resume: bool, plan: Plan | None, command_started: float, predicted_step: str | None = None
-) -> None:
+def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
-    predicted_step: spans of the plan's predicted step as JSON, to be written beside the measured ones
     After SIGTERM or SIGINT, ends within two steps, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
@@ -64,7 +61,6 @@ def run_job(
                 resume=resume,
                 started=command_started,
             )
-            job.profiler.write_predicted(predicted_step)
             interrupted = _train_and_save(job)
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
