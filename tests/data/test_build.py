@@ -94,7 +94,7 @@ def test_epochs_are_as_many_steps_as_show_each_sequence_that_often(tmp_path: Pat
 def test_a_function_of_ones_own_gives_the_batches(tmp_path: Path):
     data = build_data(run_of(tmp_path, source="python", factory=f"{THIS}:make_ones"))
     assert list(data.microbatches(0, rank=0, plan=plan_of(1, 1, 3))) == [1, 1, 1]
-    assert (data.vocabulary, data.validation_tokens, data.byte_entropy) == (None, 0, None)
+    assert (data.vocabulary, data.validation_tokens) == (None, 0)
     assert list(data.validation(rank=0, plan=plan_of(1, 1))) == []
     assert "make_ones" in data.describe()
     assert (data.encode("a"), data.decode([1, 2])) == ([], "1 2")

@@ -12,7 +12,6 @@ def whole() -> Measurement:
         first_loss=5.5,
         last_loss=1.5,
         validation_loss=2.4,
-        byte_entropy=3.2,
         startup_seconds=8.0,
         checkpoint="runs/default/checkpoints/step-00000010",
     )
@@ -41,11 +40,6 @@ def test_speed_is_that_of_all_ranks_and_of_one_and_says_what_was_left_out():
 def test_mfu_says_what_it_is_held_against():
     rows = dict(measurement_rows(whole()))
     assert rows["MFU"] == "10.0 % of 1.00 GFLOP/s per rank (cpu, fp32, a matmul measured here)"
-
-
-def test_validation_is_held_against_the_entropy_of_the_bytes():
-    rows = dict(measurement_rows(whole()))
-    assert rows["validation"] == "2.4000 nats a token = 0.750 of the entropy of the byte frequencies (3.2000)"
 
 
 def test_what_was_not_measured_has_no_line():

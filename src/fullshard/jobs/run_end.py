@@ -82,7 +82,6 @@ def _make_measurement(job: TrainJob) -> Measurement:
         first_loss=job.first_loss,
         last_loss=job.last.loss if job.last else None,
         validation_loss=job.validation,
-        byte_entropy=job.data.byte_entropy,
         flops_per_token=flops_per_token(job.plan, job.state.model),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,
