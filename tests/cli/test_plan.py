@@ -153,13 +153,6 @@ def test_the_largest_microbatch_fits_and_is_planned_with(capsys: pytest.CaptureF
     assert data["largest"] == {"microbatch": data["best"]["microbatch"]}  # type: ignore[index]
 
 
-def test_a_budget_adds_its_time_to_each_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", PRESET, "--on", "8xH100", "--scaling", "1,8", "--budget", "1T"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split().count("time") == 2
-    assert "time: of 1.00T tokens" in lines[-1]
-
-
 def test_the_rate_of_a_drive_can_be_given_with_hardware_that_nobody_has_yet(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
