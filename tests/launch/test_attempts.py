@@ -17,8 +17,8 @@ from fullshard.errors import (
     SpecError,
     TrainError,
 )
-from fullshard.launch.attempts import RankOutcome, RestartBudget
 from fullshard.launch.outcome import ProcessOutcome
+from fullshard.launch.start import RankOutcome, RestartBudget
 
 
 def ended(error: BaseException | None) -> list[RankOutcome]:

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, CheckpointError, DataError, LaunchError
-from fullshard.launch.attempts import RankOutcome, find_first_failure
 from fullshard.launch.outcome import ProcessOutcome
+from fullshard.launch.start import RankOutcome, find_first_failure
 
 
 def ended_with(error: BaseException | None) -> ProcessOutcome:
