@@ -8,7 +8,7 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
 from fullshard.planner.plan_tables import LADDER
-from fullshard.spec.machine.hardware_text import hardware_on
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.plan import Plan
 
 SMALL = ("model.layers=3", "model.d_model=64", "model.heads=4", "model.d_ff=128", "data.sequence_length=64")

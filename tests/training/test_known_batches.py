@@ -6,9 +6,9 @@ import torch
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe import describe
-from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import search
-from fullshard.spec.machine.hardware_text import hardware_on
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.run import Run
 
 # OLMo-core, src/scripts/train/OLMo2/OLMo2-1B.py: microbatches of 8 × 4,096 tokens on H100 of 80 GB.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fullshard.errors import FullshardError, MissingExtraError, PlanError, SpecError, TraceError
 from fullshard.planner.result import PlanRequest, fastest_plan
-from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import search
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import (
