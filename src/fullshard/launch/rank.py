@@ -10,9 +10,8 @@ from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.launch.environment import prepare_rank_environment
-from fullshard.launch.event_log import OwnFaultRecorder
 from fullshard.launch.gc import freeze_imports_in_gc
-from fullshard.launch.outcome import ProcessOutcome
+from fullshard.launch.outcome import OwnFaultRecorder, ProcessOutcome
 from fullshard.launch.request import LaunchRequest
 from fullshard.system.process import call_on_watchdog_exit
 from fullshard.system.terminal import escape_log_messages, prepare_standard_streams

@@ -25,9 +25,8 @@ from fullshard.errors import (
 )
 from fullshard.launch.detect import may_have_gpus
 from fullshard.launch.environment import prepare_rank_environment, set_default_log_levels
-from fullshard.launch.event_log import LaunchEventLog
 from fullshard.launch.gc import disable_gc
-from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, ProcessOutcome
+from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, LaunchEventLog, ProcessOutcome
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
 from fullshard.spec.plan import DeviceType
