@@ -1,4 +1,4 @@
-"""Opens a trace of `fullshard trace` or `fullshard plan --trace` in Perfetto, and asks its SQL engine.
+"""Opens a trace of `fullshard trace` in Perfetto, and asks its SQL engine.
 
     python bench/open_trace.py TRACE.json.gz PICTURE.png [--browser /usr/bin/chromium]
 

@@ -12,7 +12,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import next_token_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.search.search import predict, search
-from fullshard.spec.machine.hardware_text import hardware_on
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.run import Run
 
 SIZES = "vocabulary=128256 d_model=16384 layers=126 heads=128 kv_heads=8 d_ff=53248 max_sequence=8192"

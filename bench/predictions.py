@@ -16,9 +16,9 @@ from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.search.candidate_costs import add_workspace_bytes, allocator_reserve_bytes
+from fullshard.planner.search.candidates import add_workspace_bytes, allocator_reserve_bytes
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import Hardware
-from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 

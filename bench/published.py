@@ -27,10 +27,9 @@ from fullshard.models.loss import Loss, next_token_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.phases import build_schedule, phase_costs
 from fullshard.planner.search.search import predict
-from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
+from fullshard.spec.machine.catalog import catalog_chip_hardware, find_catalog_entry_of_chip, hardware_on
 from fullshard.spec.machine.certainty import speed_certainty
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
-from fullshard.spec.machine.hardware_text import catalog_chip_hardware, hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from fullshard.planner.search.search import plan as plan
     from fullshard.planner.search.search import predict as predict
     from fullshard.planner.search.search import search as search
+    from fullshard.spec.machine.catalog import hardware_on as hardware_on
     from fullshard.spec.machine.hardware import Hardware as Hardware
-    from fullshard.spec.machine.hardware_text import hardware_on as hardware_on
     from fullshard.spec.model import ModelSpec as ModelSpec
     from fullshard.spec.plan import Plan as Plan
     from fullshard.spec.run import Run as Run
@@ -77,8 +77,8 @@ _NAMES = {
     "planner.describe.describe": "describe",
     "planner.predict.memory": "peak_bytes",
     "planner.search.search": "plan predict search",
+    "spec.machine.catalog": "hardware_on",
     "spec.machine.hardware": "Hardware",
-    "spec.machine.hardware_text": "hardware_on",
     "spec.model": "ModelSpec",
     "spec.plan": "Plan",
     "spec.run": "Run",

@@ -84,7 +84,7 @@ def test_epochs_are_the_steps_that_train_on_each_sequence_so_often(tmp_path: Pat
 def test_a_factory_of_the_user_makes_the_batches(tmp_path: Path):
     data = build_data(run_of(tmp_path, source="python", factory=f"{THIS}:make_ones"))
     assert list(data.microbatches(0, rank=0, plan=plan_of(1, 1, 3))) == [1, 1, 1]
-    assert (data.vocabulary, data.validation_tokens, data.byte_entropy) == (None, 0, None)
+    assert (data.vocabulary, data.validation_tokens) == (None, 0)
     assert list(data.validation(rank=0, plan=plan_of(1, 1))) == []
     assert "make_ones" in data.describe()
     assert (data.encode("a"), data.decode([1, 2])) == ([], "1 2")

@@ -42,9 +42,6 @@ def test_the_default_run_needs_no_cache(tmp_path: Path):
     assert not (tmp_path / "cache").exists()
     assert data.training_token_count > 5_000_000
     assert 0.04 < data.validation_tokens / (data.validation_tokens + data.training_token_count) <= 0.05
-    assert data.byte_entropy is not None
-    assert 2.5 < data.byte_entropy < 4
-    assert "nats/byte" in data.describe()
     assert "import " in data.decode(torch.from_numpy(data.token_stores[0].tokens[:100_000].astype(np.int64)))
 
 
@@ -76,11 +73,6 @@ def test_fraction_zero_has_no_validation_rows(tmp_path: Path):
     assert data.validation_tokens == 0
     assert list(data.validation(rank=0, plan=plan_of(2, 2))) == []
     assert "none held out" in data.describe()
-
-
-def test_entropy_of_even_bytes_is_the_logarithm_of_their_number(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(bytes(range(1, 128)) * 10)
-    assert data_of(tmp_path, validation_fraction=0).byte_entropy == pytest.approx(np.log(127), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from fullshard.errors import DataError
 from fullshard.jobs.train import run_job
-from fullshard.launch.event_log import LaunchEventLog, OwnFaultRecorder
-from fullshard.launch.outcome import FailureReport
+from fullshard.launch.outcome import FailureReport, LaunchEventLog, OwnFaultRecorder
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS

@@ -18,8 +18,8 @@ from fullshard.errors import (
     SpecError,
     TrainError,
 )
-from fullshard.launch.attempts import RankOutcome, RestartBudget, find_first_failure
 from fullshard.launch.outcome import ProcessOutcome
+from fullshard.launch.start import RankOutcome, RestartBudget, find_first_failure
 
 
 def ending_with(error: BaseException | None) -> ProcessOutcome:

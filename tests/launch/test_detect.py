@@ -16,8 +16,8 @@ from fullshard.spec.machine.catalog import (
     default_gpu_rates,
     find_catalog_entry_of_chip,
     find_chip_by_device_name,
+    hardware_on,
 )
-from fullshard.spec.machine.hardware_text import hardware_on
 
 
 def environment(path: Path, **more: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from fullshard.observe.memory import PeakMemory, measure_peak_memory
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.memory import peak_bytes
-from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import predict
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware
 from fullshard.spec.model import ModelSpec

@@ -14,10 +14,10 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.describe.describe_run import SHIPPED_FILE, build_spec_key
-from fullshard.planner.search.candidate_costs import require_prediction
+from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import search
 from fullshard.planner.target import resolve_plan_target
-from fullshard.spec.machine.hardware_text import hardware_on
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -18,9 +18,8 @@ from fullshard.planner.search.parallel_degrees import (
     search_parallel_degrees,
 )
 from fullshard.planner.search.search import predict, search
-from fullshard.spec.machine.catalog import link_from_catalog, read_catalog_links
+from fullshard.spec.machine.catalog import hardware_on, link_from_catalog, read_catalog_links
 from fullshard.spec.machine.hardware import CollectiveRate
-from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
-from fullshard.spec.records.step_spans import COMPUTE, ProfiledStep, StepSpan, parse_spans, spans_to_json
+from fullshard.spec.records.step_spans import COMPUTE, ProfiledStep, StepSpan
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step, overlaps_in_part
 
 KINDS = (
@@ -48,12 +48,6 @@ def test_spans_of_a_track_nest_or_are_disjoint_and_those_of_compute_fill_the_ste
     assert (spans[0].begin, spans[-1].end) == pytest.approx((0, 1000e-6))
     assert all(a.end == pytest.approx(b.begin) for a, b in zip(spans, spans[1:], strict=False))
     assert step.terms().total == pytest.approx(1000e-6)
-    assert spans_to_json(parse_spans(spans_to_json(step.spans))) == spans_to_json(step.spans)
-
-
-@pytest.mark.parametrize("text", ["", "1", "[[]]", "{}", '[["a", "b", 0, "soon"]]', '[[1, "b", 0, 1]]'])
-def test_another_text_holds_no_spans(text: str):
-    assert parse_spans(text) == ()
 
 
 def test_a_profile_without_a_step_is_refused():

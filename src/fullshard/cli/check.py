@@ -90,7 +90,8 @@ def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> 
 
     found: list[Finding] = []
     for group in (*CHECKS, "ranks"):
-        _print_progress(group)
+        if is_live_terminal(sys.stderr) and group in ("model", "data", "ranks"):
+            print(f"checking the {group} …", file=sys.stderr, flush=True)
         if group == "ranks":
             own = _find_on_ranks(plan) if by_ranks is None else by_ranks
         else:
@@ -193,8 +194,3 @@ def _report_text(report: "CheckReport") -> str:
         f"{len(report.findings)} checks in {format_seconds(report.seconds)} "
         f"({format_seconds(report.processor_seconds)} of processor time): {counts}"
     )
-
-
-def _print_progress(group: str) -> None:
-    if is_live_terminal(sys.stderr) and group in ("model", "data", "ranks"):
-        print(f"checking the {group} …", file=sys.stderr, flush=True)

@@ -21,16 +21,12 @@ def trace(
     ] = Path("trace.json.gz"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is not such a trace.")] = False,
 ) -> None:
-    """Write a profiled step of all ranks as a trace for Perfetto.
-
-    The planned step is in it as well. Open it in https://ui.perfetto.dev.
-    """
+    """Write a profiled step of all ranks as a trace for Perfetto, https://ui.perfetto.dev."""
     from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes
     from fullshard.report.step_traces import (
         check_is_trace,
         choose_step,
-        read_predicted_step,
         read_step,
         save_trace,
         trace_processes,
@@ -39,16 +35,15 @@ def trace(
 
     check_output_file(path, is_kind=build_can_load_predicate(check_is_trace), force=force, streams=True)
     step = choose_step(directory, step)
-    measured, predicted = read_step(directory, step), read_predicted_step(directory)
+    measured = read_step(directory, step)
     if not measured:
         raise SpecError(f"{directory}: the profiles of step {step} cannot be read.", fix="another --step")
     about = {"run": str(directory), "step": str(step)}
     try:
-        save_trace(path, trace_processes(measured, predicted), about=about)
+        save_trace(path, trace_processes(measured), about=about)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
     ranks = f"{len(measured)} rank{'' if len(measured) == 1 else 's'}"
-    beside = "and the planned step" if predicted else "without a planned step, which is not known"
-    text = f"wrote {path}{size}: step {step} of {ranks}, {beside}; open it in https://ui.perfetto.dev"
+    text = f"wrote {path}{size}: step {step} of {ranks}; open it in https://ui.perfetto.dev"
     typer.echo(escape_control_characters(text))

@@ -137,8 +137,16 @@ def convert_config(
     state = ConversionState(tree, ranks=ranks)
     _check_no_nan(state)
     _READERS[found](state)
-    _keep_fp8_possible(state)
-    _extend_positions_to_data(state)
+    offloads = state.settings.get("offload.tier", "none") != "none"
+    hpz = "sharding.reshard_after_forward" in state.settings
+    if state.settings.get("precision.mode") == "fp8" and (offloads or hpz):
+        state.settings["precision.mode"] = "fp8_rowwise"
+        state.notes.append('precision.mode = "fp8_rowwise": "fp8" goes with neither offload nor hpZ')
+    length = state.settings.get("data.sequence_length")
+    most = state.settings.get("model.max_sequence", default_run_setting("model.max_sequence"))
+    if isinstance(length, int) and length > most and "model.hf" not in state.settings:
+        state.settings["model.max_sequence"] = length
+        state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
     _note_default_model_and_data(state)
     settings = {target: state.settings[target] for target in sorted(state.settings, key=_setting_sort_key)}
     run = Run.parse(_nested_tables(settings), source=f"what {name} says")
@@ -177,24 +185,6 @@ def _final_key_result(state: ConversionState, result: KeyResult) -> KeyResult:
             here = f"{target} = {default!r} here, its default"
         changes["why"] = f"a trainer fills it in; {here}"
     return result.model_copy(update=changes)
-
-
-def _keep_fp8_possible(state: ConversionState) -> None:
-    """Changes fp8 with a scale per tensor, which excludes offload and hpZ, to a scale per row."""
-    offloads = state.settings.get("offload.tier", "none") != "none"
-    hpz = "sharding.reshard_after_forward" in state.settings
-    if state.settings.get("precision.mode") == "fp8" and (offloads or hpz):
-        state.settings["precision.mode"] = "fp8_rowwise"
-        state.notes.append('precision.mode = "fp8_rowwise": "fp8" goes with neither offload nor hpZ')
-
-
-def _extend_positions_to_data(state: ConversionState) -> None:
-    """Raises `model.max_sequence`, the positions of the reference decoder, to the length of the sequences."""
-    length = state.settings.get("data.sequence_length")
-    most = state.settings.get("model.max_sequence", default_run_setting("model.max_sequence"))
-    if isinstance(length, int) and length > most and "model.hf" not in state.settings:
-        state.settings["model.max_sequence"] = length
-        state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
 
 
 def _note_default_model_and_data(state: ConversionState) -> None:

@@ -37,7 +37,12 @@ def convert_deepspeed(state: ConversionState) -> None:
     _convert_precision(state)
     _convert_batch_sizes(state)
     _convert_optimizer(state)
-    _convert_offload(state)
+    optimizer, params = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+    convert_offload(state, optimizer=f"{optimizer}.device", params=f"{params}.device")
+    for part in (optimizer, params):
+        path = state.get(f"{part}.nvme_path")
+        if state.get(f"{part}.device") == "nvme" and isinstance(path, str):
+            state.record_setting(f"{part}.nvme_path", "offload.path", value=path)
     _convert_schedule(state)
     convert_trackers(state, "{}.enabled")
     rules = load_rules("deepspeed")
@@ -67,16 +72,6 @@ def _convert_zero_stage(state: ConversionState) -> None:
         state.record_setting(key, "sharding.strategy", value=strategy)
     if parse_nonnegative_integer(stage) == 3 and isinstance(hpz, int) and hpz > 1:
         state.record_setting(hpz_key, "sharding.reshard_after_forward", value=hpz)
-
-
-def _convert_offload(state: ConversionState) -> None:
-    """Converts `offload_optimizer` and `offload_param`; sets `offload.path` for a drive."""
-    optimizer, params = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
-    convert_offload(state, optimizer=f"{optimizer}.device", params=f"{params}.device")
-    for part in (optimizer, params):
-        path = state.get(f"{part}.nvme_path")
-        if state.get(f"{part}.device") == "nvme" and isinstance(path, str):
-            state.record_setting(f"{part}.nvme_path", "offload.path", value=path)
 
 
 def _convert_precision(state: ConversionState) -> None:

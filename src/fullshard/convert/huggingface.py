@@ -5,7 +5,7 @@ trl/trainer/sft_config.py, axolotl/utils/schemas of 2026-07, llamafactory/hparam
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fullshard.convert.rules import (
@@ -73,7 +73,11 @@ def convert_fsdp_section(
     longer = [key for key in state.leaves if key.startswith(f"{_FSDP}fsdp_")]
     state.rename_keys({key: _FSDP + key.removeprefix(f"{_FSDP}fsdp_") for key in longer})
     keys = {key.removeprefix(_FSDP): key for key in state.leaves if key.startswith(_FSDP)}
-    _convert_sharding_and_prefetch(state, keys, by_default=by_default, ranks_per_node=ranks_per_node)
+    _convert_reshard_after_forward(state, keys.get("reshard_after_forward", ""))
+    _convert_strategy(state, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
+    if by_default and not {"sharding_strategy", "reshard_after_forward"} & keys.keys():
+        state.set_default_of_other_tool("sharding.strategy", "full_shard", why="FSDP's default")
+    _convert_prefetch(state, keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", ""))
     rules = load_rules("accelerate").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith(_FSDP)})
 
@@ -125,20 +129,6 @@ def _convert_parallelism_config(state: ConversionState) -> None:
     why = "replicated over ranks / shard_degree"
     state.record_setting(replicate, "sharding.strategy", value="hybrid_shard", why=why)
     state.record_setting(shard, "sharding.shard_degree", value=degree)
-
-
-def _convert_sharding_and_prefetch(
-    state: ConversionState, keys: Mapping[str, str], *, by_default: bool, ranks_per_node: int | None = None
-) -> None:
-    """Converts the sharding strategy and the prefetch of FSDP1 or FSDP2.
-
-    keys: the config's key for each argument of FSDP that it contains
-    """
-    _convert_reshard_after_forward(state, keys.get("reshard_after_forward", ""))
-    _convert_strategy(state, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
-    if by_default and not {"sharding_strategy", "reshard_after_forward"} & keys.keys():
-        state.set_default_of_other_tool("sharding.strategy", "full_shard", why="FSDP's default")
-    _convert_prefetch(state, keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", ""))
 
 
 def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int | None) -> None:

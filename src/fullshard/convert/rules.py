@@ -364,7 +364,12 @@ def apply_rules(state: ConversionState, rules: Rules) -> None:
         patterns = (rule for pattern, rule in rules.items() if fnmatchcase(key, pattern))
         rule = rules.get(key) or next(patterns, None)
         if rule is not None:
-            _apply_rule(state, key, rule=rule)
+            if rule.not_needed:
+                state.record_not_needed(key, rule.not_needed)
+            elif rule.unsupported:
+                _apply_rule_without_setting(state, key, rule=rule)
+            else:
+                _apply_rule_with_setting(state, key, rule=rule)
 
 
 def convert_trackers(state: ConversionState, key: str) -> None:
@@ -378,15 +383,6 @@ def convert_trackers(state: ConversionState, key: str) -> None:
 def keys_without_wildcards(rules: Iterable[str]) -> list[str]:
     """Returns the keys of `rules` that are not patterns, which are suggested for misspelled keys."""
     return [key for key in rules if "*" not in key]
-
-
-def _apply_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
-    if rule.not_needed:
-        state.record_not_needed(key, rule.not_needed)
-    elif rule.unsupported:
-        _apply_rule_without_setting(state, key, rule=rule)
-    else:
-        _apply_rule_with_setting(state, key, rule=rule)
 
 
 def _apply_rule_without_setting(state: ConversionState, key: str, *, rule: KeyRule) -> None:

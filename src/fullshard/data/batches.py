@@ -55,7 +55,6 @@ class TrainingData(MicrobatchSource, Protocol):
     training_sequences: number of training sequences, of which an epoch has each once; None if unknown
     vocabulary: largest token that the data can yield, plus one; None if unknown
     validation_tokens: number of held-out tokens; 0 for no validation
-    byte_entropy: entropy of the byte frequencies, nats; None if unknown or if the tokens are not bytes
     """
 
     @property
@@ -66,9 +65,6 @@ class TrainingData(MicrobatchSource, Protocol):
 
     @property
     def validation_tokens(self) -> int: ...
-
-    @property
-    def byte_entropy(self) -> float | None: ...
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields a data rank's held-out batches, shaped as in `microbatches`; equally many for each."""

@@ -252,7 +252,6 @@ def _build_user_data(run: Run) -> TrainingData:
         "training_sequences": None,
         "vocabulary": None,
         "validation_tokens": 0,
-        "byte_entropy": None,
         "validation": lambda *, rank, plan: iter(()),  # pyright: ignore[reportUnknownLambdaType]
         "encode": lambda text: [],  # pyright: ignore[reportUnknownLambdaType]
         "decode": _token_numbers_as_text,

@@ -135,7 +135,8 @@ class ChatTemplate:
         Raises UntokenizableRecordError if the template rejects it or does not write an answer that is trained
         on, and if the assistant's words cannot be found.
         """
-        self._check_template_kwargs(conversation.template_kwargs)
+        if reserved := sorted(self._reserved_names.intersection(conversation.template_kwargs)):
+            raise UntokenizableRecordError(f"chat_template_kwargs cannot have {', '.join(reserved)}")
         conversation, text = self._render_conversation(conversation)
         unwritten = self._check_content_is_written(conversation, train_on=train_on)
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
@@ -237,11 +238,6 @@ class ChatTemplate:
         if last["role"] != "assistant" or "tool_calls" in last or not isinstance(content, str):
             return True
         return not text.rstrip().endswith(content.rstrip()[-_COMPARED:]) or self._ends_special(tokens)
-
-    def _check_template_kwargs(self, names: Iterable[str]) -> None:
-        """Raises UntokenizableRecordError if a name is that of a parameter of `apply_chat_template`."""
-        if reserved := sorted(self._reserved_names.intersection(names)):
-            raise UntokenizableRecordError(f"chat_template_kwargs cannot have {', '.join(reserved)}")
 
     def _render_conversation(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Returns (conversation in the form that the template takes, text of the conversation).

@@ -89,7 +89,8 @@ def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[Sour
         list_files = _list_remote_files if is_remote_url(pattern) else _list_local_files
         found |= {file.path: file for file in list_files(pattern, kind)}
     for path in found:
-        _check_codec_installed(path)
+        if _suffix(path) in (".zst", ".lz4") and find_spec("pyarrow") is None:
+            raise MissingExtraError("data", package="pyarrow", needed_for=without_secrets(path))
     # Sorting by text makes the order independent of the directory in which the files lie.
     files = [found[path] for path in sorted(found) if found[path].size]
     if not files:
@@ -193,11 +194,6 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {
     ".zst": partial(_open_with_arrow, codec="zstd"),
     ".lz4": partial(_open_with_arrow, codec="lz4"),
 }
-
-
-def _check_codec_installed(path: str) -> None:
-    if _suffix(path) in (".zst", ".lz4") and find_spec("pyarrow") is None:
-        raise MissingExtraError("data", package="pyarrow", needed_for=without_secrets(path))
 
 
 def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
 from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream, cache_key
-from fullshard.data.tokenizer import BYTES, Tokenizer
+from fullshard.data.tokenizer import Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
 from fullshard.system.terminal import escape_to_single_line
@@ -102,22 +102,6 @@ class PackedData:
         """Number of held-out tokens, excluding padding."""
         return sum(pool.held_out.token_count for pool in self.pools)
 
-    @property
-    def byte_entropy(self) -> float | None:
-        """-sum(p log p) over the byte frequencies p of the training part, in nats per byte.
-
-        This is the loss of a model that knows only the frequency of each byte. None except for a single pool
-        of byte tokens in memory, since other tokens are not read before they are trained on.
-        """
-        stream, rows = self.pools[0].stream, self.pools[0].training
-        if len(self.pools) > 1 or not all(store.key is None for store in stream.stores):
-            return None
-        counts = np.zeros(BYTES, dtype=np.int64)
-        for begin, length in zip(rows.begins, rows.lengths, strict=True):
-            counts += np.bincount(stream.slice_tokens_in_one_store(begin, begin + length), minlength=BYTES)
-        frequencies = counts[counts > 0] / counts.sum()
-        return float(-(frequencies * np.log(frequencies)).sum())
-
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         """Returns the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
 
@@ -203,19 +187,18 @@ class PackedData:
     def describe(self) -> str:
         """Returns a description of the data: one line, and one for each warning and for a record left out."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
-        facts, entropy = self.summary_figures(), self.byte_entropy
+        facts = self.summary_figures()
         left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
         cut = (
             f", {facts['documents cut']:,} of them cut: longer than a sequence"
             if facts["documents cut"]
             else ""
         )
-        frequency = "" if entropy is None else f", {entropy:.3f} nats/byte by frequency"
         return (
             f"{facts['source']}: {self.document_count:,} documents{cut}{left_out}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
-            f"{100 * facts['efficiency']:.2f} % full{frequency}"
+            f"{100 * facts['efficiency']:.2f} % full"
             + "".join(
                 f"\nleft out, for example: {escape_to_single_line(text)}"
                 for text in facts["skip_messages"][:1]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fullshard.errors import PlanError, SpecError, TraceError
 from fullshard.launch.detect import detect_hardware
@@ -33,7 +33,6 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.records.run_files import CHECKPOINTS
-from fullshard.spec.records.step_spans import spans_to_json
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.settings.run_checks import check_data_is_given, unused_setting_notes
@@ -41,9 +40,6 @@ from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from torch.nn import Module
-
-# Units of all microbatches of a step, each with about 20 spans, above which no predicted step is saved.
-_MOST_TRACED_UNITS = 2000
 
 
 def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -> LaunchRequest:
@@ -76,38 +72,15 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
         model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
         if plain_defaults:
             _check_host_limit_is_planned(run, why="--no-plan was given", fix="leave out one of the two")
-            choice = _PlanChoice(plain)
+            plan = plain
         else:
-            choice = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
-    plan = choice.plan
+            plan = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
     if plan.prediction is not None and not plan.prediction.has_complete_step_time:
         _print_note_on_rank_0(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
-    predicted = choice.predicted_step_text()
-    arguments = {} if predicted is None else {"predicted_step": predicted}
-    return request.model_copy(update={"run": plan.run, "plan": plan, "arguments": arguments})
-
-
-class _PlanChoice(NamedTuple):
-    """The plan to train with, and the spec and the hardware that its prediction is of, if it has one."""
-
-    plan: Plan
-    spec: ModelSpec | None = None
-    hardware: Hardware | None = None
-
-    def predicted_step_text(self) -> str | None:
-        """Returns the spans of the predicted step as JSON; None if unknown or too many."""
-        spec, hardware, prediction = self.spec, self.hardware, self.plan.prediction
-        if spec is None or hardware is None or prediction is None or not self.plan.run.log.trace_every:
-            return None
-        if len(spec.units) * self.plan.accumulation > _MOST_TRACED_UNITS:
-            return None
-        from fullshard.planner.predict.spans import predict_step_spans
-
-        spans = predict_step_spans(spec, self.plan, hardware=hardware)
-        return spans_to_json(spans)
+    return request.model_copy(update={"run": plan.run, "plan": plan})
 
 
 def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
@@ -166,7 +139,7 @@ def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     return plan.world_size == ranks
 
 
-def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> _PlanChoice:
+def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module | None") -> Plan:
     """Returns the plan to train with, including its prediction unless the planner cannot decide.
 
     chosen: the user's plan, which gets a prediction; None to search for the fastest plan
@@ -180,7 +153,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
             hardware = with_infinitely_fast_drive(hardware)
         if chosen is not None:
             spec = _describe_on(hardware, chosen, model=model)
-            return _PlanChoice(predict(spec, chosen, hardware), spec, hardware)
+            return predict(spec, chosen, hardware)
         quick = _find_plan_without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
@@ -192,11 +165,10 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         got = f" ({error.got})" if isinstance(error, TraceError) else ""
         fix = f"\n  try: {error.fix}" if error.fix and not isinstance(error, TraceError) else ""
         _print_note_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
-        return _PlanChoice(chosen or plain)
+        return chosen or plain
     for left_out in spec.untraced:
         _print_note_on_rank_0(str(left_out))
-    best = require_best(found, spec=spec, hardware=hardware, run=run)
-    return _PlanChoice(best, spec, hardware)
+    return require_best(found, spec=spec, hardware=hardware, run=run)
 
 
 def _check_host_limit_is_planned(run: Run, *, why: str, fix: str) -> None:
@@ -234,9 +206,7 @@ def _build_and_check_model(run: Run) -> "Module":
     return model
 
 
-def _find_plan_without_recompute(
-    run: Run, hardware: Hardware, *, model: "Module | None"
-) -> _PlanChoice | None:
+def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:
     """Returns the fastest plan without recompute if it fits; None if it does not, or recompute is not auto.
 
     None also if ranks may divide experts, or it may pay that they share matmuls. Recompute trades time for
@@ -255,7 +225,7 @@ def _find_plan_without_recompute(
         return None
     if may_pay_to_share_matmuls(found.best, hardware):
         return None
-    return _PlanChoice(found.best, spec, hardware)
+    return found.best
 
 
 def _describe_on(hardware: Hardware, plan: Plan | Run, *, model: "Module | None") -> ModelSpec:

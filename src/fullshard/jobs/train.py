@@ -1,4 +1,4 @@
-"""The work of each rank of `fullshard train`, from the Run to its Measurement."""
+"""The work of each rank of `fullshard train`, from the Run to its Measurement, sample and last save."""
 
 import math
 import signal
@@ -13,8 +13,10 @@ from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
-from fullshard.jobs.run_end import save_and_report_end
-from fullshard.jobs.run_start import TrainJob, plan_without_prediction, prepare_job
+from fullshard.jobs.run_start import TrainJob, flops_per_token, plan_without_prediction, prepare_job
+from fullshard.models.decoder import DecoderModel
+from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.loss import next_token_loss
 from fullshard.observe.memory import (
     PeakMemory,
     measure_peak_memory,
@@ -26,26 +28,26 @@ from fullshard.parallel.compile import find_compiled_forwards
 from fullshard.parallel.mesh import process_group
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
-from fullshard.spec.records.measurement import PeakBytes
+from fullshard.spec.records.measurement import Measurement, PeakBytes, StepSeconds
+from fullshard.spec.records.run_files import MEASUREMENT, PLAN
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
+from fullshard.system.files import write_file_atomically
 from fullshard.system.process import record_signals
-from fullshard.training.between_steps import validation_loss
+from fullshard.training.between_steps import generate, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import make_checkpoint_location, roll_back
-from fullshard.training.shard import close_offloaded_state
+from fullshard.training.shard import close_offloaded_state, rank_offload_directory
 
 # The first step allocates memory that later steps reuse. The second shows the steady peak.
 _METERED = 1
+SAMPLE_PROMPT = "def "
 
 
-def run_job(
-    run: Run, *, resume: bool, plan: Plan | None, command_started: float, predicted_step: str | None = None
-) -> None:
+def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
-    predicted_step: spans of the plan's predicted step as JSON, to be written beside the measured ones
     After SIGTERM or SIGINT, ends within two steps, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
@@ -64,7 +66,6 @@ def run_job(
                 resume=resume,
                 started=command_started,
             )
-            job.profiler.write_predicted(predicted_step)
             interrupted = _train_and_save(job)
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
@@ -255,3 +256,93 @@ def gather_highest_peak(peak: PeakMemory, model: nn.Module, *, plan: Plan) -> Pe
     every = all_gather_object(own)
     fullest = max(every, key=lambda one: one.total)
     return fullest.model_copy(update={"host": max((one.host for one in every if one.host), default=host)})
+
+
+def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
+    """Saves the last checkpoint, and writes plan, measurement, sample and export. Collective."""
+    if job.last is not None:
+        job.state.phase.enter(RunPhase.SAVING)
+        job.checkpoints.save_last(job.state)
+    else:
+        job.log.print_message(
+            f"all {job.plan.run.train.step_count} steps are done already; nothing was trained"
+        )
+    job.state.phase.enter(RunPhase.FINISHING)
+    if interrupted:
+        job.log.print_message(
+            f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"
+        )
+    elif job.last is not None:
+        job.sample = _sample_text_or_none(job)
+    if job.ranks.rank != 0:
+        return
+    job.directory.record_run_end(interrupted=interrupted)
+    if job.last is not None:
+        root = job.directory.root
+        write_file_atomically(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
+        _make_measurement(job).save(root / MEASUREMENT)
+    if interrupted:
+        job.log.record_event("stop", step=job.state.step, details={"saved": True})
+    else:
+        loss = None if job.last is None else job.last.loss
+        details = {"loss": loss, "validation_loss": job.validation}
+        job.log.record_event("end", step=job.state.step, details=details)
+
+
+def _sample_text_or_none(job: TrainJob) -> str | None:
+    """Returns a text that the model generates; None if no sample is asked for or possible. Collective."""
+    model, count = job.state.model, job.plan.run.log.sample_tokens
+    if not count:
+        return None
+    loss = getattr(job.loss, "func", job.loss)
+    if loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
+        job.log.print_message("no sample: nothing says that the model continues a text")
+        return None
+    prompt = job.data.encode(SAMPLE_PROMPT)
+    if not prompt:
+        return None
+    window, multiple = job.plan.run.data.sequence_length, job.plan.tensor_parallel
+    tokens = generate(model, prompt, tokens=count, window=window, multiple=multiple)
+    return job.data.decode(tokens)
+
+
+def _make_measurement(job: TrainJob) -> Measurement:
+    offloaded = find_offloaded_state(job.state.model)
+    compiled = find_compiled_forwards(job.state.model)
+    return Measurement(
+        directory=str(job.directory.root),
+        strategy=job.plan.strategy,
+        world_size=job.plan.world_size,
+        device=job.matmul_peak.device,
+        offload=_offload_target_text(job.plan),
+        drive=None if offloaded is None else offloaded.settings.traffic.median_step_bytes(),
+        first_step=job.first_step,
+        pace=job.pace,
+        skipped_steps=job.state.skipped - job.skipped_before,
+        repeated_steps=job.repeated_steps,
+        first_loss=job.first_loss,
+        last_loss=job.last.loss if job.last else None,
+        validation_loss=job.validation,
+        flops_per_token=flops_per_token(job.plan, job.state.model),
+        peak=job.matmul_peak,
+        peak_bytes=job.peak_bytes,
+        step_seconds=_profile_scaled_to_mean_step(job),
+        startup_seconds=job.startup_seconds,
+        compilation=job.compiler.of_blocks(compiled) if compiled else None,
+        checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
+        sample=job.sample,
+    )
+
+
+def _profile_scaled_to_mean_step(job: TrainJob) -> StepSeconds | None:
+    """Returns the mean step time, split into parts in proportion to the fastest profiled step's parts."""
+    seconds = job.pace.step_seconds
+    if seconds is None or not job.profiled:
+        return None
+    return min(job.profiled, key=lambda step: step.total).scaled_to(seconds)
+
+
+def _offload_target_text(plan: Plan) -> str | None:
+    section = plan.run.offload
+    place = f" in {rank_offload_directory(plan, rank=0).parent}" if section.is_on_drive else ""
+    return f"{section.tier}{place}" if section.offloads_optimizer else None

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
 from fullshard.spec.machine.catalog import (
+    catalog_chip_hardware,
     default_cpu_rates,
     find_catalog_entry_of_chip,
     find_chip_by_device_name,
@@ -18,7 +19,6 @@ from fullshard.spec.machine.catalog import (
     read_default_rates,
 )
 from fullshard.spec.machine.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
-from fullshard.spec.machine.hardware_text import catalog_chip_hardware
 from fullshard.system.process import count_usable_cores
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"

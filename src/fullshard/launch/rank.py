@@ -10,9 +10,8 @@ from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.launch.environment import prepare_rank_environment
-from fullshard.launch.event_log import OwnFaultRecorder
 from fullshard.launch.gc import freeze_imports_in_gc
-from fullshard.launch.outcome import ProcessOutcome
+from fullshard.launch.outcome import OwnFaultRecorder, ProcessOutcome
 from fullshard.launch.request import LaunchRequest
 from fullshard.system.process import call_on_watchdog_exit
 from fullshard.system.terminal import escape_log_messages, prepare_standard_streams
@@ -38,7 +37,11 @@ def main(argv: Sequence[str]) -> None:
                 request.import_job()
             request.call_job()
     ending.save(path)
-    _exit_if_failed(ending)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if ending.exit_code not in (0, INTERRUPTED_EXIT_CODE):
+        # A failed rank exits at once, so that its peers notice: teardown may wait for a collective.
+        os._exit(ending.exit_code)
 
 
 def perform_as_torchrun_rank(request: LaunchRequest) -> int:
@@ -91,15 +94,6 @@ def _end_with_launcher(launcher: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
         sys.exit(1)  # the launcher died before the call above
-
-
-def _exit_if_failed(ending: ProcessOutcome) -> None:
-    """Exits if the rank failed. Returns if it is done, or was interrupted and has saved."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if ending.exit_code not in (0, INTERRUPTED_EXIT_CODE):
-        # A failed rank exits at once, so that its peers notice: teardown may wait for a collective.
-        os._exit(ending.exit_code)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
     Collective if there is a process group: returns the mean over the ranks' chips. If the catalog lacks any
     of them, all ranks measure.
     """
-    arithmetic = _matmul_compute_dtype(device, dtype)
+    rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    arithmetic = "tf32" if dtype == "fp32" and rounded else dtype
     name, listed = _name_and_catalog_rate(device, arithmetic)
     if _mean_over_ranks(float(listed is not None), device) == 1:
         rate = _mean_over_ranks(listed or 0.0, device)
@@ -100,12 +101,6 @@ def _name_and_catalog_rate(device: torch.device, arithmetic: ComputeDtype) -> tu
     name = torch.cuda.get_device_name(device)
     chip = find_chip_by_device_name(name, memory_bytes=torch.cuda.get_device_properties(device).total_memory)
     return (name, None) if chip is None else (chip.name, chip.flops_per_second.get(arithmetic))
-
-
-def _matmul_compute_dtype(device: torch.device, dtype: Dtype) -> ComputeDtype:
-    """Returns the dtype in which matmuls of `dtype` compute: `dtype`, or tf32 if torch is set to that."""
-    rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype == "fp32" and rounded else dtype
 
 
 def _mean_over_ranks(value: float, device: torch.device) -> float:

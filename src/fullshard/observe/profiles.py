@@ -15,10 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fullshard.errors import SpecError
 from fullshard.parallel.mesh import RankInfo
 from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, parse_profile, profiled_step
-from fullshard.spec.records.run_files import PREDICTED_STEP, PROFILES
+from fullshard.spec.records.run_files import PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import LogSection
-from fullshard.system.files import write_file_atomically
 
 _SAMPLED = (10, 100)
 """Steps of an attempt that are sampled besides each `log.trace_every`-th."""
@@ -93,20 +92,6 @@ class StepProfiler:
         # The events refer to each other, so they would stay for up to 50 steps, and hide a leak.
         del profiler
         gc.collect()
-
-    def write_predicted(self, text: str | None) -> None:
-        """Writes the planned step beside the measured ones. Only on rank 0."""
-        if self._rank != 0:
-            return
-        path = self._directory / PROFILES / PREDICTED_STEP
-        try:
-            if text is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.parent.mkdir(exist_ok=True)
-                write_file_atomically(path, text)
-        except OSError as error:
-            self._say(f"{path} cannot be written: {error.strerror}; the run continues without it")
 
     def _write(self, profiler: profile, path: Path, *, step: int) -> ProfiledStep:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.predict.spans import predict_step_spans
 from fullshard.planner.search.candidates import run_with_settings
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
@@ -17,7 +16,6 @@ from fullshard.planner.search.search import SearchResult, require_best, search
 from fullshard.planner.target import PlanTarget, choose_global_batch, choose_hardware, resolve_plan_target
 from fullshard.quantities import format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
-from fullshard.report.step_traces import check_is_trace, save_trace
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.machine.certainty import certainty_of
 from fullshard.spec.machine.hardware import Hardware
@@ -178,25 +176,10 @@ class PlanResult:
             print()
             show_plan_table(self.best, self.found.by_strategy.values())
 
-    def save(self, plan: Path | None, trace: Path | None) -> None:
-        """Saves the best plan, and its predicted step as a trace, to paths that are not None.
-
-        Raises SpecError for a file that cannot be written.
-        """
-        question = self.question
-        if plan is not None:
-            with _convert_write_errors(plan):
-                self.best.save(plan)
-        if trace is None:
-            return
-        spans = predict_step_spans(question.spec, self.best, hardware=question.hardware)
-        about = {
-            "model": question.model_summary,
-            "hardware": question.hardware_summary,
-            "rates": question.hardware.source,
-        }
-        with _convert_write_errors(trace):
-            save_trace(trace, {f"predicted: one of {self.best.world_size:,} ranks": spans}, about=about)
+    def save(self, path: Path) -> None:
+        """Saves the best plan. Raises SpecError for a file that cannot be written."""
+        with _convert_write_errors(path):
+            self.best.save(path)
 
     def json_record(self, budget: TrainingBudget | None) -> dict[str, object]:
         """Returns the result as JSON values. `best` is the plan that --save writes."""
@@ -223,16 +206,11 @@ class PlanResult:
         return data
 
 
-def check_outputs_replaceable(plan: Path | None, trace: Path | None, *, force: bool) -> None:
-    """Raises SpecError if an output file must not be replaced, or has no directory.
-
-    This is checked before anything is planned.
-    """
-    for path, load in ((plan, Plan.load), (trace, check_is_trace)):
-        if path is not None:
-            with _convert_write_errors(path):
-                path.parent.stat()
-            check_output_file(path, is_kind=build_can_load_predicate(load), force=force, streams=True)
+def check_output_replaceable(path: Path, *, force: bool) -> None:
+    """Raises SpecError if the file of the plan must not be replaced, or has no directory."""
+    with _convert_write_errors(path):
+        path.parent.stat()
+    check_output_file(path, is_kind=build_can_load_predicate(Plan.load), force=force, streams=True)
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from fullshard.launch.gc import disable_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.describe.describe_run import describe_run
-from fullshard.planner.search.candidate_costs import LONG_RUN_STEPS
+from fullshard.planner.search.candidates import LONG_RUN_STEPS
 from fullshard.planner.search.parallel_degrees import sequences_for_sharing_ranks
 from fullshard.quantities import format_count
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import Hardware
-from fullshard.spec.machine.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.pretrained import (
     CONFIG_NAME,

@@ -277,11 +277,7 @@ def _loss_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     if m.first_loss is not None and m.last_loss is not None:
         yield "loss", f"{m.first_loss:.4f} in the first step, {m.last_loss:.4f} in the last"
     if m.validation_loss is not None:
-        share = ""
-        if m.byte_entropy:
-            ratio = m.validation_loss / m.byte_entropy
-            share = f" = {ratio:.3f} of the entropy of the byte frequencies ({m.byte_entropy:.4f})"
-        yield "validation", f"{m.validation_loss:.4f} nats a token{share}"
+        yield "validation", f"{m.validation_loss:.4f} nats a token"
 
 
 def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:

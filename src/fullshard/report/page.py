@@ -114,7 +114,7 @@ def _step_section(directory: Path) -> str:
     if len(steps) > 1:
         least, rank = measured[0]
         text += f"Rank {rank} waited least for others: {format_seconds(least.exposed_collective_seconds)}. "
-    text += "fullshard trace shows the work of each unit beside the planned step."
+    text += "fullshard trace shows the work of each unit."
     return f'<p class="dim">{text}</p>{html_table(["rank", *map(term_label, names), "in all"], rows)}'
 
 

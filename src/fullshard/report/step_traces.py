@@ -1,4 +1,4 @@
-"""The profiled steps of a run and its planned step, and traces of them for https://ui.perfetto.dev."""
+"""The profiled steps of a run, and traces of them for https://ui.perfetto.dev."""
 
 import gzip
 import json
@@ -8,12 +8,10 @@ from pathlib import Path
 
 from fullshard.errors import SpecError
 from fullshard.report.profiled_step import profiled_step, read_kernel_trace
-from fullshard.spec.records.run_files import METRICS, PREDICTED_STEP, PROFILES
-from fullshard.spec.records.step_spans import ProfiledStep, StepSpan, parse_spans
-from fullshard.system.files import open_regular_file
+from fullshard.spec.records.run_files import METRICS, PROFILES
+from fullshard.spec.records.step_spans import ProfiledStep, StepSpan
 
 _PROFILE = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")
-_MOST_BYTES = 16 << 20  # of the planned step
 _PROGRAM = {"program": "fullshard"}
 _SIGN = json.dumps({"otherData": _PROGRAM})[:-2].encode()  # how a trace of fullshard's begins
 _NANOSECONDS = 1_000_000_000
@@ -55,15 +53,6 @@ def read_last_step(directory: Path, *, most_ranks: int) -> list[ProfiledStep]:
     return read_step(directory, choose_step(directory, None), most_ranks=most_ranks)
 
 
-def read_predicted_step(directory: Path) -> tuple[StepSpan, ...]:
-    """Returns the spans of the planned step; none if it was not recorded, or cannot be read."""
-    try:
-        with open(directory / PROFILES / PREDICTED_STEP, "rb", opener=open_regular_file) as file:
-            return parse_spans(file.read(_MOST_BYTES))
-    except OSError:
-        return ()
-
-
 def choose_step(directory: Path, step: int | None) -> int:
     """Returns `step`, or the last profiled step. Raises SpecError if the run has no such profile."""
     if not directory.is_dir():
@@ -91,13 +80,8 @@ def choose_step(directory: Path, step: int | None) -> int:
     return step
 
 
-def trace_processes(
-    measured: Sequence[ProfiledStep], predicted: Sequence[StepSpan]
-) -> dict[str, list[StepSpan]]:
-    """Returns the processes of a trace: one for each rank, on one axis of time, and the planned step.
-
-    The axis begins where the first rank begins; the planned step begins there, too.
-    """
+def trace_processes(measured: Sequence[ProfiledStep]) -> dict[str, list[StepSpan]]:
+    """Returns the processes of a trace: one for each rank, on a time axis that begins with the first."""
     start = min(one.begin_ns for one in measured)
     processes: dict[str, list[StepSpan]] = {}
     for one in measured:
@@ -105,8 +89,6 @@ def trace_processes(
         processes[f"rank {one.rank} on {one.host}"] = [
             span._replace(begin=span.begin + late, end=span.end + late) for span in one.spans
         ]
-    if predicted:
-        processes["predicted: one rank"] = list(predicted)
     return processes
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fullshard.errors import PlanError, ShardError
-from fullshard.planner.search.candidate_costs import require_prediction
-from fullshard.planner.search.candidates import run_with_settings
+from fullshard.planner.search.candidates import require_prediction, run_with_settings
 from fullshard.planner.search.parallel_degrees import (
     DegreeSearch,
     choose_fastest,

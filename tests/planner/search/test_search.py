@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import peak_bytes
-from fullshard.planner.search.candidate_costs import step_seconds_with_startup
-from fullshard.planner.search.candidates import build_plan, iterate_candidates
+from fullshard.planner.search.candidates import build_plan, iterate_candidates, step_seconds_with_startup
 from fullshard.planner.search.search import SAME_MEMORY, SAME_SPEED, SearchResult, plan, predict, search
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, RepeatedUnits

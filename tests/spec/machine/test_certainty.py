@@ -8,8 +8,8 @@ from statistics import quantiles
 
 import pytest
 
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.certainty import read_certainty, speed_certainty
-from fullshard.spec.machine.hardware_text import hardware_on
 from tests.fakes.hardware import cpu_of
 
 BENCH = Path(__file__).parents[3] / "bench"

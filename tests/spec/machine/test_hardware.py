@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, RatePoint, interpolate_rate
-from fullshard.spec.machine.hardware_text import hardware_on
 
 CURVE = (RatePoint(1e3, 1e9), RatePoint(1e6, 4e9), RatePoint(1e9, 8e9))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import interpolate_rate
-from fullshard.spec.machine.hardware_text import hardware_on
 
 
 @pytest.mark.parametrize(

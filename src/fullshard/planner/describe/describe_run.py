@@ -108,7 +108,9 @@ def _trace(
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
-    _print_that_it_traces(model)
+    if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
+        name = escape_to_single_line(type(model).__name__)
+        print(f"planning: tracing {name} without its weights …", file=sys.stderr, flush=True)
     return describe(
         model,
         plan,
@@ -117,13 +119,6 @@ def _trace(
         device_type=device,
         attention_kernel=attention_kernel,
     )
-
-
-def _print_that_it_traces(model: "Module") -> None:
-    """Prints one line on a terminal: a large model on a busy machine takes minutes."""
-    if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
-        name = escape_to_single_line(type(model).__name__)
-        print(f"planning: tracing {name} without its weights …", file=sys.stderr, flush=True)
 
 
 def _example_batch(plan: Plan | Run, model: "Module") -> Any:

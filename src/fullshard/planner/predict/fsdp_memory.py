@@ -406,11 +406,7 @@ class GradientMemoryReplay:
         ledger.gradients += 0 if unit.has_gradient else size.gradient
         unit.has_gradient, unit.partial = True, 0
         if self.plan.copies_gradients_to_host:
-            self._offload_gradient(index)
-
-    def _offload_gradient(self, index: int) -> None:
-        """Starts copying a gradient to the host, and frees the oldest if three are in transit."""
-        self.units[index].has_gradient = False
-        self.leaving.append(self.sizes[index].gradient)
-        if len(self.leaving) > MAX_OFFLOADING_GRADIENTS:
-            self.ledger.gradients -= self.leaving.popleft()
+            self.units[index].has_gradient = False
+            self.leaving.append(self.sizes[index].gradient)
+            if len(self.leaving) > MAX_OFFLOADING_GRADIENTS:
+                self.ledger.gradients -= self.leaving.popleft()

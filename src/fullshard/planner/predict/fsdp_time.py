@@ -36,7 +36,7 @@ On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) w
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from fullshard.planner.predict.collectives import (
     CollectiveLayout,
@@ -174,22 +174,6 @@ Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
 HostStream = Literal["disk", "updating", "host_in", "host_out", "host_sum"]
 
 
-class RecordedWork(NamedTuple):
-    """Work on a stream, or a wait, from tick `begin` to tick `end`.
-
-    kind: the work on that stream; a cause for a wait
-    phase, unit, microbatch: what it is for; unit -1: none
-    """
-
-    stream: str
-    kind: str
-    begin: int
-    end: int
-    phase: str
-    unit: int
-    microbatch: int
-
-
 @dataclass(slots=True)
 class StreamClocks:
     """Clocks (the tick at which each stream finishes its queued work), and sums of ticks spent.
@@ -199,8 +183,6 @@ class StreamClocks:
 
     serial: bool  # host and device share one timeline
     blocking: float = 0.0  # fraction of a collective that computing always waits for
-    recorded: list[RecordedWork] | None = None  # all work, if it is to be recorded
-    purpose: tuple[str, int, int] = ("", -1, 0)  # event, unit and microbatch that the work is for
     host: int = 0
     compute: int = 0
     copy_in: int = 0
@@ -237,23 +219,18 @@ class StreamClocks:
             self.compute += length + issue
             self.computed += length + issue
             self.host = self.compute
-            self._record("compute", "kernels", length=length + issue, end=self.compute)
             return
         done, issued = self.compute + length, self.host + max(length, issue)
         self.slack = min(self.slack, done - issued)
         end = max(done, issued)
         self.computed += end - self.compute
         self.idle += end - done
-        self._record("compute", "launches", length=end - done, end=end - length)
-        self._record("compute", "kernels", length=length, end=end)
         self.compute = end
         self.host += issue
-        self._record("host", "launches", length=issue, end=self.host)
 
     def run_fsdp_host_work(self, length: int) -> None:
         """Adds `length` ticks of FSDP2's own work on the host."""
         self.host += length
-        self._record("compute" if self.serial else "host", "FSDP2", length=length, end=self.host)
         if self.serial:
             self.compute = self.host
             self.copied += length
@@ -264,7 +241,6 @@ class StreamClocks:
         self._wait_for_host_launch()
         self.compute += length
         self.copied += length
-        self._record("compute", "copies", length=length, end=self.compute)
         if self.serial:
             self.host = self.compute
 
@@ -290,14 +266,11 @@ class StreamClocks:
             ready = max(self.copy_in, after)
             self.slack = min(self.slack, ready - self.host)
             self.copy_in = max(ready, self.host) + into
-            self._record("copy_in", "copies", length=into, end=self.copy_in)
             start = max(self.gather, self.copy_in)
         if again and cost.separate_network:
             end = self.hpz_network = max(start, self.hpz_network) + length
-            self._record("hpz_network", "all_gathers", length=length, end=end)
         else:
             end = self.network = max(start, self.network) + length
-            self._record("gather", "all_gathers", length=length, end=end)
         if not inline:
             self.gather = end
         self.fetched = start if inline else self.copy_in
@@ -319,7 +292,6 @@ class StreamClocks:
         else:
             end = max(self.reduce, self.compute, self.network) + cost.scatter
             self.network = self.reduce = end
-            self._record("reduce", "reduce_scatters", length=cost.scatter, end=end)
             self._add_sent_and_blocked_time(cost.scatter, "reduce_scatter")
         self.reduce_input_free = self.reduce
 
@@ -339,7 +311,6 @@ class StreamClocks:
         """
         end = max(getattr(self, stream), after) + length
         setattr(self, stream, end)
-        self._record(stream, stream, length=length, end=end)
         return end
 
     def copy_on_reduce_stream(self, length: int) -> None:
@@ -348,21 +319,18 @@ class StreamClocks:
             self.copy_on_compute_stream(length)
             length = 0
         self.reduce = max(self.reduce, self.compute) + length
-        self._record("reduce", "copies", length=length, end=self.reduce)
 
     def start_all_reduce(self, cost: UnitCost, *, settle: int) -> None:
         """Runs the all-reduce over replicas, and then the cast, which takes `settle` ticks."""
         end = max(self.all_reduce, self.reduce) + cost.all_reduce
         if cost.shares_wires:
             end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
-        self._record("all_reduce", "all_reduces", length=cost.all_reduce, end=end)
         self._add_sent_and_blocked_time(cost.all_reduce, "all_reduce")
         if self.serial:
             self.copy_on_compute_stream(settle)
             self.all_reduce = max(end, self.compute)
         else:
             self.all_reduce = end + settle
-            self._record("all_reduce", "copies", length=settle, end=self.all_reduce)
 
     def _add_sent_and_blocked_time(self, length: int, cause: Cause) -> None:
         self.sent += length
@@ -376,7 +344,6 @@ class StreamClocks:
     def _add_waiting_time(self, length: int, cause: Cause) -> None:
         name = "copied" if cause == "copy" else f"waited_{cause}"
         setattr(self, name, getattr(self, name) + length)
-        self._record("compute", cause, length=length, end=self.compute)
 
     def _wait_for_host_launch(self) -> None:
         gap = self.host - self.compute
@@ -385,11 +352,6 @@ class StreamClocks:
             self.compute = self.host
             self.computed += gap
             self.idle += gap
-            self._record("compute", "launches", length=gap, end=self.compute)
-
-    def _record(self, stream: str, kind: str, *, length: int, end: int) -> None:
-        if self.recorded is not None and length > 0:
-            self.recorded.append(RecordedWork(stream, kind, end - length, end, *self.purpose))
 
 
 @dataclass

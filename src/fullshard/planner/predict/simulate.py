@@ -56,9 +56,7 @@ _GATHER_CLOCKS = (
 )
 # All clocks and sums. A skipped turn adds to each as much as the turn before it.
 _CLOCKS_AND_SUMS = tuple(
-    part.name
-    for part in fields(StreamClocks)
-    if part.name not in ("serial", "blocking", "slack", "recorded", "purpose")
+    part.name for part in fields(StreamClocks) if part.name not in ("serial", "blocking", "slack")
 )
 _LONGEST_CYCLE = 4
 
@@ -113,7 +111,6 @@ class StepSimulation:
     in_buffers: BufferedUnits = field(default_factory=BufferedUnits)  # units in the host's buffers
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun
-    microbatch: int = 0  # number of the current microbatch, from 1
     is_first: bool = False  # this is the step's first microbatch
     is_last: bool = False  # this is the step's last microbatch
 
@@ -137,7 +134,6 @@ class StepSimulation:
     def _simulate_microbatch(self, work: MicrobatchWork) -> None:
         self.uses.clear()
         self.in_backward = False
-        self.microbatch += 1
         for segment in work.program.segments:
             self._simulate_segment(segment, work)
 
@@ -167,7 +163,6 @@ class StepSimulation:
     def _simulate_phases(self, steps: Sequence[ScheduledPhase], work: MicrobatchWork, *, shift: int) -> None:
         streams, lengths, program = self.streams, work.lengths, work.program
         for event, unit, traced, phase in steps:
-            streams.purpose = (event, unit + shift if unit >= 0 else -1, self.microbatch)
             if unit < 0:
                 self._end_forward_or_backward(event)
             elif (cost := self.costs[traced]).has_parameters:
@@ -273,8 +268,7 @@ class StepSimulation:
         if self.in_backward and not cost.gathers_in_backward:
             return
         again = self.in_backward and cost.reshards
-        there, purpose = 0, self.streams.purpose
-        self.streams.purpose = (purpose[0], unit, self.microbatch)
+        there = 0
         # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.
         if not (again and cost.resharded):
             updates = self.is_first and not self.in_backward
@@ -291,7 +285,6 @@ class StepSimulation:
                 after=max(self.put_back.pop(unit, 0), there),
             )
         self.pending[unit] = there
-        self.streams.purpose = purpose
 
     def _wait_and_copy_out(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
         """Waits for a unit's all-gather, and copies its parameters out."""
@@ -338,7 +331,7 @@ def simulate_second_step(  # signature: as `StepSimulation`
     """
     found = BufferedUnits()
     if any(cost.frozen_on_disk for cost in costs):
-        before = StepSimulation(replace(streams, recorded=None), costs, policy)
+        before = StepSimulation(replace(streams), costs, policy)
         before.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
         found.frozen += before.in_buffers.frozen
     last = StepSimulation(streams, costs, policy, in_buffers=found)

@@ -28,7 +28,6 @@ from fullshard.planner.predict.collectives import (
 )
 from fullshard.planner.predict.fsdp_time import (
     TICKS,
-    RecordedWork,
     StreamClocks,
     UnitCost,
     to_ticks,
@@ -160,21 +159,9 @@ class StepTimePredictor:
         turns = self._microbatch_work(plan, trace, adds=False).program.repeats
         return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
-    def simulate_streams(
-        self,
-        plan: Plan,
-        *,
-        units: UnitCosts,
-        moves_nothing: bool = False,
-        recorded: list[RecordedWork] | None = None,
-    ) -> StreamClocks:
-        """Returns the streams at the end of a step's last backward.
-
-        moves_nothing: no activations are copied
-        recorded: a list to which all work is added; only without skipping
-        """
-        blocking = 1 - self.hardware.overlap
-        streams = StreamClocks(self._serial, blocking, recorded, disk=-units.ahead)
+    def simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
+        """Returns the streams after a step's last backward. `moves_nothing`: no activations are copied."""
+        streams = StreamClocks(self._serial, 1 - self.hardware.overlap, disk=-units.ahead)
         policy = EventOrderSettings(
             prefetch=plan.run.prefetch,
             keeps=plan.reshard_after_forward is False,

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, cast
 
 from fullshard.errors import PlanError
-from fullshard.planner.search.candidate_costs import require_prediction
-from fullshard.planner.search.candidates import run_with_settings
+from fullshard.planner.search.candidates import require_prediction, run_with_settings
 from fullshard.planner.search.search import SearchResult, iterate_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware

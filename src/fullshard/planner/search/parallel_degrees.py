@@ -28,8 +28,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
-from fullshard.planner.search.candidate_costs import require_prediction, step_seconds_with_startup
-from fullshard.planner.search.candidates import run_with_settings
+from fullshard.planner.search.candidates import (
+    require_prediction,
+    run_with_settings,
+    step_seconds_with_startup,
+)
 from fullshard.planner.search.explain import NOTABLE
 from fullshard.planner.search.search import (
     SearchResult,

@@ -8,7 +8,7 @@ the device) of it, the plainest of them is chosen (see `planner.candidates`). Wh
 saved: all this is among the plans of one offload target, the plainest with a plan that is at most
 WORTH_MORE_OFFLOAD slower than the fastest.
 
-The search is exact: see [Note: exact pruning] in `planner.candidate_costs`.
+The search is exact: see [Note: exact pruning] in `planner.search.candidates`.
 """
 
 from collections import defaultdict
@@ -19,14 +19,14 @@ from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.offload import TIERS
 from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.search.candidate_costs import (
+from fullshard.planner.search.candidates import (
     CandidateCosts,
     Memory,
     add_workspace_bytes,
     attach_prediction,
     require_prediction,
+    run_with_settings,
 )
-from fullshard.planner.search.candidates import run_with_settings
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec

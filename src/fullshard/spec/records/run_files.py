@@ -3,8 +3,6 @@
 CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
 METRICS, EVENTS, MEASUREMENT = "metrics.jsonl", "events.jsonl", "measurement.json"
 PROFILES = "profiles"
-PREDICTED_STEP = "predicted.json"
-"""The planned step, in the directory of profiles."""
 SPANS = "spans"
 """Steps that earlier versions measured."""
 LIVE = "live.json"

@@ -1,9 +1,8 @@
-"""A step of one rank as spans, profiled or planned, and the names that its work has everywhere."""
+"""A step of one rank as spans, and the names that its work has everywhere."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fullshard.spec.records.measurement import StepSeconds
 
@@ -59,25 +58,6 @@ class StepSpan(NamedTuple):
     end: float
     unit: str | None = None
     microbatch: int | None = None
-
-
-def spans_to_json(spans: Iterable[StepSpan]) -> str:
-    """Returns the spans as JSON, to the nanosecond."""
-    # Both ends are rounded, so that spans that touch still do.
-    rounded = [one._replace(begin=round(one.begin, 9), end=round(one.end, 9)) for one in spans]
-    return json.dumps(rounded, separators=(",", ":"))
-
-
-def parse_spans(text: bytes | str) -> tuple[StepSpan, ...]:
-    """Returns the spans of `spans_to_json`; none if the text is another one."""
-    try:
-        rows: Any = json.loads(text)
-        are_named = all(isinstance(name, str) for row in rows for name in row[:2])
-        spans = tuple(StepSpan(*row) for row in rows)
-        lengths = [float(one.end - one.begin) for one in spans]
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return ()
-    return spans if are_named and all(0 <= length < float("inf") for length in lengths) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
