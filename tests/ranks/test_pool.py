@@ -67,7 +67,7 @@ def sum_over_columns(shape: tuple[int, int]) -> float:
 
 
 def strategies_are_kept() -> bool:
-    """Returns whether torch keeps the strategies of operations, and so the mesh and its groups, as 2.11 does."""
+    """Returns whether torch keeps an operation's strategies, and so the mesh and its groups (2.11 does)."""
     sum_over_columns((1, 1))
     gc.collect()
     return any(type(one).__name__ == "OpStrategy" for one in gc.get_objects())
