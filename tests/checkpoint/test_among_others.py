@@ -58,7 +58,7 @@ def test_strays_alone_are_no_checkpoint(tmp_path, stray):
     assert not load(State(0, numbers(0)), tmp_path, missing_ok=True)
 
 
-def test_a_link_to_a_checkpoint_is_one_by_its_own_path_alone_and_is_never_removed(tmp_path):
+def test_a_linked_checkpoint_loads_by_its_path_alone_and_is_never_removed(tmp_path):
     elsewhere = saved(tmp_path / "elsewhere", 9)
     directory = tmp_path / "checkpoints"
     saved(directory, 1)

@@ -74,7 +74,7 @@ def test_a_save_is_not_acknowledged_while_bits_flip_on_their_way(store, what):
 
 
 @pytest.mark.parametrize("what", [SHARDS, MANIFEST])
-def test_an_older_checkpoint_is_loaded_where_bytes_differ_from_the_stores_own_checksum(store, what):
+def test_bytes_that_differ_from_the_checksum_of_the_store_lead_to_an_older_checkpoint(store, what):
     saved(URL, 1)
     saved(URL, 2)
     (name,) = (name for name in store.objects if name.endswith(what) and "step-00000002" in name)

@@ -151,7 +151,7 @@ def test_a_killed_save_leaves_no_checkpoint(ranks, server, url):
     assert loaded(url).step == 3
 
 
-def test_a_flipped_byte_is_found_and_an_older_checkpoint_loaded(url, caplog):
+def test_a_flipped_byte_is_detected_and_an_older_checkpoint_loaded(url, caplog):
     saved(url, 1)
     path = saved(url, 2)
     flip(data_file(path), at=3000)

@@ -131,7 +131,7 @@ def test_each_token_is_seen_once_an_epoch(packing: str, epoch: int, seed: int):
 
 @laws
 @given(packings, st.booleans(), st.integers(0, 300))
-def test_each_label_is_the_token_behind_and_none_crosses_where_masked(packing: str, masked: bool, step: int):
+def test_each_label_is_the_next_token_and_none_crosses_a_mask(packing: str, masked: bool, step: int):
     crossing = packing == "concat" and not masked
     for tokens, labels, *rest in global_batch(data_of(packing, masked=masked), step, 1, 4):
         for i, (token, label) in enumerate(zip(tokens, labels, strict=True)):
@@ -221,7 +221,7 @@ def test_microbatches_are_int64_of_the_planned_shape():
 
 @laws
 @given(packings, st.integers(0, 200), divisors_of_12)
-def test_document_ends_are_where_the_documents_change(packing: str, step: int, microbatch: int):
+def test_document_ends_are_the_changes_of_document(packing: str, step: int, microbatch: int):
     """They cover each row to its end, and number powers of two, so that few sizes occur."""
     (batch,) = data_of(packing, masked=True).microbatches(step, rank=0, plan=plan_of(1, microbatch))
     ends = batch["document_ends"]

@@ -123,7 +123,7 @@ def test_joined_rows_are_windows_of_the_documents_joined(sizes, capacity, masked
 
 @laws
 @given(sizes, st.floats(0, 0.9))
-def test_every_token_is_either_trained_on_or_held_out(sizes: list[int], fraction: float):
+def test_every_token_is_trained_on_or_validated(sizes: list[int], fraction: float):
     spans = spans_of(sizes)
     training, held_out = split_training_and_held_out(spans.begins, spans.lengths, fraction=fraction)
     assert sorted(all_places(training) + all_places(held_out)) == all_places(spans)
@@ -131,7 +131,7 @@ def test_every_token_is_either_trained_on_or_held_out(sizes: list[int], fraction
     assert min(asked, max(sizes) - 1) // 2 <= held_out.token_count <= asked
 
 
-def test_one_document_has_its_tail_held_out():
+def test_the_tail_of_a_single_document_is_validated():
     training, held_out = split_training_and_held_out(np.array([7]), np.array([100]), fraction=0.25)
     assert (training.begins.tolist(), training.lengths.tolist()) == ([7], [75])
     assert (held_out.begins.tolist(), held_out.lengths.tolist()) == ([82], [25])

@@ -42,7 +42,7 @@ def test_special_tokens_of_the_tokenizer_surround_each_document(tmp_path: Path):
     assert open_tokenizer(str(path), eos_token="<s>").tokens_after_document == (end, begin)
 
 
-def test_bytes_are_their_own_tokens():
+def test_bytes_are_tokens():
     tokenizer = ByteTokenizer()
     assert tokenizer.encode_texts(["é"])[0].tolist() == [0xC3, 0xA9]
     assert (tokenizer.vocabulary_size, tokenizer.tokens_after_document) == (256, (0,))

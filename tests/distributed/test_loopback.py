@@ -35,7 +35,7 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2"}
         (TWO | {"MASTER_ADDR": "gpu007"}, False),
     ],
 )
-def test_ranks_are_local_where_they_cannot_be_elsewhere(environment: dict[str, str], local: bool) -> None:
+def test_ranks_are_local_if_the_environment_shows_it(environment: dict[str, str], local: bool) -> None:
     assert all_ranks_are_local(environment) is local
     found = dict(environment)
     with bind_local_groups_to_loopback(found):

@@ -18,7 +18,7 @@ class Hands:
         return OwnClock(lambda: self.now, lambda: self.queued)
 
 
-def test_own_seconds_leave_out_waiting_the_run_queue_and_collections():
+def test_busy_seconds_exclude_waiting_the_run_queue_and_collections():
     hands = Hands()
     with run_own_clock(hands.clock()) as clock:
         clock.enter_phase("forward")
@@ -47,7 +47,7 @@ def test_own_seconds_leave_out_waiting_the_run_queue_and_collections():
         assert (again.waiting, again.garbage) == (0, 0)
 
 
-def test_writing_within_an_agreement_is_a_ranks_own_work():
+def test_writing_within_an_agreement_is_work_of_the_rank():
     hands = Hands()
     with run_own_clock(hands.clock()) as clock, TimedRange("agreement"):
         hands.now += 10

@@ -14,33 +14,18 @@ from torch import Tensor
 VOCABULARY, LENGTH, WIDTH, LAYERS = 41, 12, 16, 3
 IMAGE, PATCH, CLASSES = 8, 4, 3
 
+TOWER = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+IMAGE_SIZES = {"image_size": IMAGE, "patch_size": PATCH}
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
+    **TOWER,
+    **TOKENS,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
-_BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "type_vocab_size": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_NO_DROPOUT_PROB = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BERT = {**TOWER, **TOKENS, **_NO_DROPOUT_PROB, "max_position_embeddings": 32, "type_vocab_size": 2}
 _T5 = {
     "vocab_size": VOCABULARY,
     "d_model": WIDTH,
@@ -55,22 +40,11 @@ _T5 = {
     "eos_token_id": 1,
 }
 _VIT = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "image_size": IMAGE,
-    "patch_size": PATCH,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+    **TOWER,
+    **IMAGE_SIZES,
+    **_NO_DROPOUT_PROB,
     "id2label": {str(i): f"class {i}" for i in range(CLASSES)},
     "label2id": {f"class {i}": i for i in range(CLASSES)},
-}
-_CLIP_TOWER = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
 }
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
@@ -167,8 +141,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bart": config_of(
         "bart",
         "BartForConditionalGeneration",
-        {},
-        vocab_size=VOCABULARY,
+        TOKENS,
         d_model=WIDTH,
         encoder_layers=LAYERS,
         decoder_layers=LAYERS,
@@ -180,9 +153,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         dropout=0.0,
         decoder_start_token_id=2,
         forced_eos_token_id=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     ),
     # Encoders.
     "bert": config_of("bert", "BertForMaskedLM", _BERT),
@@ -207,15 +177,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "clip",
         "architectures": ["CLIPModel"],
         "projection_dim": 8,
-        "text_config": {
-            **_CLIP_TOWER,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": LENGTH,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-        "vision_config": {**_CLIP_TOWER, "image_size": IMAGE, "patch_size": PATCH},
+        "text_config": {**TOWER, **TOKENS, "max_position_embeddings": LENGTH},
+        "vision_config": {**TOWER, **IMAGE_SIZES},
     },
 }
 

@@ -15,9 +15,12 @@ from fullshard.spec.run import Run
 from tests.fakes.architectures_hf import (
     CONFIGS,
     IMAGE,
+    IMAGE_SIZES,
     LENGTH,
     LLAMA,
     PATCH,
+    TOKENS,
+    TOWER,
     VOCABULARY,
     WIDTH,
     batch_of,
@@ -30,15 +33,7 @@ IMAGE_TOKEN = VOCABULARY - 1  # stands in the text for each part of the image
 
 _LAYERS = 2
 _TEXT = LLAMA | {"num_hidden_layers": _LAYERS}
-_TOWER = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 4,
-    "image_size": IMAGE,
-    "patch_size": PATCH,
-    "vision_use_head": False,
-}
+_TOWER = {**TOWER, **IMAGE_SIZES, "num_hidden_layers": _LAYERS, "vision_use_head": False}
 _QWEN_VISION = {
     "depth": _LAYERS,
     "embed_dim": WIDTH,
@@ -56,11 +51,9 @@ _QWEN_VISION = {
 _QWEN_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 38, "vision_start_token_id": 37}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
 _SPEECH = {
+    **TOWER,
     "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
     "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 4,
     "conv_dim": [8, 8],
     "conv_kernel": [10, 3],
     "conv_stride": [5, 2],
@@ -76,16 +69,13 @@ _SPEECH = {
     "final_dropout": 0.0,
 }
 _STATE_SPACE = {
-    "vocab_size": VOCABULARY,
+    **TOKENS,
     "hidden_size": WIDTH,
     "num_hidden_layers": _LAYERS,
     "state_size": 4,
     "conv_kernel": 2,
     "expand": 2,
     "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 _MIXTURE = _TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -93,8 +83,7 @@ AUDIO: dict[str, dict[str, Any]] = {
     "whisper": config_of(
         "whisper",
         "WhisperForConditionalGeneration",
-        {},
-        vocab_size=VOCABULARY,
+        TOKENS,
         d_model=WIDTH,
         encoder_layers=_LAYERS,
         decoder_layers=_LAYERS,
@@ -106,9 +95,6 @@ AUDIO: dict[str, dict[str, Any]] = {
         max_source_positions=FRAMES // 2,
         max_target_positions=32,
         decoder_start_token_id=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     ),
     "wav2vec2": config_of("wav2vec2", "Wav2Vec2ForCTC", _SPEECH),
     "hubert": config_of("hubert", "HubertForCTC", _SPEECH),

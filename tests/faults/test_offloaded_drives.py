@@ -39,7 +39,7 @@ class Fault:
 
     @property
     def damages(self) -> bool:
-        """Whether the fault loses the generation, which the next attempt does without."""
+        """Returns whether the fault loses the generation, which the next attempt does without."""
         return self.call == "preadv"
 
 

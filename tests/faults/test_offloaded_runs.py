@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from fullshard.checkpoint.load import iterate_damage
@@ -57,13 +56,6 @@ class Command:
     @property
     def said(self) -> str:
         return self._said.read_text(errors="replace")
-
-    def until(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not happened():
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.002)
 
     def ended(self) -> int:
         try:

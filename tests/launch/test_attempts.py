@@ -81,7 +81,7 @@ def test_an_error_counts_before_the_ranks_that_were_stopped_for_it() -> None:
     assert found[0] == 1
 
 
-def test_a_lost_peer_is_shown_where_nothing_else_is_known() -> None:
+def test_a_lost_peer_is_shown_without_another_failure() -> None:
     found = find_first_failure([ended(0, lost_peer()), ended(1)])
     assert found is not None
     assert (found[0], found[1].peer_lost) == (0, True)
@@ -157,9 +157,7 @@ def test_a_signal_ends_the_run_without_a_restart() -> None:
 
 
 @pytest.mark.parametrize(("done", "exit_code"), [(0, 128 + signal.SIGTERM), (1, INTERRUPTED_EXIT_CODE)])
-def test_a_signal_before_training_asks_to_be_requeued_only_where_there_was_an_attempt(
-    done: int, exit_code: int
-) -> None:
+def test_a_signal_before_training_is_requeued_only_after_an_attempt(done: int, exit_code: int) -> None:
     attempts = RestartBudget(restarts=3, done=done)
     conclusion = attempts.decide_restart_or_end(
         ranks_with_a_kill(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM

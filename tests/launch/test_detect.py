@@ -33,7 +33,7 @@ def test_ranks_on_the_cpu_share_its_cores_and_memory(tmp_path: Path):
     assert "not calibrated" in four.source
 
 
-def test_torchruns_ranks_are_taken_where_none_are_asked_for(tmp_path: Path):
+def test_the_ranks_of_torchrun_are_the_default(tmp_path: Path):
     left = environment(tmp_path, WORLD_SIZE="8", LOCAL_WORLD_SIZE="2")
     hardware = detect_hardware("cpu", environment=left | {"RANK": "3"})
     assert (hardware.nodes, hardware.ranks_per_node) == (4, 2)

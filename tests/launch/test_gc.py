@@ -24,7 +24,7 @@ left("after")
 """
 
 
-def test_nothing_is_collected_within_and_again_after_it_whatever_happens() -> None:
+def test_nothing_is_collected_in_the_block_and_again_after_it() -> None:
     assert gc.isenabled()
     with disable_gc():
         assert not gc.isenabled()
@@ -36,7 +36,7 @@ def test_nothing_is_collected_within_and_again_after_it_whatever_happens() -> No
     assert gc.isenabled()
 
 
-def test_only_what_comes_after_the_imports_is_searched_at_the_end() -> None:
+def test_only_objects_made_after_the_imports_are_searched_at_the_end() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True, timeout=240
     )

@@ -39,11 +39,11 @@ def test_an_ending_is_read_as_it_was_written(error: BaseException, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["ending.json"]
 
 
-def test_nothing_is_read_where_nothing_was_written(tmp_path: Path) -> None:
+def test_a_missing_outcome_reads_as_none(tmp_path: Path) -> None:
     assert ProcessOutcome.load(tmp_path / "ending.json") is None
 
 
-def test_a_foreseen_error_says_what_it_says_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreseen_error_is_its_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FULLSHARD_TRACEBACK", raising=False)
     error: FullshardError = SpecError("no.", got=3, why="it is not 4", fix="4")
     failure = ending_of(error).failure
@@ -52,7 +52,7 @@ def test_a_foreseen_error_says_what_it_says_and_no_more(monkeypatch: pytest.Monk
     assert failure.user_message(rank=2) == f"rank 2: SpecError: {error}"
 
 
-def test_an_unforeseen_error_says_where_in_the_code_of_the_user() -> None:
+def test_an_unforeseen_error_names_the_line_of_the_user() -> None:
     with ProcessOutcome() as ending:
         Path("/nowhere/at/all").read_text()  # raised in a library, called from here
     assert ending.failure is not None

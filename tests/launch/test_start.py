@@ -20,7 +20,7 @@ def run_with(*overrides: str) -> Run:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test does without")
-def test_a_gpu_that_is_asked_for_must_be_there() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(LaunchError, match="no CUDA device"):
         perform_request(LaunchRequest(run=run_with("run.device=cuda"), job=NO_JOB))
 
@@ -52,11 +52,11 @@ def leave(run: Run, *, resume: bool, plan: Plan | None, command_started: float) 
 
 
 @pytest.mark.parametrize("code", ["nothing", "zero", "words"])
-def test_a_job_that_calls_exit_has_failed_whatever_the_code(code: str) -> None:
+def test_a_job_that_calls_exit_has_failed_with_any_code(code: str) -> None:
     with pytest.raises(LaunchError, match="rank 0 left early"):
         LaunchRequest(run=run_with(f"run.dir={code}"), job=f"{__name__}:leave").call_job()
 
 
-def test_a_job_that_was_interrupted_and_has_saved_leaves_with_its_own_code() -> None:
+def test_an_interrupted_job_that_saved_exits_with_the_interrupted_code() -> None:
     with pytest.raises(SystemExit, match="75"):
         LaunchRequest(run=run_with("run.dir=interrupted"), job=f"{__name__}:leave").call_job()

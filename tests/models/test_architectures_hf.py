@@ -80,7 +80,7 @@ def check_against_the_unsharded(name: str, settings: tuple[str, ...] = ()) -> fl
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_sharded_loss_and_gradients_are_the_unsharded_ones(name: str, ranks: Callable[..., Any]) -> None:
+def test_sharded_loss_and_gradients_equal_the_unsharded(name: str, ranks: Callable[..., Any]) -> None:
     ranks(2).run(check_against_the_unsharded, name)
 
 

@@ -228,7 +228,7 @@ def test_a_second_backward_is_refused() -> None:
         total.backward()
 
 
-def test_the_loss_of_a_label_that_does_not_count_is_nothing_whatever_its_logits() -> None:
+def test_ignored_labels_have_no_loss_for_any_logits() -> None:
     model, one = with_values(Capped(cap=1e-4)), batch()
     labels = torch.full_like(one["labels"], -100)
     total, _ = chunked_cross_entropy(model, lambda: model(one["tokens"]), labels=labels, chunk_rows=5)
@@ -245,7 +245,7 @@ def test_the_output_has_the_shape_and_values_of_the_logits() -> None:
         torch.testing.assert_close(output.argmax(-1), model(one["tokens"]).argmax(-1))
 
 
-def test_default_chunks_begin_where_they_save_memory() -> None:
+def test_default_chunks_begin_at_the_size_that_saves_memory() -> None:
     one, width = batch(), (64 << 20) // (4 * LENGTH)
     for vocabulary, chunked in ((width, False), (width + 1, True)):
         model = Capped()

@@ -31,7 +31,7 @@ def test_a_model_is_built_without_weights_and_without_a_cache(tmp_path: Path) ->
     assert model.config.use_cache is False
 
 
-def test_parameters_are_fp32_whatever_the_file_says(tmp_path: Path) -> None:
+def test_parameters_are_fp32_for_any_dtype_of_the_file(tmp_path: Path) -> None:
     config = CONFIGS["llama"] | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     own = HuggingFaceModel(hf=str(tmp_path))

@@ -79,7 +79,7 @@ def test_values_of_each_token_that_the_loss_does_not_use_are_refused(name: str) 
 
 
 @pytest.mark.parametrize("name", ["t5", "bert", "vit"])
-def test_the_models_own_loss_is_the_mean_over_its_valid_labels(name: str) -> None:
+def test_the_loss_of_the_model_is_the_mean_over_its_valid_labels(name: str) -> None:
     model, run = built(name)
     assert choose_loss(run, model) is model_computed_loss
     materialize(model, seed=0).eval()
@@ -89,7 +89,7 @@ def test_the_models_own_loss_is_the_mean_over_its_valid_labels(name: str) -> Non
     torch.testing.assert_close(total / count, model(**batch).loss)
 
 
-def test_without_a_valid_label_the_models_own_loss_is_zero_and_so_is_its_gradient() -> None:
+def test_without_a_valid_label_loss_and_gradient_of_the_model_are_zero() -> None:
     model = materialize(built("t5")[0], seed=0)
     batch = batch_of("t5", 0)
     total, count = model_computed_loss(model, batch | {"labels": torch.full_like(batch["labels"], -100)})
@@ -106,7 +106,7 @@ def test_a_model_that_shifts_labels_itself_counts_those_that_it_uses() -> None:
     torch.testing.assert_close(total, model(**batch).loss)
 
 
-def test_a_causal_model_computes_its_own_loss_of_its_own_arguments_from_python() -> None:
+def test_a_causal_model_computes_its_loss_from_the_batches_of_a_factory() -> None:
     given = ("data.source=python", "data.factory=tests.models.own:Given")
     model, run = built("llama", *given)
     model, tokens = materialize(model, seed=0), torch.arange(3, 15).reshape(2, 6)
@@ -144,7 +144,7 @@ def test_the_loss_that_a_run_names_goes_before_the_models() -> None:
     assert (asked.func, asked.keywords) == (next_token_loss, {"chunk_rows": 64})
 
 
-def test_experts_are_balanced_where_the_model_is_asked_to() -> None:
+def test_the_balancing_loss_of_experts_is_added_if_the_model_computes_it() -> None:
     asked, plain = (
         materialize(built("mixtral", f"model.options.output_router_logits={asked}")[0], seed=0)
         for asked in ("true", "false")

@@ -53,19 +53,19 @@ def section(directory: Path, config: dict[str, Any], **more: Any) -> HuggingFace
 
 
 @pytest.mark.parametrize("config", NEEDY)
-def test_a_models_own_code_does_not_run_unless_it_is_trusted(config, tmp_path, marker):
+def test_code_beside_a_model_does_not_run_unless_it_is_trusted(config, tmp_path, marker):
     with pytest.raises(SpecError, match=r"model\.trust_remote_code = true"):
         build_hf_model(section(tmp_path, config))
     assert not marker.exists()
 
 
-def test_a_model_that_transformers_knows_needs_no_code_of_its_own(tmp_path, marker):
+def test_a_model_that_transformers_knows_runs_no_code_beside_it(tmp_path, marker):
     model = build_hf_model(section(tmp_path, CONFIGS["llama"] | {"auto_map": CLASSES}))
     assert not marker.exists()
     assert not hasattr(model.config, "auto_map")
 
 
-def test_a_models_own_code_runs_where_it_is_trusted(tmp_path, marker):
+def test_trusted_code_beside_a_model_runs(tmp_path, marker):
     model = build_hf_model(section(tmp_path, NEEDY[0], trust_remote_code=True))
     assert marker.exists()
     assert (type(model).__name__, is_causal_lm(model)) == ("OwnForCausalLM", True)
@@ -82,7 +82,7 @@ def test_a_config_in_a_checkpoint_makes_only_models_of_transformers(architecture
     assert not marker.exists()
 
 
-def test_a_tokenizers_own_code_runs_only_where_it_is_trusted(tmp_path, marker):
+def test_code_beside_a_tokenizer_runs_only_if_trusted(tmp_path, marker):
     path = save_tokenizer(tmp_path, template=CHAT)
     file = tmp_path / "tokenizer_config.json"
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}

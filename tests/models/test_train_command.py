@@ -45,7 +45,7 @@ def test_a_model_of_transformers_trains_from_its_weights_and_resumes(tmp_path: P
 
 
 @pytest.mark.long
-def test_a_model_with_batches_of_its_own_trains_and_writes_no_sample(tmp_path: Path) -> None:
+def test_a_model_with_batches_of_a_factory_trains_and_writes_no_sample(tmp_path: Path) -> None:
     write_config("t5", tmp_path)
     given = ("data.source=python", "data.factory=tests.models.own:Given", "data.options.name=t5")
     said = train(tmp_path / "run", f"model.hf={tmp_path}", *given, "train.steps=2")

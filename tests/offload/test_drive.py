@@ -131,7 +131,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
-def test_where_nothing_can_be_allocated_zeros_are_written(tmp_path: Path, number: int) -> None:
+def test_zeros_are_written_without_fallocate(tmp_path: Path, number: int) -> None:
     size = (3 << 20) + ALIGNMENT
     with DriveFile.open_or_create(tmp_path / "file", size, system=failing("posix_fallocate", number)) as file:
         status = file.path.stat()
@@ -168,7 +168,7 @@ def test_an_error_names_the_file_the_offset_and_the_errno(directory: Path, numbe
         assert word in str(caught.value)
 
 
-def test_an_error_after_a_part_names_where_it_came(tmp_path: Path) -> None:
+def test_an_error_after_a_part_names_its_offset(tmp_path: Path) -> None:
     def pwritev(descriptor, buffers, offset):
         if offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))

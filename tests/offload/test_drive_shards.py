@@ -63,7 +63,7 @@ def is_given(shards: DriveShards, unit: int, *, update: int = 0) -> bool:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_copies_are_of_the_host_where_the_device_has_other_memory(device: str) -> None:
+def test_copies_take_host_memory_only_for_another_device(device: str) -> None:
     home = torch.device("cpu")
     copies = ShardCopies({"one": Parameter()}, home=home, device=torch.device(device), pinned=False)
     assert copies.host_bytes == (UNIT_BYTES if device == "cuda" else 0)

@@ -38,7 +38,7 @@ def is_spike(steps: RecentSteps, loss: float, norm: float = 1.0) -> bool:
 # Detection
 
 
-def test_the_loss_and_the_norm_are_judged_each_by_its_own() -> None:
+def test_loss_and_norm_are_judged_by_separate_windows() -> None:
     steps = recent(*[3.0, 5.0] * (HALF // 2))  # mean 4, deviation 1; the norms are flat at 1
     assert not is_spike(steps, 10.0)
     assert is_spike(steps, 10.01)

@@ -13,7 +13,9 @@ def test_a_name_is_looked_up() -> None:
     assert import_callable("os.path:join", key="train.loss")("a", "b") == str(Path("a", "b"))
 
 
-def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_working_directory_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "local_module.py").write_text("def make():\n    return 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part])

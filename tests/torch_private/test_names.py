@@ -39,7 +39,7 @@ def test_a_missing_name_is_reported_in_one_sentence(path: str):
 
 
 @pytest.mark.parametrize("attribute", ["fsdp_params", "_get_fsdp_state"])
-def test_attributes_of_instances_and_classes_are_found(attribute: str):
+def test_attributes_of_instances_and_classes_exist(attribute: str):
     owner = (
         f"{FSDP}._fsdp_param_group.FSDPParamGroup"
         if attribute == "fsdp_params"
