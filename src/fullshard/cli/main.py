@@ -68,6 +68,7 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard train run.toml
 fullshard plan llama3-8b --on 8xH100
 fullshard plan llama3-70b --on 8x8xH100 --tokens-per-step 4M --compare
 fullshard plan path/to/config.json --on 8xMI300X --budget 1T --price 2.5
+fullshard plan llama3-8b --on 2x8xH100 --scaling 256,512,1024 --budget 15T
 fullshard plan run.toml --save plan.json    then: fullshard train --plan plan.json
 """,
     "check": """
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_app() -> typer.Typer:
     app = _empty_command_group(HELP, examples=_examples_text(""), completion=True)
     app.callback()(_global_options)
-    checkpoints = _empty_command_group("List, verify, compare, gather and export checkpoints.")
+    checkpoints = _empty_command_group("List, verify and export checkpoints.")
     prepared = _empty_command_group("Prepare the tokens of a run in advance.")
     prepared.callback()(lambda: None)  # a group without a callback and with one command is that command
     groups = {"": app, "ckpt": checkpoints, "data": prepared}

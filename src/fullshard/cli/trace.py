@@ -21,7 +21,10 @@ def trace(
     ] = Path("trace.json.gz"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is not such a trace.")] = False,
 ) -> None:
-    """Write a profiled step of all ranks as a trace for Perfetto, https://ui.perfetto.dev."""
+    """Write a profiled step of all ranks as a trace for Perfetto.
+
+    Perfetto: https://ui.perfetto.dev
+    """
     from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes
     from fullshard.report.step_traces import (
