@@ -131,7 +131,7 @@ def test_a_flipped_bit_invalidates_its_generation(directory: Path) -> None:
 
 def test_damage_at_any_place_of_a_large_record_is_detected(directory: Path) -> None:
     """It is read and digested piece by piece."""
-    length = (40 << 20) + 1
+    length = (40 << 20) + 4096
     large = [DataFileRegion(name="large", offset_bytes=4096, length_bytes=length)]
     with opened(directory, records=large) as generations:
         newest = put(generations, 1)
