@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -183,7 +184,7 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
 
     Raises SpecError if it is not the directory of a run, or if its steps or events cannot be read.
     """
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # which is also False for names that are too long
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
     try:
         metrics, events = read_steps(directory / METRICS), read_events(directory / EVENTS)
