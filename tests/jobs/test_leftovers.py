@@ -91,7 +91,7 @@ def test_unusable_directories_have_no_saved_state(what: str, tmp_path: Path) -> 
     assert find_saved_run_state(directory) is None
 
 
-# What is said of it #
+# Messages about it #
 @pytest.mark.parametrize(
     ("tier", "ranks", "why"),
     [

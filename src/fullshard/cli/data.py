@@ -48,12 +48,10 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
 
 
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    from fullshard.data.packed import documents_text
+
     part = "{:,} tokens, {:,} sequences of {:,}"
-    cut, left_out = summary["documents cut"], summary["records left out"]
-    documents = [f"{summary['documents']:,}"]
-    documents += [f"{cut:,} of them cut: longer than a sequence"] if cut else []
-    documents += [f"{left_out:,} records left out"] if left_out else []
-    rows = [("source", summary["source"]), ("documents", ", ".join(documents))]
+    rows = [("source", summary["source"]), ("documents", documents_text(summary))]
     for name in ("training", "validation"):
         counts = (summary[f"{name} tokens"], summary[f"{name} sequences"], summary["sequence length"])
         rows.append((name, part.format(*counts) if counts[1] else "none held out"))

@@ -1,6 +1,6 @@
 """PackedData: rows of tokens from memory maps, in an order that depends only on the seed and the step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -188,14 +188,8 @@ class PackedData:
         """Returns a description of the data: one line, and one for each warning and for a record left out."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         facts = self.summary_figures()
-        left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
-        cut = (
-            f", {facts['documents cut']:,} of them cut: longer than a sequence"
-            if facts["documents cut"]
-            else ""
-        )
         return (
-            f"{facts['source']}: {self.document_count:,} documents{cut}{left_out}, "
+            f"{facts['source']}: {documents_text(facts, unit=' documents')}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
             f"{100 * facts['efficiency']:.2f} % full"
@@ -205,6 +199,14 @@ class PackedData:
             )
             + "".join(f"\nwarning: {text}" for text in facts["warnings"])
         )
+
+
+def documents_text(summary: Mapping[str, Any], *, unit: str = "") -> str:
+    """Returns the counts of documents of `PackedData.summary_figures`: all, cut, and left out."""
+    cut, left_out = summary["documents cut"], summary["records left out"]
+    text = f"{summary['documents']:,}{unit}"
+    text += f", {cut:,} of them cut: longer than a sequence" if cut else ""
+    return text + (f", {left_out:,} records left out" if left_out else "")
 
 
 def _evenly_spaced_held_out_rows(data: PackedData, asked: int) -> list[tuple[ShufflePool, int]]:

@@ -197,7 +197,7 @@ class OwnFaultRecorder(AbstractContextManager["OwnFaultRecorder"]):
 
 
 def _last_recorded_step(path: Path) -> int | None:
-    """Returns the step of the last whole line of metrics.jsonl; None if there is none. Raises OSError."""
+    """Returns the step of the last whole line of metrics.jsonl, None without such a line. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular_file) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -79,7 +79,7 @@ class VocabularyPart:
 
 
 class _GatherLogits(torch.autograd.Function):
-    """All-gather of logits whose gradient is the same on all ranks, of which each takes its part."""
+    """Gathers logits from all ranks. The gradient is the same on all, and each takes its part."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, part: VocabularyPart) -> Tensor:

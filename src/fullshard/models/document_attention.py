@@ -79,7 +79,7 @@ def is_document_bounds(mask: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How attention of a model reaches the keys of other ranks. See [Note: keys of other ranks].
+    """The ranks from which attention gathers keys. See [Note: keys of other ranks].
 
     group: name of the process group of the ranks that share a sequence
     """

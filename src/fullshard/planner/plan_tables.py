@@ -33,7 +33,7 @@ _SAME_SPEED, _SAME_BYTES = 5e-4, 1 << 20  # differences between rungs that are n
 
 
 class PlanRow(NamedTuple):
-    """The best plan of a case, or the reason why there is none.
+    """The best plan of a case, or the reason why nothing fits.
 
     budget: the tokens to train on, at the price of the case; None if the user gave no tokens
     question: what was planned on a machine; None if the batch cannot be divided over its ranks

@@ -47,7 +47,7 @@ Event = Literal[
 
 
 ComputeKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
-KernelKind = ComputeKind | Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "row_exchange"]
+KernelKind = ComputeKind | Literal["all_gather", "reduce_scatter", "all_reduce", "row_exchange"]
 SharedAxis = Literal["context", "tensor", "expert"]
 """The ranks of a collective in the middle of computation: those that share sequences, matmuls or experts."""
 
@@ -139,7 +139,7 @@ class Kernel(FrozenModel):
     flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
         if it is `causal`.
     bytes: bytes that one launch reads and writes in device memory; of a collective, those of the tensor of
-        all ranks, or for `all_to_all` and `row_exchange`, of one rank
+        all ranks, or for `row_exchange`, of one rank
     backward: True if it computes a gradient during forward, as a chunked loss does
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective; None for other kernels

@@ -253,7 +253,7 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
 
 
 def _build_trial(run: Run, *, world_size: int) -> ModelTrial | str:
-    """Returns a trial of the run's model, or why there is none, on all ranks alike. Collective."""
+    """Returns a trial of the run's model, or the reason against one, the same on all ranks. Collective."""
     if world_size == 1:
         return "a single rank shards nothing"
     plan = Plan.from_run(plain_run(run, rows=world_size, microbatch=1), world_size=world_size)

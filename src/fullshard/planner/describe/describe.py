@@ -308,8 +308,7 @@ def _flops_and_parameters_per_token(
                 matmul += flops
     # The traced rank computes its part of the tokens, or of each token's matmuls.
     tokens = microbatch * sequence_length / (plan.context_parallel * plan.tensor_parallel)
-    flops = matmul * (1 + gradients.inputs + gradients.own) + attention * (1 + 2 * gradients.inputs)
-    return flops / tokens, round(matmul / tokens / 2)
+    return gradients.add_backward(matmul=matmul, attention=attention) / tokens, round(matmul / tokens / 2)
 
 
 def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:

@@ -202,7 +202,6 @@ def _excess(spec: ModelSpec, plan: Plan, *, layers: int = 1) -> float:
 _RATES: dict[KernelKind, Collective] = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
     "all_reduce": "all_reduce",
 }
 

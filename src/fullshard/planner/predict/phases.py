@@ -174,7 +174,6 @@ _NO_ROWS = LinearInMicrobatch()
 _PASSES_OF_COPIES: dict[KernelKind, int] = {
     "all_gather": 2,
     "reduce_scatter": 2,
-    "all_to_all": 4,
     "all_reduce": 2,
 }
 

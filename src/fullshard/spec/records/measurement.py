@@ -33,6 +33,10 @@ class GradientShares(NamedTuple):
     inputs: float = 1.0
     own: float = 1.0
 
+    def add_backward(self, *, matmul: float, attention: float) -> float:
+        """Returns the FLOP of forward and backward. `matmul`, `attention`: those of forward."""
+        return matmul * (1 + self.inputs + self.own) + attention * (1 + 2 * self.inputs)
+
 
 ALL_GRADIENTS = GradientShares()
 
@@ -58,8 +62,8 @@ def model_flops_per_token(
     Attention counts all pairs of positions, as in the paper, although a causal kernel computes half of them.
     MFU is therefore comparable with published figures, and too high at long sequences. Recompute is excluded.
     """
-    matmul, attention = 2 * parameters, 4 * layers * d_model * sequence_length
-    return matmul * (1 + gradients.inputs + gradients.own) + attention * (1 + 2 * gradients.inputs)
+    attention = 4 * layers * d_model * sequence_length
+    return gradients.add_backward(matmul=2 * parameters, attention=attention)
 
 
 class MatmulPeak(FrozenModel):
