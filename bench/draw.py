@@ -43,7 +43,7 @@ def setting(draw: random.Random, ranks: int, *, large: bool) -> tuple[str, list[
     model = draw.choice(list(models))
     strategy = draw.choice([name for name in STRATEGIES if not STRATEGIES[name] or ranks == 4])
     precision = draw.choice(["fp32", "fp32", "bf16", "bf16_reduce", "bf16_pure"])
-    recompute = draw.choice(["none", "full", "every", "selective"])
+    recompute = draw.choice(["none", "full", "selective"])
     prefetch = draw.choice(["implicit", "implicit", "none", "explicit"])
     microbatch, accumulation = draw.choice([1, 2, 3, 5]), draw.choice([1, 1, 2, 3])
     sequence = draw.choice([64, 128, 256] if large else [32, 64, 128])

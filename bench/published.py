@@ -165,8 +165,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
             else []
         ),
         *(ROOT_UNIT if row.get("root_unit") else []),
-        f"recompute.mode={row['recompute']}",
-        f"recompute.every={row.get('every', 2)}",
+        *_recompute_settings(row),
         f"recompute.save_matmuls={2 if torchtitan else 1}",
         f"precision.mode={row['precision']}",
         f"run.compile={str(row['compile']).lower()}",
@@ -184,6 +183,13 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 SPECS: dict[str, ModelSpec] = {}
+
+
+def _recompute_settings(row: dict[str, Any]) -> list[str]:
+    """Returns the settings of a row. `every` k-th block that recomputes counts as the first 1 / k of them."""
+    if row["recompute"] != "every":
+        return [f"recompute.mode={row['recompute']}"]
+    return ["recompute.mode=full", f"recompute.blocks={-(-row['model']['layers'] // row.get('every', 2))}"]
 
 
 def loss_of(row: dict[str, Any]) -> Loss:

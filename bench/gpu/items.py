@@ -177,7 +177,7 @@ def _strategies_and_offload() -> list[Item]:
         *(
             Item(f"activations/{mode}", "activations of 16,384 tokens on the host", "train", settings, 70)
             for mode in ("none", "full", "offload")
-            for settings in [(*longer, f"recompute.mode={mode}", "recompute.every=2")]
+            for settings in [(*longer, f"recompute.mode={mode}")]
         ),
         Item("calibrate", "the rates of this machine, as hardware.toml", "calibrate", seconds=45),
         Item("split/tensor-parallel", "kernels of one rank of 2, 4 and 8", "tensor_parallel", seconds=60),

@@ -52,7 +52,7 @@ SETTINGS = {
     "torchtitan_llama3_8b.toml": "model.layers=32 recompute.mode=selective recompute.save_matmuls=2 "
     "optimizer.learning_rate=0.0003 schedule.kind=linear schedule.min_lr_ratio=0.0 data.sequence_length=8192",
     "torchtitan_hybrid.toml": "sharding.strategy=hybrid_shard_zero2 sharding.shard_degree=2 "
-    "schedule.kind=wsd recompute.mode=every optimizer.betas=(0.9,0.999) checkpoint.mode=async "
+    "schedule.kind=wsd recompute.mode=full optimizer.betas=(0.9,0.999) checkpoint.mode=async "
     "train.global_batch=16",
 }
 

@@ -26,7 +26,7 @@ from fullshard.spec.run import PrecisionMode, Run
 from fullshard.spec.settings.train_section import RecomputeSection
 
 MODES: tuple[RecomputeSection, ...] = tuple(
-    RecomputeSection.model_validate({"mode": mode}) for mode in ("none", "full", "selective", "every")
+    RecomputeSection.model_validate({"mode": mode}) for mode in ("none", "full", "selective")
 )
 
 
@@ -170,7 +170,7 @@ class _Tracer:
         self.saved = self.loss = 0.0
         d, f, t = shape.d_model, shape.d_ff, shape.sequence
         full, none, selective = 2 * d * t, (16 * d + 8 * f) * t, (10 * d + 2 * f) * t
-        saved = {"none": none, "full": full, "selective": selective, "every": (full + none) / 2}
+        saved = {"none": none, "full": full, "selective": selective}
         self.per_block, self.again = saved[mode.mode], none - saved[mode.mode]
         if compiled and mode.mode == "none":
             self.per_block, self.again = none - 2 * f * t, 2 * f * t
@@ -201,7 +201,6 @@ class _Tracer:
         extra = {
             "none": (),
             "full": ((0, 7), (1, 1), (3, 12)),
-            "every": ((0, 3), (3, 6)),
             "selective": ((3, 12),),
         }
         for block in reversed(blocks):

@@ -436,7 +436,7 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: A
     [
         ("decoder", "full_shard", (2, "last_microbatch"), ("precision.mode=bf16",)),
         pytest.param("odd_mixture", "shard_grad_op", (2, "every_microbatch"), (), marks=pytest.mark.long),
-        ("tied_decoder", "no_shard", (1, "every_microbatch"), ("recompute.every=2",)),
+        ("tied_decoder", "no_shard", (1, "every_microbatch"), ()),
         pytest.param("odd_tied", "zero1", (2, "last_microbatch"), (), marks=pytest.mark.long),
         pytest.param(
             "odd", "full_shard", (1, "every_microbatch"), ("precision.mode=bf16",), marks=pytest.mark.long

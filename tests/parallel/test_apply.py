@@ -23,7 +23,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "size": ("sharding.units.min_parameters=60",),
     "predicate": (),
 }
-RECOMPUTE = ("none", "full", "every", "selective")
+RECOMPUTE = ("none", "full", "selective")
 PREFETCH = ("implicit", "none", "explicit")
 Mode = tuple[str, str, str]
 

@@ -15,7 +15,7 @@ from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 from tests.parallel.operations import CountOperations
 
 BLOCKS = 4
-MODES = ("none", "full", "every", "selective", "offload")
+MODES = ("none", "full", "selective", "offload")
 
 
 class Counted(Block):
@@ -48,7 +48,6 @@ def blocks() -> nn.Sequential:
     [
         ("none", [1, 1, 1, 1]),
         ("full", [2, 2, 2, 2]),
-        ("every", [2, 1, 2, 1]),
         ("selective", [2, 2, 2, 2]),
         ("offload", [1, 1, 1, 1]),
     ],
@@ -72,7 +71,7 @@ def test_gradients_are_bitwise_those_without_recompute(mode: str) -> None:
 def test_selective_repeats_elementwise_work_and_no_matmul(compiled: bool) -> None:
     counts = {mode: step(blocks(), mode, compiled=compiled)[0] for mode in MODES}
     assert counts["selective"]["aten::addmm"] == counts["none"]["aten::addmm"] == 2 * BLOCKS
-    assert counts["full"]["aten::addmm"] > counts["every"]["aten::addmm"] > 2 * BLOCKS
+    assert counts["full"]["aten::addmm"] > 2 * BLOCKS
     assert counts["selective"]["aten::tanh"] == counts["full"]["aten::tanh"] == 2 * BLOCKS
     assert counts["none"]["aten::tanh"] == BLOCKS
 
@@ -157,11 +156,7 @@ def test_in_place_change_of_selectively_saved_tensors_is_refused() -> None:
 @pytest.mark.parametrize(
     ("mode", "settings", "taken"),
     [
-        ("every", {}, [0, 2]),
-        ("every", {"every": 3}, [0, 3]),
         ("offload", {}, [0, 1, 2, 3]),
-        ("offload", {"every": 2}, [0, 2]),
-        ("full", {"every": 3}, [0, 1, 2, 3]),
         ("full", {"blocks": 3}, [0, 1, 2]),
         ("selective", {"blocks": 1}, [0]),
     ],

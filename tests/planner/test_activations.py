@@ -17,8 +17,7 @@ from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.planner.search.candidates import iterate_candidates
 from fullshard.planner.search.explain import explain_plan
 from fullshard.planner.search.search import plan as plan_best
-from fullshard.planner.search.search import predict, search
-from fullshard.report.plan import recompute_text
+from fullshard.planner.search.search import search
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
@@ -228,13 +227,3 @@ def test_explanation_names_the_host():
     said = explain_plan(found, hardware, spec=spec_of(), run=run)
     assert said.binds == "host"
     assert "copies of activations" in said.because
-
-
-def test_untraced_interval_of_offload_is_refused():
-    spec = spec_of()
-    plan = predict(spec, plan_best(spec, gpus(), offloading("recompute.every=1")), gpus())
-    assert plan.prediction is not None
-    with pytest.raises(PlanError, match="not traced"):
-        plan_best(spec, gpus(), offloading("recompute.every=2"))
-    assert recompute_text(offloading()) == "offload"
-    assert recompute_text(offloading("recompute.every=3")) == "offload, every 3rd block"

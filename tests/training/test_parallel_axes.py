@@ -54,7 +54,7 @@ CASES: list[tuple[int, Axes, str, str, dict[str, Any]]] = [
     (4, Axes(tensor=2), DECODER, "full_shard", {"units": "unsharded_head", "recompute": "selective"}),
     (2, Axes(tensor=2), TIED, "full_shard", COMPILED),
     (8, Axes(tensor=2), DECODER, "hpz", {}),
-    (4, Axes(tensor=2), ONE_HEAD, "full_shard", {"recompute": "every", **OPTIMIZER_OFFLOADED}),
+    (4, Axes(tensor=2), ONE_HEAD, "full_shard", {"recompute": "full", **OPTIMIZER_OFFLOADED}),
     (2, Axes(context=2), DECODER, "full_shard", {}),
     (2, Axes(context=2), TIED, "no_shard", {"recompute": "full"}),
     (4, Axes(context=2), TIED, "shard_grad_op", {"accumulation": (2, "last_microbatch")}),
@@ -108,7 +108,7 @@ CROSS = [
     if axes.tensor * axes.context <= 8
     for strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
 ]
-RECOMPUTE = ("none", "full", "every", "selective")
+RECOMPUTE = ("none", "full", "selective")
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from tests.fakes.models import VOCABULARY
 from tests.training.same_numbers import STRATEGIES, assert_same_numbers, build, make_run, train_sharded
 
 MODELS = ("decoder", "tied_decoder", "odd", "odd_tied", "odd_mixture")
-RECOMPUTE = ("none", "full", "every", "selective")
+RECOMPUTE = ("none", "full", "selective")
 ACCUMULATION = ((1, "every_microbatch"), (2, "every_microbatch"), (2, "last_microbatch"))
 PREFETCH = ("implicit", "none", "explicit")
 UNITS = ("block", "size", "names", "unsharded_head")

@@ -158,13 +158,14 @@ def _convert_activation_checkpoint(state: ConversionState) -> None:
         why = "every second matmul is saved"
         state.record_setting(option_key, "recompute.save_matmuls", value=2, why=why)
     elif mode == "selective" and parse_positive_integer(option):
-        state.record_setting(mode_key, "recompute.mode", value="every")
-        state.record_setting(option_key, "recompute.every", value=parse_positive_integer(option))
+        state.record_setting(mode_key, "recompute.mode", value="full")
+        why = f"recompute.blocks: how many blocks recompute; one in {option} is their number / {option}"
+        state.record_unsupported(option_key, why)
     elif mode in ("full", "none"):
         state.record_setting(mode_key, "recompute.mode", value=mode)
         state.record_not_needed(option_key, f'for mode = "selective", not {mode}')
     elif mode is not None:
-        state.record_unsupported(mode_key, "recompute.mode: none, full, every, selective, offload, or auto")
+        state.record_unsupported(mode_key, "recompute.mode: none, full, selective, offload, or auto")
 
 
 def _convert_optimizer(state: ConversionState) -> None:

@@ -176,16 +176,12 @@ def mesh_text(plan: Plan) -> str:
 
 
 def recompute_text(run: Run) -> str:
-    """Returns `every 2nd block`, `the first 8 blocks`, `full`, `selective`, `offload` or `none`."""
-    section, every = run.recompute, run.recompute.block_period
-    if (first := section.blocks) is not None:
-        selective = "selective, " if section.mode == "selective" else ""
-        return f"{selective}the first {first} blocks" if first > 1 else f"{selective}the first block"
-    if section.mode not in ("every", "offload") or (section.mode == "offload" and every == 1):
+    """Returns `the first 8 blocks`, `selective, the first block`, or the mode if it is that of all blocks."""
+    section = run.recompute
+    if (first := section.blocks) is None:
         return section.mode
-    ends = {1: "st", 2: "nd", 3: "rd"}
-    end = "th" if 10 <= every % 100 <= 20 else ends.get(every % 10, "th")
-    return f"{'offload, ' if section.mode == 'offload' else ''}every {every}{end} block"
+    selective = "selective, " if section.mode == "selective" else ""
+    return f"{selective}the first {first} blocks" if first > 1 else f"{selective}the first block"
 
 
 def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -266,7 +266,7 @@ class MicrobatchTrace(FrozenModel):
         return (
             self.microbatch in (None, microbatch)
             and self.compiled == compiled
-            and (asked.mode, asked.block_period) == (own.mode, own.block_period)
+            and asked.mode == own.mode
             and (asked.blocks == own.blocks or asked.blocks in self.recomputed_block_counts())
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )

@@ -104,8 +104,8 @@ def allocated(
     return peak.bytes
 
 
-MODES = ("none", "full", "every", "selective")
-QUICK = [("every", "bf16"), ("selective", "bf16")]
+MODES = ("none", "full", "selective")
+QUICK = [("full recompute.blocks=2", "fp32"), ("selective", "bf16")]
 TRACED = [
     *itertools.product(MODES, ("fp32", "bf16")),
     ("full recompute.blocks=2", "fp32"),
@@ -121,7 +121,7 @@ def test_trace_bytes_equal_allocated_bytes(recompute, precision):
     plan = plan_of(*f"recompute.mode={recompute}".split(), f"precision.mode={precision}")
     counted = allocated(DecoderModel(plan.run.decoder_config), plan, vocabulary=256)
     difference = counted - highest(only_trace(plan).phases)
-    blocks = {"none": 0, "every": 2, "offload": 0, "full recompute.blocks=2": 2}.get(recompute, 3)
+    blocks = {"none": 0, "offload": 0, "full recompute.blocks=2": 2}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
     assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
 
@@ -241,21 +241,11 @@ def of_forward(trace: MicrobatchTrace, unit: int) -> TracePhase:
     return next(phase for phase in trace.phases if (phase.event, phase.unit) == ("pre_forward", unit))
 
 
-@pytest.mark.parametrize(
-    ("every", "moving"),
-    [
-        (1, [1, 2, 3, 4, 5]),
-        pytest.param(2, [1, 3], marks=pytest.mark.long),
-        pytest.param(3, [1], marks=pytest.mark.long),
-    ],
-)
-def test_offloaded_activations_leave_the_gpu(every: int, moving: list[int]) -> None:
-    """Every k-th of six blocks, units 1 to 6, moves, except the last."""
-    plain = on_gpu("recompute.mode=none")
-    apart = (f"recompute.every={every}",) if every > 1 else ()
-    moved = on_gpu("recompute.mode=offload", *apart)
+def test_offloaded_activations_leave_the_gpu() -> None:
+    """Those of each of six blocks, units 1 to 6, except the last."""
+    plain, moved = on_gpu("recompute.mode=none"), on_gpu("recompute.mode=offload")
     sizes = {p.unit: sum(line.value_at(2) for line in p.out) for p in moved.phases if p.out}
-    assert list(sizes) == moving
+    assert list(sizes) == [1, 2, 3, 4, 5]
     assert len(set(sizes.values())) == 1
     ends = [next(p.end for p in one.phases if p.event == "end_forward") for one in (plain, moved)]
     assert at(ends[0], 2) - at(ends[1], 2) == sum(sizes.values())
@@ -315,17 +305,16 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("recompute", "vocabulary"),
-    [("none", 16), ("full", 16), ("none", 2048), ("selective", 2048), ("every", 16), ("offload", 2048)],
+    [("none", 16), ("full", 16), ("none", 2048), ("selective", 2048), ("offload", 2048)],
 )
 def test_truncated_trace_predicts_peak_of_all_blocks(recompute, vocabulary):
     """Both if the peak is in backward (few logits), and if it is at the loss."""
-    layers = f"model.layers={14 if recompute == 'every' else 6}"
     settings = (f"model.vocabulary={vocabulary}", f"recompute.mode={recompute}", "precision.mode=bf16")
-    model, plan = distinct_blocks(layers, *settings)
+    model, plan = distinct_blocks("model.layers=6", *settings)
     whole = describe(model, plan, loss=next_token_loss)
     short = describe(decoder(plan), plan, loss=next_token_loss)
     assert not whole.traces[0].repeats
-    assert [repeat.times for repeat in short.traces[0].repeats] == [4 if recompute == "every" else 3]
+    assert [repeat.times for repeat in short.traces[0].repeats] == [3]
     for overrides in ([], ["sharding.strategy=zero1"], ["prefetch.mode=explicit", "prefetch.backward=3"]):
         other = Plan.from_run(Run.load(overrides=[*overrides, *pins(plan)]), world_size=4)
         assert peak_bytes(short, other) == peak_bytes(whole, other)

@@ -47,12 +47,11 @@ def shorten(widths: list[int], *settings: str) -> tuple[Stack, BlockTruncation]:
         ([8, 8, 8] + [4] * 9, "none", 7, 6),
         ([8] + [4] * 11, "none", 4, 9),
         ([8, 4] * 6, "none", 8, 3),
-        ([8, 8, 8] + [4] * 13, "every", 12, 3),
         ([4, 8, 4], "none", 3, 0),
     ],
 )
 def test_few_repeated_blocks_are_kept(widths: list[int], mode: str, kept: int, times: int) -> None:
-    model, found = shorten(widths, f"recompute.mode={mode}", "recompute.every=2")
+    model, found = shorten(widths, f"recompute.mode={mode}")
     assert len(model.blocks) == kept
     assert [one.times for one in found.repeats] == ([times] if times else [])
 

@@ -134,7 +134,7 @@ def _find_runs_to_shorten(
         signatures = [_block_signature(block, at, owner=owner) for at, block in enumerate(own)]
         border = len(own) if limit is None else sum(places[block] < limit for block in own)
         for start, end in ((0, border), (border, len(own))):
-            repeating = _find_first_and_period(signatures[start:end], plan)
+            repeating = _find_first_and_period(signatures[start:end])
             if repeating is not None:
                 run = _RunOfBlocks(container, signatures, start, end, *repeating)
                 found += [run] if run.dropped else []
@@ -161,14 +161,13 @@ def _names_of_units_inside(block: nn.Module, units: Sequence[Unit]) -> list[str]
     return [unit.name for unit in units if all(module in inside for module in unit.modules)]
 
 
-def _find_first_and_period(signatures: Sequence[Any], plan: Plan) -> tuple[int, int] | None:
+def _find_first_and_period(signatures: Sequence[Any]) -> tuple[int, int] | None:
     """Returns (first, period) with the fewest blocks to keep, or None if signatures do not repeat.
 
     From block `first` on, signatures repeat after `period` blocks. The last period may differ; and the first,
     if there is no block before it: behind different blocks, the end of a block's backward may differ.
     """
-    step = plan.run.recompute.block_period
-    periods = range(step, max(step, _LONGEST_PERIOD) + 1, step)
+    periods = range(1, _LONGEST_PERIOD + 1)
     choices = sorted(product(range(_LONGEST_PERIOD), periods), key=lambda one: (one[0] + 4 * one[1], one[0]))
     for first, period in choices:
         later = range(first or 2 * period, len(signatures) - period)

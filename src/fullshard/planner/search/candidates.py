@@ -272,10 +272,10 @@ def _recompute_and_compile_choices(
     if run.recompute.mode != "auto":
         traced = [one for one in spec.traces if one.is_valid_for(run.recompute, microbatch, compiled=True)]
         return [(run.recompute, compiled) for compiled in compiles if traced or not compiled]
-    order = ("none", "full", "every", "selective", "offload", "auto")
+    order = ("none", "full", "selective", "offload", "auto")
     return sorted(
         (pair for pair in valid if offloads or pair[0].mode != "offload"),
-        key=lambda pair: (order.index(pair[0].mode), pair[0].block_period, pair[0].blocks or 0, pair[1]),
+        key=lambda pair: (order.index(pair[0].mode), pair[0].blocks or 0, pair[1]),
     )
 
 

@@ -218,8 +218,7 @@ def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
     yield f"{plan.strategy}{over}{kept}"
     yield f"microbatch {plan.microbatch}"
     yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
-    every = f" {run.recompute.block_period}" if run.recompute.mode == "every" else ""
-    yield f"recompute {run.recompute.mode_text}{every}"
+    yield f"recompute {run.recompute.mode_text}"
     yield f"prefetch {run.prefetch.mode}" + (
         f" {run.prefetch.forward}" if run.prefetch.mode == "explicit" else ""
     )

@@ -310,7 +310,7 @@ def _iterate_host_memory_changes(plan: Plan) -> Iterator[str]:
             yield f"offload.sub_group_parameters below {section.sub_group_parameters}"
         yield 'offload.tier = "none" or another, or more ranks'
     if prediction.activations is not None:
-        yield 'recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch'
+        yield 'recompute.mode = "full", or a smaller train.microbatch'
 
 
 def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:

@@ -131,6 +131,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "nothing instead: the scale doubles after 2000 steps without an overflow",
     ),
     "precision.output_dtype": (None, "train.loss, a function that casts the outputs"),
+    "recompute.every": (None, "recompute.blocks, the number of blocks that recompute"),
     "sharding.context_method": ("gather", "nothing instead: ranks gather keys and values"),
     "sharding.units.policy": (
         "block",

@@ -107,17 +107,14 @@ class ScheduleSection(FrozenModel):
 class RecomputeSection(FrozenModel):
     """Settings of activation checkpointing: which activations are recomputed or offloaded to host memory.
 
-    `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
-        `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
-        memory, except tensors under 1/32 of a block's input. `auto`: the planner's choice, never `offload`,
-        because no GPU has been timed with it.
-    `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
-        (all) for `offload`, whose last block stays on the device, because its backward comes first
+    `mode`: `full` recomputes every block; `selective` saves attention and every `save_matmuls`-th matmul of a
+        block, and recomputes the rest; `offload` saves activations in host memory, except tensors under 1/32
+        of a block's input, and those of the last block, because its backward comes first. `auto`: the
+        planner's choice, never `offload`, because no GPU has been timed with it.
     `blocks`: with `full` or `selective`, the number of blocks that recompute, the first ones; unset, all
     """
 
-    mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
-    every: PositiveCount | None = None
+    mode: Literal["auto", "none", "full", "selective", "offload"] = "auto"
     blocks: PositiveCount | None = None
     save_matmuls: PositiveCount = 1
 
@@ -128,20 +125,13 @@ class RecomputeSection(FrozenModel):
         return self
 
     @property
-    def block_period(self) -> int:
-        """Number of consecutive blocks of which the first is recomputed or offloaded."""
-        if self.mode == "every":
-            return self.every or 2
-        return self.every or 1 if self.mode == "offload" else 1
-
-    @property
     def mode_text(self) -> str:
         """The mode, with `blocks` if it is set: `full`, or `full of 24 blocks`."""
         return self.mode if self.blocks is None else f"{self.mode} of {self.blocks} blocks"
 
     def applies_to(self, position: int) -> bool:
         """Returns whether the mode is that of the block at `position`, from 0."""
-        return position % self.block_period == 0 and (self.blocks is None or position < self.blocks)
+        return self.blocks is None or position < self.blocks
 
 
 class PlanSection(FrozenModel):
