@@ -168,6 +168,17 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, WIDTH))
 
 
+class Tower(nn.Module):
+    """Names a parameter that does not decay, as models of timm do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.ones(4, WIDTH))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"positions"}
+
+
 class StackedBiases(nn.Module):
     """The names and shapes of parameters with two dims that are not matrices, beside those that are."""
 
@@ -180,6 +191,9 @@ class StackedBiases(nn.Module):
         self.bias = nn.Parameter(torch.ones(4, WIDTH))
         self.bias_table = nn.Parameter(torch.ones(4, WIDTH))
         self.k_norm = nn.Parameter(torch.ones(4, WIDTH))
+        self.scales = nn.Parameter(torch.ones(4, WIDTH))
+        self.scales._no_weight_decay = True  # as Mamba marks them
+        self.tower = Tower()
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -193,7 +207,7 @@ def decayed_parameters() -> set[str]:
     return {names[one] for group in groups if group["weight_decay"] for one in group["params"]}
 
 
-def test_norms_and_biases_of_two_dims_do_not_decay(ranks: Any) -> None:
+def test_norms_biases_and_what_a_model_excludes_do_not_decay(ranks: Any) -> None:
     assert ranks(2).run(decayed_parameters)[0] == {"linear.weight", "down_proj", "bias_table"}
 
 
