@@ -44,22 +44,15 @@ def setting(draw: random.Random, ranks: int, *, large: bool) -> tuple[str, list[
     strategy = draw.choice([name for name in STRATEGIES if not STRATEGIES[name] or ranks == 4])
     precision = draw.choice(["fp32", "fp32", "bf16", "bf16_reduce", "bf16_pure"])
     recompute = draw.choice(["none", "full", "selective"])
-    prefetch = draw.choice(["implicit", "implicit", "none", "explicit"])
     microbatch, accumulation = draw.choice([1, 2, 3, 5]), draw.choice([1, 1, 2, 3])
     sequence = draw.choice([64, 128, 256] if large else [32, 64, 128])
-    name = f"{model} {strategy} {precision} {recompute} {prefetch} {microbatch}x{accumulation}x{sequence}"
+    name = f"{model} {strategy} {precision} {recompute} {microbatch}x{accumulation}x{sequence}"
     return name, [
         *(f"model.{one}" for one in models[model].split()),
         f"sharding.strategy={strategy if strategy != 'hpz' else 'full_shard'}",
         *STRATEGIES[strategy],
         f"precision.mode={precision}",
         f"recompute.mode={recompute}",
-        f"prefetch.mode={prefetch}",
-        *(
-            [f"prefetch.forward={draw.choice([1, 2])}", "prefetch.backward=2"]
-            if prefetch == "explicit"
-            else []
-        ),
         f"train.microbatch={microbatch}",
         f"train.global_batch={microbatch * accumulation * ranks}",
         f"data.sequence_length={sequence}",

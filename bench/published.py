@@ -169,7 +169,6 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"recompute.save_matmuls={2 if torchtitan else 1}",
         f"precision.mode={row['precision']}",
         f"run.compile={str(row['compile']).lower()}",
-        "prefetch.mode=implicit",
         "run.device=cuda",
     ]
     run = Run.load(overrides=overrides)

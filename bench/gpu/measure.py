@@ -132,7 +132,7 @@ def choose_plans(task: Task) -> list[PlannedSteps]:
     plan = found[0].plan
     task.record.details |= {
         "hardware": hardware.name,
-        "plan": f"{plan.strategy}, recompute {plan.run.recompute.mode}, prefetch {plan.run.prefetch.mode}",
+        "plan": f"{plan.strategy}, recompute {plan.run.recompute.mode}",
         "settings": run_settings(item),
     }
     task.record.save()

@@ -54,7 +54,7 @@ def test_every_key_has_a_comment() -> None:
 def test_unset_keys_are_comments_and_defaults_are_values() -> None:
     written = tomllib.loads(default_run_toml_text())
     assert "microbatch" not in written["train"]
-    assert written["prefetch"]["mode"] == Run().prefetch.mode
+    assert written["offload"]["tier"] == Run().offload.tier
 
 
 def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: Any) -> None:

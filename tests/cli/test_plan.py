@@ -32,12 +32,12 @@ def test_plan_page_fits_a_hundred_columns(capsys: Any) -> None:
 
 
 def test_pinned_settings_are_kept(capsys: Any) -> None:
-    pins = ("sharding.strategy=zero2", "prefetch.mode=none", "train.global_batch=16")
+    pins = ("sharding.strategy=zero2", "recompute.mode=full", "train.global_batch=16")
     data = planned(capsys, PRESET, "--on", "4xH100", *(part for pin in pins for part in ("--set", pin)))
     best = Plan.parse(data["best"], source="--json")  # type: ignore[arg-type]
-    assert (best.strategy, best.run.prefetch.mode, best.run.train.global_batch) == (
+    assert (best.strategy, best.run.recompute.mode, best.run.train.global_batch) == (
         "shard_grad_op",
-        "none",
+        "full",
         16,
     )
     assert best.world_size == 4

@@ -25,11 +25,10 @@ UNKNOWN = {
     "deepspeed_zeropp_nvme.json": {"zero_optimization.stage4_dream"},
 }
 SETTINGS = {
-    "accelerate_fsdp1.yaml": "sharding.strategy=full_shard recompute.mode=full prefetch.mode=implicit "
-    "run.ranks=2",
+    "accelerate_fsdp1.yaml": "sharding.strategy=full_shard recompute.mode=full run.ranks=2",
     "accelerate_fsdp2.yaml": "sharding.strategy=shard_grad_op sharding.units.min_parameters=2000 "
     "run.compile=True",
-    "accelerate_hybrid.yaml": "sharding.strategy=hybrid_shard sharding.shard_degree=2 prefetch.mode=explicit",
+    "accelerate_hybrid.yaml": "sharding.strategy=hybrid_shard sharding.shard_degree=2",
     "accelerate_deepspeed.yaml": "sharding.strategy=full_shard optimizer.clip_norm=1.0",
     "deepspeed_zero1.json": "sharding.strategy=zero1 optimizer.name=torch.optim.Adam optimizer.clip_norm=0.0",
     "deepspeed_zero2_auto.json": "sharding.strategy=shard_grad_op schedule.kind=constant precision.mode=auto",
@@ -229,6 +228,21 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(one) for key, one in value.items()}
     return "" if value is None or value in (10**30, 10**400) else value
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("accelerate_fsdp1.yaml", KeyVerdict.NOT_NEEDED),
+        ("trainer_lora.yaml", KeyVerdict.NOT_NEEDED),
+        ("accelerate_hybrid.yaml", KeyVerdict.NOT_SUPPORTED),
+    ],
+)
+def test_only_prefetch_of_one_unit_is_supported(name: str, verdict: KeyVerdict) -> None:
+    path = Path(__file__).parent / "configs" / name
+    found = [one for one in converted(path).key_results if "prefetch" in one.key]
+    assert found
+    assert {one.verdict for one in found} == {verdict}
 
 
 def test_batches_multiply_to_the_whole():

@@ -104,7 +104,6 @@ def run_for(shape: Shape, *overrides: str) -> Run:
     """A run that leaves all mechanisms open, of this shape's sequence length and precision."""
     fixed = [
         "sharding.strategy=auto",
-        "prefetch.mode=auto",
         "recompute.mode=auto",
         f"model.max_sequence={shape.sequence}",
         f"data.sequence_length={shape.sequence}",

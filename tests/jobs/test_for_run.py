@@ -71,9 +71,9 @@ def test_unusable_checkpoint_directory_is_refused(url: str) -> None:
 
 
 def test_pinned_settings_are_kept_and_predicted() -> None:
-    pins = ("sharding.strategy=zero1", "recompute.mode=full", "prefetch.mode=none", "train.microbatch=3")
+    pins = ("sharding.strategy=zero1", "recompute.mode=full", "train.microbatch=3")
     plan = planned(*pins, "run.ranks=2")
-    assert (plan.strategy, plan.run.recompute.mode, plan.run.prefetch.mode) == ("zero1", "full", "none")
+    assert (plan.strategy, plan.run.recompute.mode) == ("zero1", "full")
     assert (plan.microbatch, plan.accumulation) == (3, 2)
     assert plan.prediction is not None
 

@@ -24,8 +24,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "predicate": (),
 }
 RECOMPUTE = ("none", "full", "selective")
-PREFETCH = ("implicit", "none", "explicit")
-Mode = tuple[str, str, str]
+Mode = tuple[str, str]
 
 
 def check_gradients(name: str, settings: tuple[str, ...], predicate: bool = False) -> None:
@@ -56,16 +55,15 @@ def check_gradients(name: str, settings: tuple[str, ...], predicate: bool = Fals
 
 
 def check_gradients_in(name: str, modes: list[Mode]) -> None:
-    depths = ("prefetch.forward=2", "prefetch.backward=2")
-    for policy, recompute, prefetch in modes:
-        settings = (*POLICIES[policy], f"recompute.mode={recompute}", f"prefetch.mode={prefetch}", *depths)
+    for policy, recompute in modes:
+        settings = (*POLICIES[policy], f"recompute.mode={recompute}")
         check_gradients(name, settings, policy == "predicate")
 
 
 def some_modes() -> list[tuple[str, list[Mode]]]:
     """Each architecture in the default mode, and in one of the others, by turns."""
-    modes = list(itertools.product(POLICIES, RECOMPUTE, PREFETCH))
-    # 7 shares no factor with the number of modes, 36: all of them have their turn.
+    modes = list(itertools.product(POLICIES, RECOMPUTE))
+    # 7 shares no factor with the number of modes, 12: all of them have their turn.
     return [(name, [modes[0], modes[7 * i % len(modes)]]) for i, name in enumerate(ARCHITECTURES, start=1)]
 
 
@@ -75,7 +73,7 @@ def test_sharded_gradients_are_the_unsharded_ones(name: str, modes: list[Mode], 
 
 
 def test_a_recurrent_block_is_recomputed_whole_in_selective_mode(ranks: Any) -> None:
-    ranks(2).run(check_gradients_in, "recurrent", [("block", "selective", "implicit")])
+    ranks(2).run(check_gradients_in, "recurrent", [("block", "selective")])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -86,7 +84,7 @@ def test_sharded_gradients_are_the_unsharded_ones_in_every_strategy(strategy: st
 @pytest.mark.long
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sharded_gradients_in_the_full_cross_of_modes(name: str, ranks: Any) -> None:
-    ranks(2).run(check_gradients_in, name, list(itertools.product(POLICIES, RECOMPUTE, PREFETCH)))
+    ranks(2).run(check_gradients_in, name, list(itertools.product(POLICIES, RECOMPUTE)))
 
 
 @pytest.mark.long

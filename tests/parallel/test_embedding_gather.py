@@ -42,9 +42,7 @@ def parameters_after_a_run(overrides: tuple[str, ...]) -> dict[str, Tensor]:
 
 def gathers_of_a_step(overrides: tuple[str, ...]) -> tuple[int, int]:
     """Returns (all-gathers of forward and backward, units with parameters)."""
-    state, plan = sharded(
-        run_of("sharding.strategy=full_shard", "prefetch.mode=none", *overrides), model=Lookup
-    )
+    state, plan = sharded(run_of("sharding.strategy=full_shard", *overrides), model=Lookup)
     x = torch.randn(BATCH // plan.world_size, WIDTH)
     with torch.autograd.set_multithreading_enabled(False), CountOperations() as counted:
         state.model(x).sum().backward()

@@ -28,7 +28,8 @@ from fullshard.distributed.tensors import (
     tensors_with_data,
 )
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.apply import apply_recompute_and_fsdp, finish_sharding, prepare_sharding
+from fullshard.parallel.apply import apply_recompute_and_fsdp, prepare_sharding
+from fullshard.parallel.fp8 import gather_in_fp8
 from fullshard.parallel.mesh import build_axis_group, forget_groups
 from fullshard.parallel.model_parallel import divide_model
 from fullshard.parallel.model_parameters import replace_buffers_by_id
@@ -185,7 +186,8 @@ def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, fakes: FakeTe
             data = dtensor_from_local_part(old, local) if isinstance(old, DTensor) else local
             torch.utils.swap_tensors(old, nn.Parameter(data, requires_grad=old.requires_grad))
         replace_buffers_by_id(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
-        finish_sharding(model, prepared)
+        if prepared.fp8 is not None:
+            gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
 
 
 def run_step(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer) -> None:

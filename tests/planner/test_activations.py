@@ -22,7 +22,7 @@ from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, fits_in_host_memory
-from fullshard.spec.run import PrefetchSection, Run
+from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
@@ -79,7 +79,6 @@ def plans(draw: st.DrawFn) -> Plan:
         f"train.global_batch={8 * accumulation}",
         "train.microbatch=1",
         f"train.gradient_sync={draw(st.sampled_from(['every_microbatch', 'last_microbatch']))}",
-        f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         "recompute.mode=offload",
     )
     return Plan.from_run_for_prediction(run, world_size=8, device="cuda")
@@ -97,7 +96,7 @@ def played(copy: int, *, computing: int = 10) -> StreamClocks:
     steps = tuple(ScheduledPhase(event, unit, unit, at) for at, (event, unit) in enumerate(acts))
     program = MicrobatchSchedule((ScheduleSegment(steps),), (1,) * 6, (0, 1, 2), ((),) * 3)
     work = MicrobatchWork(program, ((computing, 0),) * 6, (), moved)
-    policy = EventOrderSettings(PrefetchSection(mode="none"), False, True, (0, 1, 2), {0: 0, 1: 1, 2: 2}, 0)
+    policy = EventOrderSettings(keeps=False, syncs=True, act=0)
     streams = StreamClocks(serial=False)
     bare_unit = replace(UNIT, has_parameters=False)
     StepSimulation(streams, (bare_unit,) * 3, policy).simulate_step(work, accumulating=work, accumulation=1)
@@ -136,9 +135,7 @@ def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: fl
     assert terms is not None
     assert terms.copy_seconds == pytest.approx(2 * 8 * plan.accumulation * (3_000_000 + (1 << 20)) / rate)
     assert terms.copy_seconds <= total * (1 + 1e-9)
-    bound = timer.lower_bound_seconds(
-        timer.compute_ticks(plan), timer.stream_minima(plan), inline=plan.run.prefetch.mode == "none"
-    )
+    bound = timer.lower_bound_seconds(timer.compute_ticks(plan), timer.stream_minima(plan))
     assert bound <= total
 
 

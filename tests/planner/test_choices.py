@@ -57,9 +57,9 @@ CHOICES = """
   llama3-70b 8x8xH100 8192: full_shard 1x64, microbatch 2x1, recompute full
   llama3-70b 8x8xMI300X 8192: full_shard 1x64, microbatch 1x2, recompute selective
 * llama3-70b 128x8xH100 8192: hybrid_shard 2x512, microbatch 1x1, recompute full of 60 blocks
-  llama3.1-405b 64x8xH100 8192: full_shard 1x512, microbatch 1x1, recompute full, no prefetch, eager, opt:cpu
+  llama3.1-405b 64x8xH100 8192: full_shard 1x512, microbatch 1x1, recompute full, eager, opt:cpu
   llama3.1-405b 64x8xH200 8192: full_shard 1x512, microbatch 1x1, recompute full, eager
-* llama3.1-405b 2048x8xH100 8192: hybrid_shard 8x2048, microbatch 1x1, recompute full, no prefetch, eager
+* llama3.1-405b 2048x8xH100 8192: hybrid_shard 8x2048, microbatch 1x1, recompute full, eager
 * 671B 128x8xH200 4096: full_shard 1x1024, microbatch 1x1, recompute full, eager
 """
 EXPECTED = dict(line[2:].split(": ") for line in CHOICES.splitlines() if line)
@@ -74,7 +74,6 @@ def choice_text(plan: Plan) -> str:
         + (f"->{kept}" if type(kept) is int else ""),
         f"microbatch {plan.microbatch}x{plan.accumulation}",
         f"recompute {run.recompute.mode_text}",
-        *({"none": ["no prefetch"], "explicit": ["explicit prefetch"]}.get(run.prefetch.mode, [])),
         *(["eager"] if run.run.compile is False else []),
         *([run.offload.tier.replace("optimizer", "opt")] if run.offload.tier != "none" else []),
     ]

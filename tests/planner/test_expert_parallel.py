@@ -67,7 +67,7 @@ def test_exchanged_bytes_equal_the_plan(mode: str, exchanges: int, ranks: Any) -
     [
         ["sharding.strategy=full_shard"],
         ["sharding.strategy=zero1", "model.shared_experts=1", "precision.mode=bf16"],
-        ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2", "prefetch.mode=explicit"],
+        ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"],
     ],
     ids=" ".join,
 )

@@ -29,7 +29,6 @@ def bound_of(spec: ModelSpec, plan: Plan) -> int:
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
-        prefetches=plan.run.prefetch.mode != "none",
     )
     return peak_lower_bound(
         trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), **traits

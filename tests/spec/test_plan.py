@@ -77,13 +77,23 @@ def test_plan_with_removed_settings_not_at_defaults_is_refused(tmp_path):
     units = tree["run"]["sharding"]["units"]
     units |= {"policy": "block", "min_parameters": 10_000_000}
     path.write_text(json.dumps(tree))
-    check_plan_has_no_removed_settings(path)
+    assert not check_plan_has_no_removed_settings(path)
     assert Plan.load(path).run == Plan.from_run(Run(), world_size=2).run
     units["policy"] = "size"
     path.write_text(json.dumps(tree))
     assert Plan.load(path).run.sharding.units.min_parameters == 10_000_000
     with pytest.raises(SpecError, match=r"sharding\.units\.policy = .size"):
         check_plan_has_no_removed_settings(path)
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("implicit", 0), ("none", 1), ("explicit", 1)])
+def test_plan_with_prefetch_of_an_earlier_version_is_used_without_it(tmp_path, mode, lines):
+    plan, path = Plan.from_run(Run(), world_size=2), tmp_path / "plan.json"
+    saved = plan.model_dump(mode="json")
+    saved["run"]["prefetch"] = {"mode": mode, "forward": 1, "backward": 1}
+    path.write_text(json.dumps(saved))
+    assert [mode in line for line in check_plan_has_no_removed_settings(path)] == [True] * lines
+    assert Plan.load(path) == plan
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"run": 3}', "no json"])

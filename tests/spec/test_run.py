@@ -129,6 +129,7 @@ def test_an_override_that_names_no_key_is_refused(override):
         ("[sharding.units]\nnamse = []", "try: sharding.units.names"),
         ("[sharding.units]\npolicy = 'size'", "try: sharding.units.names, or min_parameters"),
         ('[precision]\noutput_dtype = "fp32"', "try: train.loss, a function"),
+        ("[prefetch]\nmode = 'none'", "try: nothing instead: FSDP2 gathers one unit ahead"),
         ("[[sharding.units.overrides]]\nmtach = 'x'", "try: sharding.units.overrides.0.match"),
         ("[data]\nevery = 1", "try: recompute.every or checkpoint.every or log.every"),
         ("steps = 1", "try: train.steps"),

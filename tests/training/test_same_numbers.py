@@ -18,7 +18,6 @@ from tests.training.same_numbers import STRATEGIES, assert_same_numbers, build, 
 MODELS = ("decoder", "tied_decoder", "odd", "odd_tied", "odd_mixture")
 RECOMPUTE = ("none", "full", "selective")
 ACCUMULATION = ((1, "every_microbatch"), (2, "every_microbatch"), (2, "last_microbatch"))
-PREFETCH = ("implicit", "none", "explicit")
 UNITS = ("block", "size", "names", "unsharded_head")
 LOSS_CHUNK = (0, 4)  # 4 of the 9 rows of a sequence
 RANKS = (1, 2, 3, 4)
@@ -29,7 +28,6 @@ AXES: dict[str, Sequence[Any]] = {
     "model": MODELS,
     "recompute": RECOMPUTE,
     "accumulation": ACCUMULATION,
-    "prefetch": PREFETCH,
     "units": UNITS,
     "loss_chunk": LOSS_CHUNK,
     "ranks": RANKS,
@@ -93,7 +91,7 @@ def test_sharded_run_equals_unsharded_run(case: dict[str, Any], ranks: Any) -> N
 
 
 # Thousands of tests would cost seconds wherever tests are collected.
-WITHIN = ("prefetch", "units", "loss_chunk")
+WITHIN = ("units", "loss_chunk")
 
 
 @pytest.mark.long

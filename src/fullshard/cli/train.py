@@ -82,7 +82,8 @@ def _build_train_request(
     if plan_path is None:
         return LaunchRequest(run=given, command_started=started)
     plan = Plan.load(plan_path)
-    check_plan_has_no_removed_settings(plan_path)
+    for line in check_plan_has_no_removed_settings(plan_path):
+        typer.echo(escape_control_characters(line), err=True)
     check_plan_is_of_run(plan.run, given, plan=str(plan_path))
     return LaunchRequest(run=plan.run, plan=plan, command_started=started)
 

@@ -31,10 +31,6 @@ _STRATEGIES = {
     **{str(number): name for number, name in enumerate(_SHARDING_STRATEGIES, start=1)},
     **{name: name for name in _SHARDING_STRATEGIES},
 }
-_PREFETCHES = {
-    **dict.fromkeys(("backward_pre", "backward_post", "1", "2"), "implicit"),
-    "no_prefetch": "none",
-}
 
 
 def convert_accelerate(state: ConversionState) -> None:
@@ -77,7 +73,6 @@ def convert_fsdp_section(
     _convert_strategy(state, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
     if by_default and not {"sharding_strategy", "reshard_after_forward"} & keys.keys():
         state.set_default_of_other_tool("sharding.strategy", "full_shard", why="FSDP's default")
-    _convert_prefetch(state, keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", ""))
     rules = load_rules("accelerate").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith(_FSDP)})
 
@@ -175,25 +170,6 @@ def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
         state.settings["sharding.strategy"] = strategy
     why = "unset: all units but the root; here the root too" if value is None else ""
     state.record_setting(key, "sharding.strategy", value=strategy, why=why)
-
-
-def _convert_prefetch(state: ConversionState, backward: str, *, forward: str) -> None:
-    """Sets `prefetch.mode` from `backward_prefetch` and `forward_prefetch`."""
-    forward_on = is_true_yes_on(state.get(forward))
-    if backward in state.leaves:
-        name = last_dotted_part_lower(state.get(backward))
-        mode = "none" if state.get(backward) is None else _PREFETCHES.get(name)
-        if mode is None:
-            state.record_unsupported(backward, "prefetch.mode: none, implicit, explicit")
-        else:
-            post = "one unit ahead; here always issued before the gradients of the one that waits"
-            why = post if name in ("backward_post", "2") else ""
-            state.record_setting(backward, "prefetch.mode", value="explicit" if forward_on else mode, why=why)
-    if forward_on:
-        why = "prefetch.forward units ahead, 1 by default"
-        state.record_setting(forward, "prefetch.mode", value="explicit", why=why)
-    else:
-        state.record_not_needed(forward, "off: FSDP2 itself overlaps one unit")
 
 
 # Defaults of transformers' TrainingArguments, and those that axolotl has instead.

@@ -34,7 +34,6 @@ from fullshard.parallel.fp8 import (
     check_fp8_device,
     choose_fp8_linears,
     convert_linears_to_fp8,
-    gather_in_fp8,
 )
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, share_post_forward_mesh, split_inner_axis
@@ -52,7 +51,6 @@ from fullshard.parallel.units import (
 )
 from fullshard.quantities import join_names
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.run import PrefetchSection
 from fullshard.spec.settings.model_section import expert_shard_dim
 from fullshard.spec.settings.run_checks import check_offload_supports_optimizer, check_settings_work_together
 from fullshard.torch_private import fsdp
@@ -114,8 +112,11 @@ def prepare_sharding(
     return PreparedSharding(plan, plan.device, methods, found, repeated, meshes, fp8, split or {})
 
 
-def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> None:
-    """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. All shards are on the meta device."""
+def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> UnitOrder:
+    """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. Returns the order of its units.
+
+    All shards are on the meta device.
+    """
     plan, units, device = prepared.plan, prepared.units, prepared.device
     replace_parameters_by_meta(model, units, plan=plan)
     for unit in units:
@@ -139,15 +140,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> No
     model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)
-
-
-def finish_sharding(model: nn.Module, prepared: PreparedSharding) -> None:
-    """Sets prefetch and what is gathered in fp8, once shards and buffers are allocated."""
-    plan = prepared.plan
-    order = sort_units_in_forward_order(model, prepared.units)
-    _apply_prefetch([cast(FSDPModule, unit.modules[0]) for unit in order], plan.run.prefetch)
-    if prepared.fp8 is not None:
-        gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
+    return order
 
 
 def _check_not_sharded(model: nn.Module) -> None:
@@ -320,27 +313,6 @@ def _name_buffers_of_own_batches(model: nn.Module, forward: Callable[..., Any]) 
         return result
 
     return naming_forward
-
-
-def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> None:
-    """Sets which units FSDP2 prefetches. `units` are in order of use.
-
-    Number of units unsharded at once, in addition to the root and units kept unsharded:
-
-        none                     1
-        implicit                 2: FSDP2 overlaps the next one
-        explicit with depth k    k + 1
-    """
-    if section.mode == "implicit":
-        return
-    forward, backward = (0, 0) if section.mode == "none" else (section.forward, section.backward)
-    for i, unit in enumerate(units):
-        # An empty list would restore FSDP2's default. The unit itself is gathered already when FSDP2 reads
-        # the list, so that listing it prefetches nothing.
-        unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + forward]) or [unit])
-        unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - backward, 0) : i])) or [unit])
-        if section.mode == "none":
-            fsdp.gather_without_prefetch(unit)
 
 
 def sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

@@ -229,10 +229,6 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
         rows = f"logits in chunks of {run.train.loss_chunk:,} rows"
         yield "loss", mark_as_asked(rows, pinned=asked.train.loss_chunk != "auto")
     yield "recompute", mark_as_asked(recompute_text(run), pinned=asked.recompute.mode != "auto")
-    prefetch = run.prefetch.mode
-    if prefetch == "explicit":
-        prefetch += f": {run.prefetch.forward} ahead in forward, {run.prefetch.backward} in backward"
-    yield "prefetch", mark_as_asked(prefetch, pinned=asked.prefetch.mode != "auto")
     compiled = "blocks" if run.run.compile is True else "no"
     if plan.prediction is not None and plan.prediction.compile_seconds:
         compiled += f", {format_seconds(plan.prediction.compile_seconds)} before the first step (assumed)"

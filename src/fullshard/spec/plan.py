@@ -297,14 +297,13 @@ class MergedUnitSettings(FrozenModel):
 
 
 def _resolve_auto_settings(run: Run) -> Run:
-    """Returns `run` with a default for each `auto` of compile, sharding, recompute, prefetch and offload."""
+    """Returns `run` with a default for each `auto` of compile, sharding, recompute and offload."""
     hybrid = run.sharding.shard_degree is not None
     strategy = Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD
     plain: dict[str, dict[str, object]] = {
         "run": {"compile": False},
         "sharding": {"strategy": strategy, "context_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1},
         "recompute": {"mode": "none"},
-        "prefetch": {"mode": "implicit"},
         "offload": {"tier": "none", "update": "host"},
     }
     for name, defaults in plain.items():

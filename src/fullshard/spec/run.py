@@ -212,18 +212,6 @@ class PrecisionSection(FrozenModel):
     cast_inputs: bool = True
 
 
-class PrefetchSection(FrozenModel):
-    """Settings of prefetch: all-gathers that are issued before a unit is used.
-
-    `mode`: `implicit`: FSDP2's own overlap of one unit; `explicit`: `forward` and `backward` units ahead;
-        `auto`: the planner's choice
-    """
-
-    mode: Literal["auto", "none", "implicit", "explicit"] = "auto"
-    forward: Count = 1
-    backward: Count = 1
-
-
 class OffloadSection(FrozenModel):
     """Settings of the offload target: state in host memory or on the host's drive (NVMe).
 
@@ -318,7 +306,6 @@ class Run(FrozenModel):
     sharding: ShardingSection = ShardingSection()
     precision: PrecisionSection = PrecisionSection()
     recompute: RecomputeSection = RecomputeSection()
-    prefetch: PrefetchSection = PrefetchSection()
     offload: OffloadSection = OffloadSection()
     plan: PlanSection = PlanSection()
     checkpoint: CheckpointSection = CheckpointSection()

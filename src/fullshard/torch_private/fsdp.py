@@ -24,7 +24,6 @@ _PARAMETER = f"{_PACKAGE}._fsdp_param.FSDPParam"
 
 NAMES = require(
     private("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds the parts of a unit"),
-    private("torch.distributed.fsdp.FSDPModule._set_unshard_async_op", "gathers without prefetch"),
     private(f"{_STATE}._fsdp_param_group _modules", "finds the parts of a unit"),
     private(f"{_STATE}._fsdp_param_groups", "finds the parts of a unit", is_optional=True),  # several meshes
     private(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
@@ -80,11 +79,6 @@ def pending_gather(group: Any) -> Any:
 def gathered_parameter(engine_parameter: Any) -> nn.Parameter | None:
     """Returns the parameter that the modules compute with, or None before the first gather."""
     return getattr(engine_parameter, "_unsharded_param", None)
-
-
-def gather_without_prefetch(module: FSDPModule) -> None:
-    """Issues the all-gather of a unit on the compute stream, so that the next one cannot run ahead of it."""
-    module._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
 
 
 def gather_before_backward(module: FSDPModule, gradient: Tensor) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fullshard.distributed.agreement import all_gather_object, rank
-from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload import directories
 from fullshard.offload.adamw import (
@@ -37,10 +36,10 @@ from fullshard.offload.state import (
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.parallel.apply import (
     apply_recompute_and_fsdp,
-    finish_sharding,
     prepare_sharding,
     sort_units_in_forward_order,
 )
+from fullshard.parallel.fp8 import gather_in_fp8
 from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, local_device
 from fullshard.parallel.mesh import build_axis_group
 from fullshard.parallel.model_parallel import divide_model
@@ -106,7 +105,7 @@ def shard(
     given, carried = collect_rank0_values(model), CarriedOver.of_model(model)
     if init != "none":
         warn_of_missing_weights(model, given, stacklevel=2)
-    apply_recompute_and_fsdp(model, prepared)
+    unit_order = apply_recompute_and_fsdp(model, prepared)
     state, order, keep = None, prepared.units, None
     if plan.run.offload.offloads_optimizer:
         state = OffloadedState(offload or offload_settings(plan, SYSTEM))
@@ -117,10 +116,10 @@ def shard(
     if state is not None:
         state.finish_offloading_shards()
         set_offload_attribute(model, state)
-    finish_sharding(model, prepared)
+    if prepared.fp8 is not None:
+        gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
     carried.set_on(model)
-    if (unit_order := find_unit_order(model)) is not None:
-        reshard_after_evaluation(model, unit_order)
+    reshard_after_evaluation(model, unit_order)
     return model
 
 

@@ -28,7 +28,7 @@ SMALL = (
 OTHERS = (
     *("train.global_batch=96", "train.steps=7", "train.gradient_sync=last_microbatch"),
     *("optimizer.name=sgd", "schedule.warmup_steps=1", "sharding.strategy=hybrid_shard"),
-    *("sharding.shard_degree=1", "prefetch.mode=none", "offload.update=device", "checkpoint.keep=3"),
+    *("sharding.shard_degree=1", "offload.update=device", "checkpoint.keep=3"),
     *("fault_tolerance.on_spike=skip", "log.every=3", "run.dir=elsewhere", "run.seed=4"),
     *("run.device=cuda", "data.packing=best_fit", "data.validation_fraction=0.2"),
 )

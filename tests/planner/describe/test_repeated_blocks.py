@@ -116,7 +116,7 @@ def test_trace_of_half_recomputed_blocks_predicts_other_counts(settings: tuple[s
 
     (short, _), (whole, asked) = described(5, apart=False), described(6, apart=True)
     assert list(short.traces[0].recomputed_block_counts()) == [4, 5, 6, 7]
-    for overrides in ([], ["sharding.strategy=zero1"], ["prefetch.mode=explicit", "prefetch.backward=3"]):
+    for overrides in ([], ["sharding.strategy=zero1"]):
         plan = Plan.from_run(asked.with_overrides(overrides), world_size=4)
         assert peak_bytes(short, plan) == peak_bytes(whole, plan)
         ours, theirs = (StepTimePredictor(one, hardware_of(1, 4)) for one in (short, whole))

@@ -167,17 +167,6 @@ def test_moments_in_eight_bits_save_memory_on_a_gpu_however_large_one_parameter_
     assert eight.total < full.total
 
 
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_peak_under_prefetch(ranks, depth):
-    mode = "explicit" if depth else "none"
-    plan = plan_of(
-        2,
-        *(f"prefetch.mode={mode}", f"prefetch.forward={depth}", f"prefetch.backward={depth}"),
-        "recompute.mode=full",
-    )
-    check(plan, ranks(2).run(measured, plan))
-
-
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -65,7 +65,6 @@ def plans(draw: st.DrawFn, shape: Shape, *, world: int = 8) -> Plan:
         f"train.global_batch={world * accumulation}",
         "train.microbatch=1",
         f"train.gradient_sync={draw(st.sampled_from(['auto', 'every_microbatch', 'last_microbatch']))}",
-        f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         f"recompute.mode={draw(st.sampled_from(['none', 'full']))}",
     )
     return Plan.from_run_for_prediction(run, world_size=world, device="cuda")
@@ -124,9 +123,7 @@ def test_a_step_is_no_shorter_than_drive_update_and_copies_take(data: st.DataObj
     timer = StepTimePredictor(decoder_spec(shape), hardware)
     terms, total = offload_of(plan, hardware, shape), timer.predict_time(plan).total
     assert max(terms.disk_seconds, terms.update_seconds, terms.copy_seconds) <= total * (1 + 1e-9)
-    bound = timer.lower_bound_seconds(
-        timer.compute_ticks(plan), timer.stream_minima(plan), inline=plan.run.prefetch.mode == "none"
-    )
+    bound = timer.lower_bound_seconds(timer.compute_ticks(plan), timer.stream_minima(plan))
     assert bound <= total
 
 
@@ -275,7 +272,7 @@ def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
 def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
     ranks, device = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from(["cuda", "cpu"]))
     hardware = with_host(hardware_of(1, ranks) if device == "cuda" else cpu_of(ranks))
-    pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full", "prefetch.mode=implicit")
+    pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full")
     spec, run = decoder_spec(SMALL), run_for(SMALL, *pins, "plan.memory_margin=0")
     everything = [
         predict(spec, build_plan(one, run, hardware=hardware), hardware)

@@ -6,7 +6,6 @@ from fullshard.planner.predict.fsdp_time import StreamClocks, UnitCost
 from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
 from fullshard.spec.model import Event
-from fullshard.spec.run import PrefetchSection
 
 FREE = ("copy_in", "again_in", "hpz_copy", "cast_gradient", "settle_again", "add_partial", "all_reduce")
 TRUE = ("has_parameters", "is_trained", "is_sharded", "reshards", "gathers_in_backward")
@@ -22,9 +21,7 @@ UNIT = UnitCost(
 Act = tuple[Event, int]
 
 
-def played(
-    cost: UnitCost, *acts: Act, computing: int, prefetch: str = "implicit", last: int = 10
-) -> StreamClocks:
+def played(cost: UnitCost, *acts: Act, computing: int, last: int = 10) -> StreamClocks:
     """The streams after `acts` of four units, of which the last takes `last` to gather.
 
     Each `pre_*` is followed by `computing` ticks, and the host takes none.
@@ -37,9 +34,7 @@ def played(
         program, tuple((computing if event.startswith("pre") else 0, 0) for event, _ in acts)
     )
     streams = StreamClocks(serial=False)
-    section = PrefetchSection.model_validate({"mode": prefetch})
-    places = tuple(range(units))
-    policy = EventOrderSettings(section, False, True, places, dict(enumerate(places)), 0)
+    policy = EventOrderSettings(keeps=False, syncs=True, act=0)
     costs = (*[cost] * (units - 1), replace(cost, gather=last))
     StepSimulation(streams, costs, policy).simulate_step(work, accumulating=work, accumulation=1)
     return streams
@@ -70,11 +65,6 @@ def test_backward_gathers_next_unit_after_copy_out():
     """One is gathered from 0 to 10 and copied out at 11; from there on the other is."""
     streams = played(replace(UNIT, is_trained=False), *backward(1, 0), computing=3)
     assert streams.compute == 11 + 10 + 1 + 3
-
-
-def test_without_prefetch_nothing_is_gathered_ahead():
-    streams = played(UNIT, *forward(0, 1, 2), computing=3, prefetch="none")
-    assert streams.compute == 3 * (10 + 1 + 3)
 
 
 def test_one_reduce_scatter_is_waited_for_before_the_next_gradients_are_packed():

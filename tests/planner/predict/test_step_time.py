@@ -23,7 +23,6 @@ STRATEGIES = (
     ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", "sharding.reshard_after_forward=2"),
     ("sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2"),
 )
-PREFETCHES = ("none", "implicit", "explicit")
 SHAPES = st.builds(
     Shape,
     layers=st.integers(3, 40),
@@ -37,7 +36,6 @@ SHAPES = st.builds(
 @st.composite
 def plans(draw: st.DrawFn, shape: Shape, *, world: int = 16) -> Plan:
     accumulation = draw(st.sampled_from([1, 2, 3, 9]))
-    mode, depth = draw(st.sampled_from(PREFETCHES)), draw(st.integers(1, 3))
     return plan_for(
         shape,
         world,
@@ -45,9 +43,6 @@ def plans(draw: st.DrawFn, shape: Shape, *, world: int = 16) -> Plan:
         f"train.global_batch={world * accumulation}",
         "train.microbatch=1",
         f"train.gradient_sync={draw(st.sampled_from(['auto', 'every_microbatch', 'last_microbatch']))}",
-        f"prefetch.mode={mode}",
-        f"prefetch.forward={depth}",
-        f"prefetch.backward={depth}",
         f"recompute.mode={draw(st.sampled_from(['none', 'full', 'selective']))}",
     )
 
@@ -105,9 +100,7 @@ def slowed(hardware: Hardware, name: str, part: float) -> object:
 def test_no_step_is_below_its_bound(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
     plan, timer = data.draw(plans(shape)), StepTimePredictor(decoder_spec(shape), hardware)
-    bound = timer.lower_bound_seconds(
-        timer.compute_ticks(plan), timer.stream_minima(plan), inline=plan.run.prefetch.mode == "none"
-    )
+    bound = timer.lower_bound_seconds(timer.compute_ticks(plan), timer.stream_minima(plan))
     assert bound <= timer.predict_time(plan).total
 
 

@@ -3,8 +3,8 @@
 [Note: skipping periods]
 Equal units in the middle of a model behave equally: from one period to the next, live bytes grow or shrink by
 the same amount. So the peak of a run of periods is in the first or the last period. The periods in between
-are skipped; only their change of live bytes is needed. A few periods are shown on either side, as many as
-FSDP2 can reach ahead (prefetch).
+are skipped; only their change of live bytes is needed. A few periods are shown on either side, because FSDP2
+prefetches one unit ahead.
 """
 
 from collections import deque
@@ -17,7 +17,6 @@ from fullshard.planner.predict.phases import split_by_repeat
 from fullshard.planner.predict.unit_bytes import UnitBytes
 from fullshard.spec.model import Event, LiveTensorBytes, MicrobatchTrace, ModelSpec, RepeatedUnits, TracePhase
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import PrefetchSection
 
 
 class LiveBytes(NamedTuple):
@@ -53,27 +52,25 @@ class MemoryTrace:
     units: tuple[int, ...]
 
 
-def memory_trace(spec: ModelSpec, plan: Plan, *, reach: int, accumulating: bool = False) -> MemoryTrace:
+def memory_trace(spec: ModelSpec, plan: Plan, *, accumulating: bool = False) -> MemoryTrace:
     """Returns the live bytes of each phase of the plan's trace, cached on `spec` for repeated calls.
 
-    reach: the most units ahead that FSDP2 prefetches. See [Note: skipping periods].
     accumulating: earlier microbatches left unsharded gradients.
     """
     microbatch, trace = plan.microbatch, spec.trace_for_plan(plan)
-    key = (id(trace), microbatch, reach, accumulating)
+    key = (id(trace), microbatch, accumulating)
     found = spec.derived_value_cache.get(key)
     if not isinstance(found, MemoryTrace):
         units = len(spec.units)
-        found = _skip_periods(trace, microbatch, units=units, reach=reach, accumulating=accumulating)
+        found = _skip_periods(trace, microbatch, units=units, accumulating=accumulating)
         spec.derived_value_cache[key] = found
     return found
 
 
-def _skip_periods(
-    trace: MicrobatchTrace, microbatch: int, *, units: int, reach: int, accumulating: bool
-) -> MemoryTrace:
+def _skip_periods(trace: MicrobatchTrace, microbatch: int, *, units: int, accumulating: bool) -> MemoryTrace:
     traced = trace.accumulating if accumulating else trace.phases
-    shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
+    # See [Note: skipping periods].
+    shown = {repeat: min(repeat.times, 5 if repeat.units == 1 else 3) for repeat in trace.repeats}
     # One period's part of forward or of backward, by its first phase.
     runs = split_by_repeat(traced, trace.repeats)
     periods = {start: (end, repeat) for start, end, repeat in runs if repeat}
@@ -216,26 +213,16 @@ class _UnitParameterState:
 
 
 class UnshardMemoryReplay:
-    """Replays unshard, reshard and prefetch on a ledger. `by_position`: units in registration order."""
+    """Replays unshard, reshard and prefetch on a ledger."""
 
-    def __init__(
-        self,
-        sizes: list[UnitBytes],
-        ledger: MemoryLedger,
-        *,
-        section: PrefetchSection,
-        by_position: list[int],
-    ) -> None:
-        self.sizes, self.ledger, self.section, self.by_position = sizes, ledger, section, by_position
+    def __init__(self, sizes: list[UnitBytes], ledger: MemoryLedger) -> None:
+        self.sizes, self.ledger = sizes, ledger
         self.units = [_UnitParameterState() for _ in sizes]
         self.buffer = 0  # all-gather buffer of the last unit gathered in forward
         self.order: list[int] = []  # units in the order in which their forwards ended
 
     def replay_pre_forward(self, index: int, live: LiveBytes) -> None:
         self._unshard_unit(index, live, forward=True)
-        if self.section.mode == "explicit":
-            at = self.by_position.index(index) + 1
-            self._prefetch_units(self.by_position[at : at + self.section.forward], live)
 
     def replay_post_forward(self, index: int, live: LiveBytes) -> None:
         unit, size = self.units[index], self.sizes[index]
@@ -257,12 +244,9 @@ class UnshardMemoryReplay:
     def replay_pre_backward(self, index: int, live: LiveBytes) -> None:
         if self.sizes[index].gathers_in_backward:
             self._unshard_unit(index, live, forward=False)
-        if self.section.mode == "implicit":
-            place = self.units[index].places.pop() if self.units[index].places else 0
-            self._prefetch_for_backward([self.order[place - 1]] if place else [], live)
-        elif self.section.mode == "explicit":
-            at = self.by_position.index(index)
-            self._prefetch_for_backward(self.by_position[max(at - self.section.backward, 0) : at][::-1], live)
+        place = self.units[index].places.pop() if self.units[index].places else 0
+        if place and self.sizes[self.order[place - 1]].gathers_in_backward:
+            self._start_all_gather(self.order[place - 1], live)
 
     def reshard_unit(self, index: int) -> None:
         if self.units[index].is_unsharded:
@@ -276,13 +260,6 @@ class UnshardMemoryReplay:
             self.ledger.buffers -= unit.pending or 0
             unit.pending = None
             unit.places.clear()
-
-    def _prefetch_for_backward(self, targets: Sequence[int], live: LiveBytes) -> None:
-        self._prefetch_units([one for one in targets if self.sizes[one].gathers_in_backward], live)
-
-    def _prefetch_units(self, targets: Sequence[int], live: LiveBytes) -> None:
-        for target in targets:
-            self._start_all_gather(target, live)
 
     def _start_all_gather(self, index: int, live: LiveBytes) -> None:
         """Allocates the all-gather buffer of a unit, unless it is unsharded or in flight."""
@@ -309,11 +286,10 @@ class UnshardMemoryReplay:
         self.ledger.in_flight += size.gathered + cast + size.unpacking
         self.ledger.update_peaks(live)
         self.ledger.in_flight -= size.unpacking
-        if forward:
-            self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
         self.ledger.in_flight -= cast + unit.resharded
         unit.resharded = 0
-        if forward and self.section.mode != "none":
+        if forward:
+            self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
             self.buffer = unit.pending
         else:
             self.ledger.buffers -= unit.pending

@@ -9,12 +9,10 @@ waits:
 
 gather        copied into its buffer on a copy-in stream, sent on the all-gather stream. Both first wait for a
               copy-out: in forward that of the unit before the last gathered one (two buffers), in backward
-              that of the last. With `prefetch.mode = none`, the copy is on the compute stream, and the send
-              follows it.
+              that of the last.
 wait          the compute stream waits for the gather, and copies the parameters out.
-prefetch      forward, implicit: none is requested; the host has already run ahead to the next unit.
-              Backward, implicit: once a unit is unsharded, the one that ran forward before it. Explicit: the
-              next units in registration order, after each unit's own gather in forward and in backward.
+prefetch      forward: none is requested; the host has already run ahead to the next unit. Backward: once a
+              unit is unsharded, the one that ran forward before it.
 reduce        the compute stream waits for the previous reduce-scatter (only one input buffer lives) and
               copies gradients in; the reduce-scatter stream sends, casts and adds. Replicas are all-reduced
               on a stream of their own, in the last microbatch only.
@@ -254,11 +252,10 @@ class StreamClocks:
         if self.serial:
             self.host = self.compute
 
-    def start_all_gather(self, cost: UnitCost, *, again: bool, inline: bool, after: int) -> int:
+    def start_all_gather(self, cost: UnitCost, *, again: bool, after: int) -> int:
         """Issues an all-gather, and returns when it ends. `after`: the earliest tick for its copy-in."""
         into, length = (cost.again_in, cost.backward_gather) if again else (cost.copy_in, cost.gather)
-        inline = inline or self.serial
-        if inline:
+        if self.serial:
             self.stall_compute_until(after, "host")
             self.copy_on_compute_stream(into)
             start = self.compute
@@ -271,9 +268,9 @@ class StreamClocks:
             end = self.hpz_network = max(start, self.hpz_network) + length
         else:
             end = self.network = max(start, self.network) + length
-        if not inline:
+        if not self.serial:
             self.gather = end
-        self.fetched = start if inline else self.copy_in
+        self.fetched = start if self.serial else self.copy_in
         self._add_sent_and_blocked_time(length, "all_gather")
         return end
 

@@ -115,19 +115,16 @@ class _StepMemoryReplay:
         self.spec, self.plan = spec, plan
         self.trace = spec.trace_for_plan(plan)
         self.kinds = bytes_by_unit_kind(spec, plan, rank=rank)
-        section = plan.run.prefetch
-        self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
-        self.units = units = memory_trace(spec, plan, reach=self.reach).units
+        self.units = units = memory_trace(spec, plan).units
         sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
-        order = sorted(range(len(units)), key=lambda i: spec.units[units[i]].position)
         self.ledger = MemoryLedger()
-        self.gathering = UnshardMemoryReplay(sizes, self.ledger, section=section, by_position=order)
+        self.gathering = UnshardMemoryReplay(sizes, self.ledger)
         self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
         self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
 
     def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
         """Replays microbatch `number`, from 1. `accumulating`: earlier ones left unsharded gradients."""
-        found = memory_trace(self.spec, self.plan, reach=self.reach, accumulating=accumulating)
+        found = memory_trace(self.spec, self.plan, accumulating=accumulating)
         ledger, live, before = self.ledger, LiveBytes(), self.ledger.current_bytes_by_purpose()
         for phase in found.phases:
             if phase.starts_period:
@@ -215,7 +212,7 @@ class MeshDependentBytes(NamedTuple):
 def trace_dependent_peak_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentPeakBytes:
     """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
     trace = spec.trace_for_plan(plan)
-    found, firsts = memory_trace(spec, plan, reach=1), spec.first_identical_unit_indices
+    found, firsts = memory_trace(spec, plan), spec.first_identical_unit_indices
     kinds = [firsts[unit] if spec.units[unit].parameters else -1 for unit in found.units]
     phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]
     peaks: dict[tuple[int, int, int], int] = {}
@@ -261,14 +258,12 @@ def peak_lower_bound(
     accumulates: bool,
     syncs: bool,
     keeps: bool,
-    prefetches: bool,
 ) -> int:
     """Returns a lower bound on the peak memory of a step, in bytes.
 
     accumulates: a step has more than one microbatch
     syncs: gradients are reduced after each microbatch
     keeps: parameters stay unsharded between microbatches
-    prefetches: units are gathered ahead of their use
 
     The bound is the maximum over three moments: the end of backward, the loss, and each unit's backward,
     while the previous unit is reduced and the next is gathered.
@@ -283,7 +278,7 @@ def peak_lower_bound(
         bytes_ = live + (size.gathered if size.gathers_in_backward else 0)
         if behind >= 0:
             bytes_ += mesh.sizes[behind].reduce_input
-        if prefetches and ahead >= 0:
+        if ahead >= 0:
             next_one = mesh.sizes[ahead]
             gathers = next_one.reshards and next_one.gathers_in_backward and next_one.shard_degree > 1
             bytes_ += next_one.gathered if gathers else 0

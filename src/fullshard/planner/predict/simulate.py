@@ -11,7 +11,7 @@ this is exact. Three kinds of clock may differ, because no later event depends o
 - the host's clock, as long as the host is ahead and stays ahead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from fullshard.planner.predict.fsdp_time import (
 from fullshard.planner.predict.offload import ActivationIoTicks
 from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.spec.model import Event
-from fullshard.spec.run import PrefetchSection
 
 # Phases that copy activations, and wait for copies, when they begin; phases of forward do so when they end.
 _BACKWARD = ("pre_backward", "post_backward", "end_backward")
@@ -74,11 +73,8 @@ class MicrobatchWork(NamedTuple):
 class EventOrderSettings:
     """Settings of a plan that decide the order of events."""
 
-    prefetch: PrefetchSection  # the run's prefetch settings
     keeps: bool  # parameters stay unsharded between microbatches
     syncs: bool  # gradients are reduced in each microbatch
-    by_position: Sequence[int]  # the model's units in registration order
-    place: Mapping[int, int]  # index of each unit in `by_position`
     act: int  # ticks of the host to gather a unit, or to reduce its gradients
     norm: int | None = None  # host ticks for the norm of offloaded gradients; None without any
     skips: bool = True  # skip repeated turns, see [Note: skipping]
@@ -141,9 +137,8 @@ class StepSimulation:
         if segment.times == 1:
             self._simulate_phases(segment.steps, work, shift=0)
             return
-        prefetch = self.policy.prefetch
-        ahead = max(prefetch.forward, prefetch.backward) if prefetch.mode == "explicit" else 1
-        behind = ahead // abs(segment.stride) + 1  # last turns, which reach units behind the segment
+        # Number of last turns in which FSDP2 prefetches a unit behind the segment, and one more.
+        behind = 2 if abs(segment.stride) == 1 else 1
         marks: list[_StreamSnapshot] = []
         turn, slack = 0, self.streams.slack
         while turn < segment.times:
@@ -167,7 +162,7 @@ class StepSimulation:
                 self._end_forward_or_backward(event)
             elif (cost := self.costs[traced]).has_parameters:
                 if event == "pre_forward":
-                    self._simulate_pre_forward(unit + shift, cost, program=program)
+                    self._simulate_pre_forward(unit + shift, cost)
                 elif event == "post_forward":
                     self._simulate_post_forward(unit + shift, cost)
                 elif event == "pre_backward":
@@ -195,13 +190,10 @@ class StepSimulation:
             streams.stall_compute_until(streams.all_reduce, "all_reduce")
             streams.reduce_input_free = streams.compute
 
-    def _simulate_pre_forward(self, unit: int, cost: UnitCost, *, program: MicrobatchSchedule) -> None:
+    def _simulate_pre_forward(self, unit: int, cost: UnitCost) -> None:
         self._charge_hook_time(unit)
         self._start_all_gather(unit, cost)
         self._wait_and_copy_out(unit, cost, forward=True)
-        if self.policy.prefetch.mode == "explicit":
-            at = self.policy.place[unit] + 1
-            self._prefetch_units(self.policy.by_position[at : at + self.policy.prefetch.forward], program)
 
     def _simulate_post_forward(self, unit: int, cost: UnitCost) -> None:
         if cost.reshards and unit in self.unsharded:
@@ -215,15 +207,11 @@ class StepSimulation:
         self._charge_hook_time(unit)
         self._start_all_gather(unit, cost)
         self._wait_and_copy_out(unit, cost, forward=False)
-        prefetch, order = self.policy.prefetch, self.policy.by_position
-        if prefetch.mode == "implicit":
-            before, used = program.before[unit], self.uses.get(unit, 0)
-            self.uses[unit] = used + 1
-            if used < len(before) and before[-1 - used] >= 0:
-                self._prefetch_units((before[-1 - used],), program)
-        elif prefetch.mode == "explicit":
-            at = self.policy.place[unit]
-            self._prefetch_units(order[max(at - prefetch.backward, 0) : at][::-1], program)
+        before, used = program.before[unit], self.uses.get(unit, 0)
+        self.uses[unit] = used + 1
+        if used < len(before) and before[-1 - used] >= 0:
+            following = before[-1 - used]
+            self._start_all_gather(following, self.costs[program.traced[following]])
 
     def _simulate_post_backward(self, unit: int, cost: UnitCost) -> None:
         streams, first, last = self.streams, self.is_first, self.is_last
@@ -255,12 +243,6 @@ class StepSimulation:
         if unit not in self.unsharded:
             self.streams.run_fsdp_host_work(self.policy.act)
 
-    def _prefetch_units(self, units: Sequence[int], program: MicrobatchSchedule) -> None:
-        for unit in units:
-            cost = self.costs[program.traced[unit]]
-            if cost.has_parameters:
-                self._start_all_gather(unit, cost)
-
     def _start_all_gather(self, unit: int, cost: UnitCost) -> None:
         """Starts the all-gather of a unit that is neither unsharded nor in flight."""
         if unit in self.unsharded or unit in self.pending:
@@ -278,12 +260,8 @@ class StepSimulation:
                 self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
             )
         if cost.is_sharded:
-            there = self.streams.start_all_gather(
-                cost,
-                again=again,
-                inline=self.policy.prefetch.mode == "none",
-                after=max(self.put_back.pop(unit, 0), there),
-            )
+            after = max(self.put_back.pop(unit, 0), there)
+            there = self.streams.start_all_gather(cost, again=again, after=after)
         self.pending[unit] = there
 
     def _wait_and_copy_out(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
@@ -291,14 +269,14 @@ class StepSimulation:
         there = self.pending.pop(unit, None)
         if there is None:
             return
-        streams, defers = self.streams, forward and self.policy.prefetch.mode != "none" and cost.is_sharded
+        streams = self.streams
         if forward:
             self._end_forward_or_backward("end_forward")
         streams.stall_compute_until(there, "all_gather")
         streams.copy_on_compute_stream(cost.copy_out)
         if not cost.is_sharded:
             streams.fetched = streams.compute  # the next own shard is copied in while this unit computes
-        if defers:
+        if forward and cost.is_sharded:
             streams.copied_out, self.buffered = streams.compute, True
         elif cost.is_sharded:
             streams.delay_gather_streams(streams.compute)

@@ -89,7 +89,6 @@ class LeastTicks(NamedTuple):
     network: int  # collectives on the shard axis's network
     apart: int  # backward all-gathers on a separate network
     replicas: int  # all-reduces on a separate network
-    inline: int  # added to `copied` if all-gathers are not prefetched
     tail: int  # the optimizer step with its sum over ranks
     host: int = 0  # the busiest stream of the host or the drive
 
@@ -115,9 +114,6 @@ class StepTimePredictor:
     _units: dict[tuple[object, ...], UnitCosts] = field(default_factory=dict[tuple[object, ...], UnitCosts])
 
     def __post_init__(self) -> None:
-        units = self.spec.units
-        self._by_position = tuple(sorted(range(len(units)), key=lambda i: units[i].position))
-        self._place = {unit: place for place, unit in enumerate(self._by_position)}
         self._serial = self.hardware.device == "cpu"
 
     def predict_time(self, plan: Plan) -> TimeTerms:
@@ -163,11 +159,8 @@ class StepTimePredictor:
         """Returns the streams after a step's last backward. `moves_nothing`: no activations are copied."""
         streams = StreamClocks(self._serial, 1 - self.hardware.overlap, disk=-units.ahead)
         policy = EventOrderSettings(
-            prefetch=plan.run.prefetch,
             keeps=plan.reshard_after_forward is False,
             syncs=plan.sync_each_microbatch,
-            by_position=self._by_position,
-            place=self._place,
             act=to_ticks(self.hardware.rates.unit_seconds),
             norm=units.norm,
             skips=self.skips,
@@ -190,13 +183,13 @@ class StepTimePredictor:
         return self._units[key]
 
     def stream_minima(self, plan: Plan) -> LeastTicks:
-        """Returns the least ticks per step of each stream, for any recompute mode and prefetch."""
+        """Returns the least ticks per step of each stream, for any recompute mode."""
         units = self.unit_costs(plan)
         phases = units.trace.phases
         begun = [{p.unit for p in phases if p.event == event} for event in ("pre_forward", "pre_backward")]
         frees = plan.reshard_after_forward is not False
         reductions = plan.accumulation if plan.sync_each_microbatch else 1
-        copied = network = apart = replicas = inline = 0
+        copied = network = apart = replicas = 0
         for index, (cost, count) in enumerate(zip(units.costs, units.counts, strict=True)):
             if not cost.has_parameters:
                 continue
@@ -205,7 +198,6 @@ class StepTimePredictor:
             regathers = frees and cost.reshards and cost.gathers_in_backward
             again = times if regathers and index in begun[1] else 0
             copied += (forward + again) * cost.copy_out + again * cost.hpz_copy
-            inline += forward * (cost.copy_in + cost.gather) + again * (cost.again_in + cost.backward_gather)
             network += forward * cost.gather
             if cost.separate_network:
                 apart += again * cost.backward_gather
@@ -222,7 +214,7 @@ class StepTimePredictor:
                 else:
                     replicas += count * cost.all_reduce
         host = 0 if units.norm is None else max(self._host_busy_ticks(plan))
-        return LeastTicks(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
+        return LeastTicks(copied, network, apart, replicas, units.update + units.all_reduce, host)
 
     def compute_ticks(self, plan: Plan) -> DeviceHostTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
@@ -233,14 +225,13 @@ class StepTimePredictor:
                 issue += launched * turns * times
         return DeviceHostTicks(device, issue)
 
-    def lower_bound_seconds(self, computing: DeviceHostTicks, demand: LeastTicks, *, inline: bool) -> float:
-        """Returns a lower bound on a step's seconds, from each stream's work. `inline`: without prefetch."""
+    def lower_bound_seconds(self, computing: DeviceHostTicks, demand: LeastTicks) -> float:
+        """Returns a lower bound on a step's seconds, from each stream's work."""
         busy = computing.device + demand.copied
         if self._serial:
             busy += computing.issue
         sent = demand.network + demand.apart + demand.replicas
-        end = busy + (demand.inline if inline and not self._serial else 0)
-        end += int((1 - self.hardware.overlap) * sent) if not inline or self._serial else 0
+        end = busy + int((1 - self.hardware.overlap) * sent)
         end = max(end, computing.issue, demand.network, demand.apart, demand.replicas, demand.host)
         overlapped = min(busy, max(0, sent + busy - end))
         # If contention costs more than a collective's own time, waiting may be faster than overlapping.

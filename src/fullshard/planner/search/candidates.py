@@ -1,9 +1,8 @@
 """Candidate plans: every combination of the settings that a run leaves open, with their bytes and seconds.
 
 The order matters: of two plans that take equally long, the earlier candidate is preferred. Plain settings
-come before elaborate ones: replicas before shards, full_shard before the other strategies, FSDP2's own
-prefetch before none and explicit, no recompute before some, uncompiled before compiled, larger microbatches
-before smaller ones.
+come before elaborate ones: replicas before shards, full_shard before the other strategies, no recompute
+before some, uncompiled before compiled, larger microbatches before smaller ones.
 
 [Note: groups follow nodes]
 A group of ranks that shares parameters is a whole number of nodes, or divides a node's ranks: any other would
@@ -17,7 +16,6 @@ Compiling takes time before the first step, of which each step of the run bears 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
@@ -34,13 +32,12 @@ from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, fits_in_host_memory
-from fullshard.spec.run import PrefetchSection, Run, Strategy, Tier
+from fullshard.spec.run import Run, Strategy, Tier
 from fullshard.spec.settings.model_section import indivisible_experts_error
 from fullshard.spec.settings.run_checks import divisors
 from fullshard.spec.settings.train_section import RecomputeSection
 
 GradientSync = Literal["every_microbatch", "last_microbatch"]
-_DEEPEST_PREFETCH = 3
 _PARTS = 4  # all blocks, in parts of which some recompute
 _HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 _ORDER = (
@@ -88,7 +85,6 @@ class Candidate(NamedTuple):
     batch: MicrobatchSplit
     recompute: RecomputeSection
     compiled: bool
-    prefetch: PrefetchSection
     is_duplicate: bool = False  # a candidate of another strategy is equivalent
     tier: Tier = "none"  # the offload target, `offload.tier`
 
@@ -137,14 +133,13 @@ def _iterate_for_target(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: 
     _check_chip_has_fp8(plan, hardware)
     sizes = {trace.microbatch for trace in spec.traces}  # None: any size
     for mesh in meshes:
-        prefetches = _prefetch_choices(run, mesh, units=len(spec.units))
         batches = list(_iterate_microbatch_splits(run, mesh, groups=world // run.sharding.context_degree))
         traced = [one for one in batches if not sizes.isdisjoint((None, one.microbatch))]
         for batch in traced or batches:
             double = _is_duplicate(run, mesh, batch=batch, world=world)
             pairs = _recompute_and_compile_choices(spec, run, microbatch=batch.microbatch, hardware=hardware)
-            for (recompute, compiled), prefetch in product(pairs, prefetches):
-                yield Candidate(mesh, batch, recompute, compiled, prefetch, double, tier)
+            for recompute, compiled in pairs:
+                yield Candidate(mesh, batch, recompute, compiled, double, tier)
 
 
 def _check_chip_has_fp8(plan: Plan, hardware: Hardware) -> None:
@@ -159,7 +154,7 @@ def _check_chip_has_fp8(plan: Plan, hardware: Hardware) -> None:
 
 
 def run_with_settings(run: Run, sections: Mapping[str, Mapping[str, object]]) -> Run:
-    """Returns `run` with other values in some of its sections, such as `{"prefetch": {"mode": "none"}}`."""
+    """Returns `run` with other values in some of its sections, such as `{"recompute": {"mode": "none"}}`."""
     updated = {name: getattr(run, name).model_copy(update=values) for name, values in sections.items()}
     return run.model_copy(update=updated)
 
@@ -173,9 +168,8 @@ def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
         "train": {"microbatch": batch.microbatch, "gradient_sync": batch.sync},
         "run": {"compile": candidate.compiled},
     }
-    whole = {"recompute": candidate.recompute, "prefetch": candidate.prefetch}
     plan = Plan.from_run_for_prediction(
-        run_with_settings(run, settings).model_copy(update=whole),
+        run_with_settings(run, settings).model_copy(update={"recompute": candidate.recompute}),
         world_size=hardware.world_size,
         device=hardware.device,
         bf16_hardware=hardware.device == "cuda" and "bf16" in hardware.chip.flops_per_second,
@@ -289,17 +283,6 @@ def _recompute_choices(trace: MicrobatchTrace) -> list[RecomputeSection]:
     return [trace.recompute.model_copy(update={"blocks": blocks}) for blocks in nearest]
 
 
-def _prefetch_choices(run: Run, mesh: ShardingChoice, *, units: int) -> list[PrefetchSection]:
-    if run.prefetch.mode != "auto":
-        return [run.prefetch]
-    implicit = PrefetchSection(mode="implicit")
-    if mesh.shard_degree == 1:
-        return [implicit]  # nothing is gathered
-    deepest = min(_DEEPEST_PREFETCH, units - 1)
-    ahead = [PrefetchSection(mode="explicit", forward=d, backward=d) for d in range(1, deepest + 1)]
-    return [implicit, PrefetchSection(mode="none"), *ahead]
-
-
 def _is_duplicate(run: Run, mesh: ShardingChoice, *, batch: MicrobatchSplit, world: int) -> bool:
     if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
         return False
@@ -357,7 +340,6 @@ class CandidateCosts:
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "every_microbatch",
             keeps=not candidate.mesh.frees_parameters_after_forward,
-            prefetches=candidate.prefetch.mode != "none",
         )
         return bound + self.hardware.context_bytes
 
@@ -410,14 +392,14 @@ class CandidateCosts:
         return self._peaks[key]
 
     def _lower_bound_seconds(self, candidate: Candidate) -> float:
-        mesh, batch, recompute, compiled, prefetch, _, tier = candidate
+        mesh, batch, recompute, compiled, _, tier = candidate
         shared, own = (mesh, batch, tier), (batch, recompute, compiled)
         if shared not in self._demand:
             self._demand[shared] = self.timer.stream_minima(self._build_plan(candidate))
         if own not in self._computing:
             self._computing[own] = self.timer.compute_ticks(self._build_plan(candidate))
         computing, demand = self._computing[own], self._demand[shared]
-        least = self.timer.lower_bound_seconds(computing, demand, inline=prefetch.mode == "none")
+        least = self.timer.lower_bound_seconds(computing, demand)
         return least + (COMPILE_SECONDS / _steps_that_share_compiling(self.run) if compiled else 0.0)
 
 

@@ -219,9 +219,6 @@ def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
     yield f"microbatch {plan.microbatch}"
     yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
     yield f"recompute {run.recompute.mode_text}"
-    yield f"prefetch {run.prefetch.mode}" + (
-        f" {run.prefetch.forward}" if run.prefetch.mode == "explicit" else ""
-    )
     yield "compiled" if run.run.compile is True else "not compiled"
     yield f"offload {run.offload.tier}"
     yield f"tensor parallel {plan.tensor_parallel}"
@@ -270,10 +267,7 @@ def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tu
     yield from iterate_unpinned(run, hardware)
     if run.run.compile is False and plan.device == "cuda":
         yield "run.compile = true", run_with_settings(run, {"run": {"compile": True}}), hardware
-    # Prefetch and compiling as chosen: they hardly depend on these, and there are ten times fewer candidates.
-    settings = {"prefetch": plan.run.prefetch.model_dump(), "run": {"compile": plan.run.run.compile}}
-    batch = {"global_batch": 2 * run.train.global_batch}
-    twice = run_with_settings(run, {"train": batch, **settings})
+    twice = run_with_settings(run, {"train": {"global_batch": 2 * run.train.global_batch}})
     yield f"{2 * run.tokens_per_step:,} tokens a step, twice as many", twice, hardware
     if plan.device == "cuda" and (hardware.across is not None or hardware.nodes == 1):
         spread = hardware.across is not None

@@ -49,8 +49,7 @@ class SearchResult(FrozenModel):
     closest: Plan | None  # if none fits, the plan that needs the fewest bytes; otherwise None
     # for each `Candidate.strategy_label`, the best plan that fits, or else that needs the fewest bytes
     by_strategy: Mapping[str, Plan]
-    # if asked for: all plans that no other beats in both speed and memory, the fastest first, fitting or not;
-    # of those with FSDP2's own prefetch, or with the prefetch of the best plan
+    # if asked for: all plans that no other beats in both speed and memory, the fastest first, fitting or not
     front: tuple[Plan, ...] = ()
     limit_bytes: PositiveInt  # bytes that a plan may use: the device's memory without the margin
     considered: NonNegativeInt  # number of distinct candidates
@@ -162,7 +161,7 @@ def _search_candidates(costs: CandidateCosts, *, with_front: bool) -> SearchResu
         fastest=costs.plan(fastest),
         closest=closest,
         by_strategy={name: costs.plan(index) for name, index in by_kind.items()},
-        front=_pareto_front(costs, own, best=best) if with_front and best is not None else (),
+        front=_pareto_front(costs, own) if with_front and best is not None else (),
         limit_bytes=limit,
         considered=len(own),
         predicted=costs.predicted,
@@ -218,18 +217,15 @@ def _smallest(costs: CandidateCosts, indices: Iterable[int]) -> int:
     return best[1]
 
 
-def _pareto_front(costs: CandidateCosts, order: Sequence[int], *, best: int) -> tuple[Plan, ...]:
+def _pareto_front(costs: CandidateCosts, order: Sequence[int]) -> tuple[Plan, ...]:
     """Returns the plans that no other beats in both seconds and bytes, the fastest first."""
     front: list[tuple[float, int, int]] = []
-    modes = {"implicit", costs.candidates[best].prefetch.mode}
 
     def is_beaten(seconds: float, needed: int) -> bool:
         return any(s <= seconds and n <= needed for s, n, _ in front)
 
     for index in order:
         bound = costs.least_seconds[index]
-        if costs.candidates[index].prefetch.mode not in modes:
-            continue
         if is_beaten(bound, costs.least_bytes(index)) or is_beaten(bound, costs.needed_bytes(index)):
             continue
         found = (costs.seconds(index), costs.needed_bytes(index), index)
@@ -286,11 +282,9 @@ def format_plan(plan: Plan) -> str:
         mesh = f"dp_replicate={plan.replicate_degree}, {mesh}"
     reshard = plan.reshard_after_forward
     kept = f", reshard_after_forward={reshard}" if not isinstance(reshard, bool) else ""
-    prefetch = plan.run.prefetch
-    depth = f" {prefetch.forward}" if prefetch.mode == "explicit" else ""
     return (
         f"{plan.strategy}, {mesh}{kept}, microbatch={plan.microbatch} × {plan.accumulation}, "
-        f"recompute={plan.run.recompute.mode_text}, prefetch={prefetch.mode}{depth}"
+        f"recompute={plan.run.recompute.mode_text}"
         + (", compiled" if plan.run.run.compile is True else "")
         + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
         + (f", context_parallel={plan.context_parallel}" if plan.context_parallel > 1 else "")
@@ -357,7 +351,6 @@ def iterate_unpinned(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, H
     free = {"strategy": "auto", "shard_degree": None, "reshard_after_forward": None}
     is_sharding_pinned = run.sharding.strategy != "auto" or run.sharding.shard_degree is not None
     for is_pinned, change, settings in (
-        (run.prefetch.mode != "auto", 'prefetch.mode = "auto"', {"prefetch": {"mode": "auto"}}),
         (run.train.microbatch is not None, "train.microbatch left out", {"train": {"microbatch": None}}),
         (run.recompute.mode != "auto", 'recompute.mode = "auto"', {"recompute": {"mode": "auto"}}),
         (is_sharding_pinned, 'sharding.strategy = "auto"', {"sharding": free}),

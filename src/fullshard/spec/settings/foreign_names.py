@@ -98,7 +98,6 @@ _NAMES = {
         " checkpoint_activations enable_activation_checkpointing ac remat"
     ),
     "recompute.blocks": "recompute_num_layers recompute_method",
-    "prefetch.mode": "forward_prefetch backward_prefetch overlap_comm",
     "offload.tier": (
         "cpu_offload offload_params offload_param offload_optimizer fsdp_offload_params enable_cpu_offload"
     ),
@@ -131,6 +130,10 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "nothing instead: the scale doubles after 2000 steps without an overflow",
     ),
     "precision.output_dtype": (None, "train.loss, a function that casts the outputs"),
+    "prefetch": (
+        {"mode": "implicit", "forward": 1, "backward": 1},
+        "nothing instead: FSDP2 gathers one unit ahead",
+    ),
     "recompute.every": (None, "recompute.blocks, the number of blocks that recompute"),
     "sharding.context_method": ("gather", "nothing instead: ranks gather keys and values"),
     "sharding.units.policy": (
@@ -138,4 +141,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "sharding.units.names, or min_parameters, or neither for the repeated blocks",
     ),
 }
+# Of these, the ones that changed only speed: a plan of an earlier version is used without them.
+ONLY_SPEED = frozenset({"prefetch"})
 FOREIGN_NAMES = {name: answer for answer, names in _NAMES.items() for name in names.split()}
