@@ -1,7 +1,4 @@
-"""Lists and opens the files of data sources, in an order that is the same on every machine.
-
-Files in object stores and on web servers are listed and read through fsspec.
-"""
+"""Lists and opens the files of data sources, in an order that is the same on every machine."""
 
 import bz2
 import glob
@@ -12,17 +9,15 @@ import os
 import stat
 import sysconfig
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal
 
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.system.object_store import ObjectStore, is_remote_url, open_object, without_secrets
 
 FileKind = Literal["text", "jsonl", "parquet", "memmap"]
 
@@ -35,27 +30,18 @@ _ENDINGS: dict[FileKind, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "memmap": (".npy", ".bin", ".idx"),
 }
-PAUSES_SECONDS = (0.5, 2.0)
-"""Times before a read that failed is tried again."""
-
-_AHEAD_BYTES = 4 << 20
-# Digests of the content, as stores report them: S3 and web servers, Azure, Google, Hugging Face, GitHub.
-_DIGESTS = ("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "sha")
-_TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified", "created", "time")
 
 
 @dataclass(frozen=True)
 class SourceFile:
     """A file of a data source.
 
-    path: absolute path, or URL
+    path: absolute path
     size: bytes, as stored
-    version: text that changes whenever the content of a remote file changes; None for a local file
     """
 
     path: str
     size: int
-    version: str | None = None
 
 
 def list_stdlib_files(directory: Path | None = None) -> list[SourceFile]:
@@ -79,18 +65,16 @@ def list_stdlib_files(directory: Path | None = None) -> list[SourceFile]:
 def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[SourceFile]:
     """Returns the non-empty files that match any of the globs (with `**` and `~`), sorted by path.
 
-    A path or an object that exists is taken by its name, also if that has wildcards. A directory stands for
-    the files of `kind` below it. A URL is looked up through fsspec. Raises DataError for a pattern without a
-    match, for a file that cannot be read, and if all are empty; MissingExtraError for a compression or a
-    store whose package is not installed; SpecError for an unusable URL.
+    A path that exists is taken by its name, also if that has wildcards. A directory stands for the files of
+    `kind` below it. Raises DataError for a pattern without a match, for a file that cannot be read, and if
+    all are empty; MissingExtraError for a compression whose package is not installed.
     """
     found: dict[str, SourceFile] = {}
     for pattern in patterns:
-        list_files = _list_remote_files if is_remote_url(pattern) else _list_local_files
-        found |= {file.path: file for file in list_files(pattern, kind)}
+        found |= {file.path: file for file in _list_files(pattern, kind)}
     for path in found:
         if _suffix(path) in (".zst", ".lz4") and find_spec("pyarrow") is None:
-            raise MissingExtraError("data", package="pyarrow", needed_for=without_secrets(path))
+            raise MissingExtraError("data", package="pyarrow", needed_for=path)
     # Sorting by text makes the order independent of the directory in which the files lie.
     files = [found[path] for path in sorted(found) if found[path].size]
     if not files:
@@ -102,7 +86,7 @@ def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[Sour
     return files
 
 
-def _list_local_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
+def _list_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
     paths = _existing_path_or_matches(os.path.expanduser(pattern.removeprefix("file://")))
     files = [path for path in paths if not os.path.isdir(path)]
     if not files:
@@ -124,32 +108,18 @@ def _existing_path_or_matches(pattern: str) -> list[str]:
     return glob.glob(glob.escape(head) + pattern[len(head) :], recursive=True)
 
 
-def _list_remote_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
-    try:
-        found = list_remote_files(pattern)
-    except OSError as error:
-        raise unreadable_path_error(pattern, error) from error
-    selected = [*found]
-    if not is_glob(pattern) and selected != [pattern]:
-        visible = [url for url in found if not is_hidden_below(url, pattern)]
-        selected = _select_files_of_kind(visible, kind, pattern=pattern)
-    elif not found:
-        raise _no_match_error(pattern)
-    return [SourceFile(url, *found[url]) for url in selected]
-
-
 def is_compressed(path: str) -> bool:
     """Returns whether the name of a file says that it is compressed."""
     return _suffix(path) in _OPENERS
 
 
 def path_of_content(path: str) -> str:
-    """Returns the path without the ending of its compression, and without the query of a URL."""
-    return without_secrets(path).removesuffix(_suffix(path) if is_compressed(path) else "")
+    """Returns the path without the ending of its compression."""
+    return path.removesuffix(_suffix(path) if is_compressed(path) else "")
 
 
 def _suffix(path: str) -> str:
-    return PurePosixPath(without_secrets(path)).suffix
+    return PurePosixPath(path).suffix
 
 
 @contextmanager
@@ -160,7 +130,7 @@ def open_source_file(path: str) -> Generator[BinaryIO]:
     """
     opener = _OPENERS.get(_suffix(path))
     try:
-        with open_remote_file(path) if is_remote_url(path) else open(path, "rb") as stored:
+        with open(path, "rb") as stored:
             if opener is None:
                 yield stored
             else:
@@ -173,10 +143,9 @@ def open_source_file(path: str) -> Generator[BinaryIO]:
 def unreadable_path_error(path: str | Path, error: Exception) -> DataError:
     """Returns the error for a file or directory that cannot be read."""
     return DataError(
-        f"{without_secrets(str(path))} cannot be read.",
+        f"{path} cannot be read.",
         got=getattr(error, "strerror", None) or str(error),
-        why=getattr(error, "why", None),
-        fix=getattr(error, "fix", None) or "make it readable, or leave it out of data.paths",
+        fix="make it readable, or leave it out of data.paths",
     )
 
 
@@ -205,7 +174,7 @@ def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str)
         endings = " or ".join(f"*{ending}" for ending in _ENDINGS[kind])
         raise DataError(
             f"data.paths has a directory without a file of {kind}.",
-            got=f"{without_secrets(pattern)!r}, with {without_secrets(paths[0])}",
+            got=f"{pattern!r}, with {paths[0]}",
             why=f"{endings} would be taken, and their compressed forms",
             fix="a directory with such files, or a glob of the files, such as data/**/*.txt",
         )
@@ -213,17 +182,16 @@ def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str)
 
 
 def _no_match_error(pattern: str) -> DataError:
-    place = "" if is_remote_url(pattern) else f", looked up from {Path.cwd()}"
     return DataError(
         "data.paths has a pattern that matches no file.",
-        got=f"{without_secrets(pattern)!r}{place}",
+        got=f"{pattern!r}, looked up from {Path.cwd()}",
         fix="a path, a directory or a glob of files, such as data/**/*.txt",
     )
 
 
 def _is_file_of_kind(path: str, kind: FileKind) -> bool:
     # Files that Spark and others write beside their data, such as `_SUCCESS`, have no such ending.
-    name = path_of_content(path) if kind in ("text", "jsonl") else without_secrets(path)
+    name = path_of_content(path) if kind in ("text", "jsonl") else path
     return name.endswith(_ENDINGS[kind])
 
 
@@ -250,94 +218,3 @@ def stat_files(paths: Iterable[str]) -> list[SourceFile]:
             raise DataError(f"{path} is not a regular file.", why="its size is not known before it is read")
         files.append(SourceFile(path, found.st_size))
     return files
-
-
-def list_remote_files(url: str) -> dict[str, tuple[int, str]]:
-    """Returns (size in bytes, version) of each file that `url` stands for, by URL.
-
-    url: a file, a glob, or a prefix: then all files below it, also in further prefixes
-    version: text that changes whenever the content changes
-
-    Returns nothing for a URL without files. Raises SpecError, MissingExtraError; OSError for a store that
-    does not answer; DataError for a file whose size or version is not reported.
-    """
-    store = ObjectStore(url)
-    store.check_url_and_package()
-    entries = _list_entries(store, url)
-    found: dict[str, tuple[int, str]] = {}
-    for name, listed in entries.items():
-        at, entry = _url_of_entry(store, name), listed
-        if entry.get("size") is None or _version(at, entry) is None:
-            entry = store.call_backend(at, "info", at)  # listings of web servers have names alone
-        size, version = entry.get("size"), _version(at, entry)
-        if size is None or version is None:
-            raise DataError(
-                f"{without_secrets(at)} cannot be used where it is.",
-                got="no size" if size is None else "neither a digest (ETag) nor a time of the last change",
-                why="tokens are kept, and made again only when a file changes",
-                fix="a copy on a disk or in an object store",
-            )
-        found[at] = int(size), version
-    return found
-
-
-def open_remote_file(url: str) -> BinaryIO:
-    """Opens a file for reading by ranges. It can be sought. Raises OSError, also when it is read."""
-    reader = open_object(ObjectStore(url), url, ahead_bytes=_AHEAD_BYTES, pauses_seconds=PAUSES_SECONDS)
-    return io.BufferedReader(cast(io.RawIOBase, reader))
-
-
-def is_hidden_below(url: str, pattern: str) -> bool:
-    """Returns whether a file that was found below the prefix `pattern` is hidden, or in a hidden prefix."""
-    return any(part.startswith(".") for part in url.removeprefix(pattern).split("/"))
-
-
-def is_glob(url: str) -> bool:
-    """Returns whether a URL holds wildcards. A question mark begins the query of a web address."""
-    _, _, path = url.partition("://")[2].partition("/")
-    return any(sign in path for sign in ("*[" if url.startswith("http") else "*?["))
-
-
-def _list_entries(store: ObjectStore, url: str) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the entries of files by name, as fsspec lists them."""
-    everything: Mapping[str, Mapping[str, Any]]
-    try:
-        if is_glob(url) and not _is_object(store, url):
-            everything = store.call_backend(url, "glob", url, options={"detail": True})
-        elif url.endswith("/"):
-            everything = store.call_backend(url, "find", url, options={"detail": True})
-        else:
-            entry = cast(Mapping[str, Any], store.call_backend(url, "info", url))
-            if entry["type"] != "file":
-                return _list_entries(store, f"{url}/")
-            everything = {str(entry["name"]): entry}
-    except FileNotFoundError:
-        return {}
-    return {name: entry for name, entry in everything.items() if entry["type"] == "file"}
-
-
-def _is_object(store: ObjectStore, url: str) -> bool:
-    """Returns whether `url`, which has wildcards, is the name of an object."""
-    with suppress(OSError):
-        return cast(Mapping[str, Any], store.call_backend(url, "info", url))["type"] == "file"
-    return False
-
-
-def _url_of_entry(store: ObjectStore, name: str) -> str:
-    """Returns the URL of a name in a listing, which fsspec gives without the protocol or the host."""
-    if "://" in name:
-        return name
-    if store.url.startswith("memory://"):
-        return f"memory:/{name}"
-    return store.bucket_url + (name if name.startswith("/") else f"/{name.partition('/')[2]}")
-
-
-def _version(url: str, entry: Mapping[str, Any]) -> str | None:
-    for key in _DIGESTS:
-        if entry.get(key):
-            return f"{entry['size']} {entry[key]}"
-    for key in _TIMES:
-        if time := entry.get(key):
-            when = time.isoformat() if isinstance(time, datetime) else str(time)
-            return f"{without_secrets(url)} {entry['size']} {when}"
-    return None

@@ -12,7 +12,6 @@ from fullshard.data.conversation import drop_null_members
 from fullshard.data.files import (
     SourceFile,
     is_compressed,
-    open_remote_file,
     open_source_file,
     path_of_content,
     unreadable_path_error,
@@ -20,14 +19,11 @@ from fullshard.data.files import (
 from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.settings.data_section import DataSourceFields
-from fullshard.system.files import ExplainedOSError
-from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.small_files import ForeignErrorTranslator
 
 SHARD_BYTES = 1 << 20
 """Approximate size of a part: large enough to be worth a message to a worker, small enough for balance."""
 
-_REMOTE_PART_BYTES = 16 << 20
 _ROWS_AT_ONCE = 1000
 # Around a part of a text, so that it is tokenized as within the text: a tokenizer may join blanks of two
 # lines, or put a blank before the first word.
@@ -55,11 +51,6 @@ class FilePart:
     end: int
     size: int
     last: bool
-
-    @property
-    def name(self) -> str:
-        """Path of the file for messages."""
-        return without_secrets(self.path)
 
 
 @dataclass(frozen=True)
@@ -100,8 +91,7 @@ def split_file_into_parts(kind: RecordKind, file: SourceFile) -> list[FilePart]:
         return [FilePart("json_array", path, 0, size, size, last=True)]
     if is_compressed(path):  # cannot be read from the middle
         return [FilePart(kind, path, 0, size, size, last=True)]
-    # A part of a remote file takes a few requests, whatever its size.
-    cuts = [*range(0, size, _REMOTE_PART_BYTES if is_remote_url(path) else SHARD_BYTES), size]
+    cuts = [*range(0, size, SHARD_BYTES), size]
     return [
         FilePart(kind, path, begin, end, end - begin, end == size)
         for begin, end in zip(cuts, cuts[1:], strict=False)
@@ -137,15 +127,11 @@ def open_parquet_file(path: str) -> Any:
     import pyarrow.parquet
 
     try:
-        if is_remote_url(path):
-            return pyarrow.parquet.ParquetFile(open_remote_file(path), pre_buffer=True)
         return pyarrow.parquet.ParquetFile(path)
     except OSError as error:
         raise unreadable_path_error(path, error) from error
     except pyarrow.ArrowInvalid as error:
-        raise DataError(
-            f"{without_secrets(path)} is not a parquet file.", got=str(error).splitlines()[0]
-        ) from error
+        raise DataError(f"{path} is not a parquet file.", got=str(error).splitlines()[0]) from error
 
 
 def open_dataset(path: str, fields: DataSourceFields) -> Any:
@@ -203,12 +189,12 @@ def _read_part_as_one_text(shard: FilePart) -> Iterator[TextRecord | CorruptReco
         text = data.decode("utf-8-sig" if begins else "utf-8")
     except UnicodeDecodeError as error:
         at = begin + error.start
-        yield CorruptRecord(lambda: f"{shard.name} at byte {at}", f"no UTF-8: {error.reason}")
+        yield CorruptRecord(lambda: f"{shard.path} at byte {at}", f"no UTF-8: {error.reason}")
         if begins and shard.last:
             return
     context = (len(before), len(after)) if text else (0, 0)
     text = f"{before}{text}{after}" if text else ""
-    yield TextRecord(text, lambda: shard.name, begins=begins, ends=shard.last, context=context)
+    yield TextRecord(text, lambda: shard.path, begins=begins, ends=shard.last, context=context)
 
 
 def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
@@ -232,12 +218,12 @@ def _read_array_of_objects(shard: FilePart) -> Iterator[TextRecord | CorruptReco
             values = json.loads(file.read())
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{shard.name} is not a JSON array of objects.",
+                f"{shard.path} is not a JSON array of objects.",
                 got=str(error),
                 fix="a file that is whole, or one object per line",
             ) from error
     for number, value in enumerate(values, start=1):
-        yield _check_is_object(value, lambda number=number: f"{shard.name} element {number}")
+        yield _check_is_object(value, lambda number=number: f"{shard.path} element {number}")
 
 
 def _check_is_object(value: Any, where: Callable[[], str]) -> TextRecord | CorruptRecord:
@@ -250,20 +236,20 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
     import pyarrow
 
     file, row = open_parquet_file(shard.path), 0
-    place = f"{shard.name} row group {shard.begin}"
+    place = f"{shard.path} row group {shard.begin}"
 
     def read_first_row() -> Mapping[str, Any]:
         batch = next(file.iter_batches(1), None)
         return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
 
-    paths = find_arrow_columns(file.schema_arrow, fields, where=shard.name, first_row=read_first_row)
+    paths = find_arrow_columns(file.schema_arrow, fields, where=shard.path, first_row=read_first_row)
     columns = [".".join(path) for path in paths.values()]
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=columns):
             for value in _iterate_arrow_rows(batch, paths if fields.records == "tokens" else None):
                 yield _record_of(value, lambda row=row: f"{place} row {row}", fields=fields)
                 row += 1
-    except (ExplainedOSError, FileNotFoundError) as error:  # the store's, not the content's
+    except FileNotFoundError as error:
         raise unreadable_path_error(shard.path, error) from error
     except (OSError, pyarrow.ArrowException) as error:
         yield CorruptRecord(lambda: place, str(error).splitlines()[0])
@@ -351,7 +337,7 @@ def _read_block_of_whole_lines(file: BinaryIO, shard: FilePart) -> tuple[bytes, 
         return b"", begin
     data = file.read(count)
     if len(data) < count:
-        raise DataError(f"{shard.name} changed while it was read.", got=f"{count - len(data)} bytes fewer")
+        raise DataError(f"{shard.path} changed while it was read.", got=f"{count - len(data)} bytes fewer")
     return (data if data.endswith(b"\n") else data + file.readline()), begin
 
 
@@ -375,12 +361,7 @@ def _is_json_array(path: str) -> bool:
 
 
 def _format_line_location(path: str, begin: int) -> str:
-    """Returns path and number (from 1) of the line that begins at byte `begin`, for messages.
-
-    Returns the byte for a remote file, which is not read again from its beginning.
-    """
-    if is_remote_url(path):
-        return f"{without_secrets(path)} at byte {begin}"
+    """Returns path and number (from 1) of the line that begins at byte `begin`, for messages."""
     lines, left = 1, begin
     with open_source_file(path) as file:
         while left and (block := file.read(min(left, SHARD_BYTES))):

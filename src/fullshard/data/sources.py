@@ -90,7 +90,7 @@ class _SourceFiles:
     def is_small_text(self) -> bool:
         """True if the texts are few enough to be encoded as bytes at each start."""
         small = self.kind == "text" and self.total_file_bytes <= IN_MEMORY_BYTES
-        return small and not any(is_compressed(file.path) or file.version for file in self.files)
+        return small and not any(is_compressed(file.path) for file in self.files)
 
 
 def open_token_stores(
@@ -103,12 +103,13 @@ def open_token_stores(
     """
     kind = source.source or "stdlib"
     fields = DataSourceFields(**{name: getattr(source, name) for name in DataSourceFields.model_fields})
-    for path in fields.paths if kind in ("memmap", "datasets") else ():
+    for path in fields.paths:
         if is_remote_url(path):
             raise DataError(
-                f'data.source = "{kind}" does not read {without_secrets(path)}.',
-                why="its files are mapped into memory",
-                fix="a copy on a disk, or the bucket mounted as a directory; jsonl and parquet read URLs",
+                f"data.paths does not take the URL {without_secrets(path)}.",
+                why="files are read several times: for their digests, and by several processes",
+                fix='a copy on a disk, the bucket mounted as a directory, or data.source = "datasets" with the '
+                "data.name of a dataset of the Hugging Face Hub",
             )
     if kind == "memmap":
         return open_memmap_stores(fields, root=root, alive=alive)
@@ -180,7 +181,7 @@ def _list_source_files(source: Source, fields: DataSourceFields) -> _SourceFiles
     files = list_stdlib_files() if source == "stdlib" else list_matching_files(fields.paths, kind=kind)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return _SourceFiles(
-        name=source if source == "stdlib" else f"{without_secrets(files[0].path).rpartition('/')[2]}{more}",
+        name=source if source == "stdlib" else f"{files[0].path.rpartition('/')[2]}{more}",
         kind=kind,
         files=files,
         split=lambda: [part for file in files for part in split_file_into_parts(kind, file)],

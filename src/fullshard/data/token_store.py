@@ -6,8 +6,7 @@ settings. The digest covers content, not paths or times, so a copied or moved da
 an edited one has another. Reading terabytes at each start to compute the name would take longer than the
 start itself. So the digest of a file (XXH3-128 of its bytes) is remembered together with its size and
 modification time, and is valid as long as both are unchanged. A file modified less than two seconds before it
-was read is not remembered, because a later change could leave the same time. A remote file is not read for
-its digest: its store reports one (ETag), or the time of its last change.
+was read is not remembered, because a later change could leave the same time.
 """
 
 import errno
@@ -124,13 +123,13 @@ def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
 def source_file_digests(
     files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat
 ) -> list[str]:
-    """Returns a text per file that determines its content: the version of a remote file, or a digest.
+    """Returns a digest of the content of each file.
 
     The cache directory `root` remembers the digests, see [Note: what a name stands for]. Raises DataError for
     a file that cannot be read.
     """
     memory = make_cache_directory(root / "digests")
-    found = [(Path(file.path), file.version or _find_remembered_digest(file.path, memory)) for file in files]
+    found = [(Path(file.path), _find_remembered_digest(file.path, memory)) for file in files]
     if all(digest for _, digest in found):
         return [digest for _, digest in found if digest]
     # Of ranks that start together, one reads the files and the others use the remembered digests.

@@ -10,11 +10,9 @@ command line (`AWS_PROFILE`, `AWS_ENDPOINT_URL`, `AWS_MAX_ATTEMPTS`, …).
 import errno
 import functools
 import importlib
-import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from typing import Any, BinaryIO, cast
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.system.files import ExplainedOSError
 
+_AHEAD_BYTES = 1 << 20
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
 # Exceptions of backends that are not OSErrors, by module; only loaded modules are looked at.
 _FOREIGN = (
@@ -48,8 +47,6 @@ _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialR
 _BUCKETED = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2", "b2"}
 _ALTERED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
 _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
-
-logger = logging.getLogger("fullshard")
 
 
 def is_remote_url(path: str) -> bool:
@@ -124,7 +121,7 @@ class ObjectStore:
         return self.call_backend(url, "cat_file", path, options=options)
 
     def object_size_bytes(self, url: str) -> int:
-        options = {} if url.startswith("http") else {"refresh": True}  # web servers have no listings
+        options = {"refresh": True}
         return int(self.call_backend(url, "info", self._fsspec_path(url), options=options)["size"])
 
     def put_new_object(self, url: str, *, data: bytes) -> None:
@@ -177,53 +174,31 @@ class ObjectStore:
         return str(self._file_system._strip_protocol(url))
 
 
-def read_object_range(
-    store: ObjectStore, url: str, *, begin: int, end: int, pauses_seconds: Sequence[float] = ()
-) -> bytes:
-    """Returns exactly the bytes of an object from `begin` to `end`.
-
-    pauses_seconds: time before each further try, after a read that failed. An absent object, a refusal and an
-        answer of another length are not tried again.
-    """
-    for pause in (*pauses_seconds, None):
-        try:
-            data = store.read_object(url, begin=begin, end=end)
-            break
-        except OSError as error:
-            if pause is None or isinstance(error, FileNotFoundError | PermissionError):
-                raise
-            logger.info("reading %s again in %s s: %s", without_secrets(url), pause, error)
-            time.sleep(pause)
-    else:
-        raise AssertionError("the last try returns or raises")
+def read_object_range(store: ObjectStore, url: str, *, begin: int, end: int) -> bytes:
+    """Returns exactly the bytes of an object from `begin` to `end`."""
+    data = store.read_object(url, begin=begin, end=end)
     if len(data) == end - begin:
         return data
     raise ExplainedOSError(
         _REMOTE,
         f"{len(data)} bytes for a range of {end - begin}",
         place=without_secrets(url),
-        why="it changed while it was read, or the server does not serve ranges",
-        fix="the file as it was, or a copy on a disk or in an object store",
+        why="it changed while it was read",
     )
 
 
-def open_object(
-    store: ObjectStore, url: str, *, ahead_bytes: int = 1 << 20, pauses_seconds: Sequence[float] = ()
-) -> BinaryIO:
-    """Opens an object for reading by ranges. A read also fetches the `ahead_bytes` that follow.
-
-    pauses_seconds: see `read_object_range`
-    """
+def open_object(store: ObjectStore, url: str) -> BinaryIO:
+    """Opens an object for reading by ranges. A read also fetches the megabyte that follows."""
     base: Any = importlib.import_module("fsspec.spec").AbstractBufferedFile
 
     class ObjectRangeReader(base):
         name = url
 
         def _fetch_range(self, begin: int, end: int) -> bytes:
-            return read_object_range(store, url, begin=begin, end=end, pauses_seconds=pauses_seconds)
+            return read_object_range(store, url, begin=begin, end=end)
 
     size_bytes = store.object_size_bytes(url)
-    return cast(BinaryIO, ObjectRangeReader(None, url, size=size_bytes, block_size=ahead_bytes))
+    return cast(BinaryIO, ObjectRangeReader(None, url, size=size_bytes, block_size=_AHEAD_BYTES))
 
 
 @functools.lru_cache(maxsize=8)
@@ -268,10 +243,6 @@ def _loaded_backend_exceptions() -> list[type[Exception]]:
 
 
 def _as_os_error(error: BaseException, url: str) -> OSError:
-    cause = error.__cause__
-    if cause is not None and type(cause).__module__.startswith("aiohttp"):
-        # fsspec raises FileNotFoundError for every failure to find the size of a file on a web server.
-        error = error if getattr(cause, "status", None) == 404 else cause
     text, url = without_secrets(str(getattr(error, "strerror", None) or error)), without_secrets(url)
     code, said = _s3_error_code(error), text.strip().partition("\n")[0] or type(error).__name__
     kinds = {kind.__name__ for kind in type(error).__mro__}

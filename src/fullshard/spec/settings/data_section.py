@@ -24,7 +24,7 @@ class DataSourceFields(FrozenModel):
     """Settings of one data source: its files or dataset, and the fields of its records.
 
     `paths`: files, globs (`**` and `~` are expanded), or directories, which stand for the files below them;
-        also URLs (s3://bucket/data/); for `datasets`, directories that `save_to_disk` wrote
+        for `datasets`, directories that `save_to_disk` wrote
     `name`, `subset`, `split`: a dataset by name, from this machine's cache; `split` also applies to a dataset
         on disk
     `records`: content of a row of jsonl, parquet or datasets. `text`: the text in `text_field`. `messages`: a
