@@ -1,4 +1,4 @@
-"""The page about runs: whole, alone, small, and safe whatever is in their records."""
+"""The page about a run: whole, alone, small, and safe whatever is in their records."""
 
 import json
 import re
@@ -62,8 +62,8 @@ def read(directory: Path, *, is_running: bool = False) -> RunRecord:
     return read_run(directory, is_running=is_running, now=runs.STARTED + timedelta(hours=1))
 
 
-def shown(*records: RunRecord) -> Page:
-    html = render_page(records)
+def shown(record: RunRecord) -> Page:
+    html = render_page(record)
     assert "http" not in html.replace("http-equiv", ""), "a page makes no request"
     assert len(html.encode()) < LARGEST_BYTES
     return Page(html)
@@ -142,26 +142,6 @@ def test_the_state_is_that_of_the_last_event(tmp_path: Path, last: str, state: s
         assert read(tmp_path / "run").state == "lost", "it is not started again an hour later"
 
 
-def test_four_runs_stand_side_by_side(tmp_path: Path):
-    records = [
-        read(runs.finished(tmp_path / "a")),
-        read(runs.finished(tmp_path / "b", "optimizer.learning_rate=0.5", steps=120)),
-        read(runs.disturbed(tmp_path / "c")),
-        read(runs.died(tmp_path / "d")),
-    ]
-    page = shown(*records)
-    assert {"stopped", "lost", "lowest validation loss", "2.1250"} <= set(page.texts)
-    assert page.headings == ["Figures", "Settings that differ"]
-    assert {"optimizer.learning_rate", "train.steps"} <= set(page.texts)
-    assert "train.global_batch" not in page.texts, "it is the same in all of them"
-    assert "run.dir" not in page.texts
-
-
-def test_settings_without_a_plan_are_unknown(tmp_path: Path):
-    page = shown(read(runs.finished(tmp_path / "a")), read(runs.before_events(tmp_path / "old")))
-    assert "Settings are not known for old: there is no plan." in page.text
-
-
 def test_a_long_run_has_a_small_page(tmp_path: Path):
     steps = 30_000
     runs.write_steps(tmp_path, steps)
@@ -169,9 +149,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
     skips = [("skip", 1, step, {"loss": None}) for step in range(40, steps, 270)]
     events = sorted([*saves, *skips], key=lambda one: one[2])
     runs.write_events(tmp_path, *runs.start(1, runs.plan(steps=steps)), *events)
-    run = read(tmp_path)
-    assert "earlier rows are in events.jsonl" in shown(run).text
-    shown(run, run, run, run)
+    assert "earlier rows are in events.jsonl" in shown(read(tmp_path)).text
 
 
 def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
@@ -197,18 +175,14 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
         for kind in ("start", "save", "save_failed", "fault", "rollback", "resume", "signal", "stop", HOSTILE)
     ]
     runs.write_events(directory, *events, ("plan", 1, None, {"plan": made.model_dump(mode="json")}))
-    for records in (
-        [read(directory)],
-        [read(directory), read(runs.finished(tmp_path / HOSTILE.replace("/", "")))],
-    ):
-        page = Page(render_page(records))
-        assert [attributes for tag, attributes in page.tags if tag == "script"] == [
-            {"type": "application/json", "id": "data"},
-            {},
-        ]
-        assert not any(tag == "img" for tag, _ in page.tags)
-        assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-        assert "\u202e" not in page.text
+    page = Page(render_page(read(directory)))
+    assert [attributes for tag, attributes in page.tags if tag == "script"] == [
+        {"type": "application/json", "id": "data"},
+        {},
+    ]
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert "\u202e" not in page.text
 
 
 @pytest.mark.parametrize(
@@ -236,7 +210,7 @@ def test_lines_that_no_run_writes_break_no_page(tmp_path: Path, line: bytes):
 
 
 def test_the_pointer_reads_values_that_were_measured(tmp_path: Path):
-    html = render_page([read(runs.finished(tmp_path / "run"))])
+    html = render_page(read(runs.finished(tmp_path / "run")))
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html)
     assert found is not None
     data = json.loads(found[1])
@@ -248,7 +222,7 @@ def test_the_pointer_reads_values_that_were_measured(tmp_path: Path):
 
 
 def test_a_page_is_known_again_and_a_directory_without_a_run_is_refused(tmp_path: Path):
-    (tmp_path / "page.html").write_text(render_page([read(runs.finished(tmp_path / "run"))]))
+    (tmp_path / "page.html").write_text(render_page(read(runs.finished(tmp_path / "run"))))
     (tmp_path / "other.html").write_text("<!DOCTYPE html><title>a thesis</title>")
     assert is_page(tmp_path / "page.html")
     assert not is_page(tmp_path / "other.html")

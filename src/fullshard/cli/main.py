@@ -85,7 +85,6 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard calibrate --out hardware
     "report": """
 fullshard report runs/default
 fullshard report runs/default --html report.html     a page with curves, also while it trains
-fullshard report runs/a runs/b --html compare.html
 fullshard report runs/a runs/b --json
 """,
     "trace": """

@@ -22,7 +22,7 @@ def report(
     ],
     *,
     html_path: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page about the runs, with curves.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page about the run, with curves.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="With --html: replace a file that is not such a page.")
@@ -36,7 +36,9 @@ def report(
     if html_path is not None and as_json:
         raise typer.BadParameter("--html writes a page, and --json prints values: give one of them")
     if html_path is not None:
-        _write_page(directories, html_path, force=force)
+        if len(directories) > 1:
+            raise typer.BadParameter("--html writes a page about one run; a tracker draws several together")
+        _write_page(directories[0], html_path, force=force)
         return
     runs = [_read_run(directory) for directory in directories]
     if as_json:
@@ -75,8 +77,8 @@ def _show_run(run: "RunRecord") -> None:
         show_kernels(kernels)
 
 
-def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
-    """Writes the page about the runs to `path`. Raises SpecError if it cannot be written."""
+def _write_page(directory: Path, path: Path, *, force: bool) -> None:
+    """Writes the page about the run to `path`. Raises SpecError if it cannot be written."""
     from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes
     from fullshard.report.page import is_page, render_page
@@ -84,7 +86,7 @@ def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
     from fullshard.system.targets import check_output_file
 
     check_output_file(path, is_kind=is_page, force=force)
-    page = render_page([_read_run(directory) for directory in directories])
+    page = render_page(_read_run(directory))
     try:
         write_file_atomically(path, page)
     except OSError as error:

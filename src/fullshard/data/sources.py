@@ -108,8 +108,8 @@ def open_token_stores(
             raise DataError(
                 f"data.paths does not take the URL {without_secrets(path)}.",
                 why="files are read several times: for their digests, and by several processes",
-                fix='a copy on a disk, the bucket mounted as a directory, or data.source = "datasets" with the '
-                "data.name of a dataset of the Hugging Face Hub",
+                fix="a copy on a disk, or the bucket mounted as a directory; "
+                'data.source = "datasets" and data.name for a dataset of the Hugging Face Hub',
             )
     if kind == "memmap":
         return open_memmap_stores(fields, root=root, alive=alive)

@@ -10,15 +10,10 @@ from fullshard.report.run_record import Points, RunRecord
 from fullshard.report.table import escape_html
 from fullshard.report.verdict import describe_event
 
-INKS = 6
-"""Number of colours of curves in `page.css`."""
 _LEFT, _RIGHT, _TOP, _BELOW = 52, 118, 26, 18  # margins for labels, in pixels of the viewBox
 _LANE, _LABEL = 13, 12  # heights of a row of marks, and of a label
 _MARK_COLUMN = 9.0  # marks nearer than this share one sign
-_LONGEST_NAME = 17  # characters, for the right margin
-# Points of a curve that are drawn, and that the pointer reads: of all runs together, so that the page of
-# several runs is not much larger.
-_DRAWN, _READ, _LEAST_POINTS = 200, 240, 40
+_DRAWN, _READ = 200, 240  # points of a curve that are drawn, and that the pointer reads
 # Steps from which a curve is smoothed; and the fraction of a curve on either side of a smoothed point.
 _SMOOTH_FROM, _REACH = 40, 1 / 80
 _LOG_FROM = 3.0  # a logarithmic axis is chosen if the values span at least this factor
@@ -34,26 +29,19 @@ _LANES = {
 }
 
 
-def draw_charts(runs: Sequence[RunRecord]) -> str:
-    """Returns the charts of the runs over one axis of steps, and the values that the pointer reads."""
-    firsts = [run.metrics.steps[0] for run in runs if run.metrics.steps]
-    if not firsts:
+def draw_charts(run: RunRecord) -> str:
+    """Returns the charts of the run over one axis of steps, and the values that the pointer reads."""
+    if not run.metrics.steps:
         return ""
-    first, last = min(firsts), max(run.last_step for run in runs)
+    first, last = run.metrics.steps[0], run.last_step
     charts = [
-        chart for chart in (_loss_chart(runs), *_small_charts(runs)) if any(c.points for c in chart.curves)
+        chart for chart in (_loss_chart(run), *_small_charts(run)) if any(c.points for c in chart.curves)
     ]
     drawn = [
         f'<div class="{"wide" if chart.key == "loss" else "small"}">{chart.draw(first, last)}</div>'
         for chart in charts
     ]
-    count = max(_LEAST_POINTS, _READ // len(runs))
-    lines = [
-        _readable_values(chart.key, curve, count=count)
-        for chart in charts
-        for curve in chart.curves
-        if curve.points and curve.label is not None
-    ]
+    lines = [_readable_values(chart.key, curve) for chart in charts for curve in chart.curves if curve.points]
     data = json.dumps({"first": first, "last": last, "lines": lines}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # which could end the element
     return (
@@ -61,28 +49,17 @@ def draw_charts(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def short_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns the runs' names without the directories that all have in common, short enough for a label."""
-    parts = [run.name.split("/") for run in runs]
-    common = 0
-    while len(runs) > 1 and all(len(one) > common + 1 and one[common] == parts[0][common] for one in parts):
-        common += 1
-    names = ["/".join(one[common:]) for one in parts]
-    half = _LONGEST_NAME // 2
-    return [name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half:]}" for name in names]
-
-
 @dataclass(frozen=True)
 class _Curve:
     """A curve of a chart.
 
-    label: text at its end; None for a curve without, which the pointer does not read
+    label: text at its end, before its last value
     ink: CSS class of its colour
     smooth: the smoothed curve; `points` are then drawn thin
     is_dotted: draws points as circles, without a line
     """
 
-    label: str | None
+    label: str
     points: Points
     ink: str
     smooth: Points | None = None
@@ -136,20 +113,15 @@ class _Chart:
             parts.append(f'<text class="tick" x="-6" y="{y + 3.5:.1f}">{escape_html(self.show(tick))}</text>')
         if self.rule is not None:
             parts.append(f'<path class="rule" d="M0 {axis.y(self.rule[0]):.1f}H{width}"/>')
-        count = max(_LEAST_POINTS, _DRAWN * width // 400 // sum(not one.is_dotted for one in self.curves))
         for curve in self.curves:
-            parts += _draw_curve(curve, axis, place=place, count=count)
+            parts += _draw_curve(curve, axis, place=place, count=_DRAWN * width // 400)
         parts += self._draw_labels(axis)
         parts += self._draw_lanes(place)
         return "".join([*parts, f'<line class="hair" y1="0" y2="{foot}"/></svg>'])
 
     def _draw_labels(self, axis: "_Axis") -> Iterator[str]:
         """Yields the labels at the ends of the curves, moved apart where they would overlap."""
-        ends = [
-            (one.ink, one.label, (one.smooth or one.points)[-1][1])
-            for one in self.curves
-            if one.points and one.label is not None
-        ]
+        ends = [(one.ink, one.label, (one.smooth or one.points)[-1][1]) for one in self.curves if one.points]
         found = [(axis.y(value), ink, f"{label} {self.show(value)}".strip()) for ink, label, value in ends]
         if self.rule is not None:
             found.append((axis.y(self.rule[0]), "plan", self.rule[1]))
@@ -270,34 +242,22 @@ def _smooth(points: Points) -> Points | None:
     return smooth
 
 
-def _curves(
-    runs: Sequence[RunRecord], key: str, *, factor: float = 1.0, is_smoothed: bool = False, label: str = ""
-) -> list[_Curve]:
-    """Returns the curve of each run. `label` is for a run alone: of several, each has its name."""
-    curves: list[_Curve] = []
-    for index, (run, name) in enumerate(zip(runs, short_names(runs), strict=True)):
-        points: Points = [(step, value * factor) for step, value in run.metrics.points(key)]
-        smooth = _smooth(points) if is_smoothed else None
-        if smooth is not None and len(runs) > 1:  # several thin curves would cover each other
-            points, smooth = smooth, None
-        curves.append(_Curve(label if len(runs) == 1 else name, points, f"c{index % INKS}", smooth))
-    return curves
+def _curves(run: RunRecord, key: str, *, factor: float = 1.0, is_smoothed: bool = False) -> list[_Curve]:
+    """Returns the run's curve of a figure, in a list."""
+    points: Points = [(step, value * factor) for step, value in run.metrics.points(key)]
+    return [_Curve("", points, "c0", _smooth(points) if is_smoothed else None)]
 
 
-def _loss_chart(runs: Sequence[RunRecord]) -> _Chart:
-    curves = _curves(runs, "loss", is_smoothed=True, label="train")
-    for run, curve in zip(runs, list(curves), strict=True):
-        validated = run.metrics.points("validation_loss")
-        # Of several runs, the label of the run's curve is enough.
-        label, ink = ("validation", "c2") if len(runs) == 1 else (None, curve.ink)
-        curves.append(_Curve(label, validated, ink, is_dotted=True))
-    is_smoothed = len(runs) == 1 and curves[0].smooth
+def _loss_chart(run: RunRecord) -> _Chart:
+    points = run.metrics.points("loss")
+    smooth = _smooth(points)
+    validation = _Curve("validation", run.metrics.points("validation_loss"), "c2", is_dotted=True)
     return _Chart(
         key="loss",
-        title="loss (thin: each step; thick: mean of the steps around it)" if is_smoothed else "loss",
-        curves=curves,
+        title="loss (thin: each step; thick: mean of the steps around it)" if smooth else "loss",
+        curves=[_Curve("train", points, "c0", smooth), validation],
         show=lambda value: f"{value:.4g}",
-        lanes=_event_lanes(runs[0]) if len(runs) == 1 else (),
+        lanes=_event_lanes(run),
         size=(950, 230),
     )
 
@@ -315,30 +275,30 @@ def _event_lanes(run: RunRecord) -> list[tuple[str, str, list[tuple[float, str]]
     return [(kind, labels[kind], found) for kind, found in marks.items() if found]
 
 
-def _small_charts(runs: Sequence[RunRecord]) -> Iterator[_Chart]:
-    rate, planned = _curves(runs, "tokens_per_second", is_smoothed=True), runs[0].prediction
+def _small_charts(run: RunRecord) -> Iterator[_Chart]:
+    rate, planned = _curves(run, "tokens_per_second", is_smoothed=True), run.prediction
     rule = None
-    if len(runs) == 1 and planned is not None and planned.has_complete_step_time:
+    if planned is not None and planned.has_complete_step_time:
         rule = (planned.tokens_per_second, f"planned {format_count(planned.tokens_per_second)}")
     yield _Chart("tokens_per_second", "tokens/s of all ranks", rate, format_count, rule, from_zero=True)
-    yield _Chart("grad_norm", "gradient norm, before clipping", _curves(runs, "grad_norm"), _show_figure)
-    rate = _curves(runs, "learning_rate")
+    yield _Chart("grad_norm", "gradient norm, before clipping", _curves(run, "grad_norm"), _show_figure)
+    rate = _curves(run, "learning_rate")
     yield _Chart("learning_rate", "learning rate", rate, _show_figure, from_zero=True)
-    waits = [value for run in runs for value in run.metrics.values("data_seconds")]
-    unit, factor = ("ms", 1e3) if max(waits, default=0.0) < 1.0 else ("s", 1.0)
-    waiting = _curves(runs, "data_seconds", factor=factor)
+    longest = max(run.metrics.values("data_seconds"), default=0.0)
+    unit, factor = ("ms", 1e3) if longest < 1.0 else ("s", 1.0)
+    waiting = _curves(run, "data_seconds", factor=factor)
     yield _Chart("data_seconds", f"waiting for data, {unit} a step", waiting, _show_figure, from_zero=True)
     key, title = "resident_bytes", "resident memory after each step on rank 0"
-    if any(run.metrics.values("peak_allocated_bytes") for run in runs):
+    if run.metrics.values("peak_allocated_bytes"):
         key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
-    most = max((value for run in runs for value in run.metrics.values(key)), default=0.0)
+    most = max(run.metrics.values(key), default=0.0)
     unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
-    yield _Chart(key, f"{title}, {unit}", _curves(runs, key, factor=1 / size), _show_figure, from_zero=True)
+    yield _Chart(key, f"{title}, {unit}", _curves(run, key, factor=1 / size), _show_figure, from_zero=True)
 
 
-def _readable_values(key: str, curve: _Curve, *, count: int) -> dict[str, object]:
+def _readable_values(key: str, curve: _Curve) -> dict[str, object]:
     """Returns the steps and values of a curve that the page's script shows at the pointer."""
-    points = _thin_evenly(curve.points, count)
+    points = _thin_evenly(curve.points, _READ)
     return {
         "key": key,
         "label": curve.label,

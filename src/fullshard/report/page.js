@@ -10,9 +10,7 @@ const show = at => {
   for (const svg of charts) {
     const hair = svg.querySelector(".hair"), x = (at - first) / Math.max(last - first, 1) * svg.dataset.width;
     hair.setAttribute("x1", x); hair.setAttribute("x2", x); hair.style.visibility = "visible";
-    // Of several runs, some have ended before the step under the pointer.
-    const lasts = line => !line.every || at <= line.steps[line.steps.length - 1];
-    const parts = lines.filter(line => line.key == svg.dataset.key && lasts(line)).map(line => {
+    const parts = lines.filter(line => line.key == svg.dataset.key).map(line => {
       const i = nearest(line.steps, at);
       return (line.label + " " + text(line.values[i])).trim() + (line.every ? "" : " at " + line.steps[i]);
     });

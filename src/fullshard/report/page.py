@@ -6,16 +6,13 @@ Content-Security-Policy allows no other script, and no request.
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from itertools import groupby, zip_longest
 from pathlib import Path
-from statistics import fmean, median
-from typing import Literal
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.charts import INKS, draw_charts, short_names
+from fullshard.quantities import format_bytes, format_seconds
+from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_run, comparison_rows
 from fullshard.report.kernels import (
     KERNEL_HEADER,
@@ -28,44 +25,31 @@ from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.step_traces import read_last_step
 from fullshard.report.table import Cell, escape_html, html_table, percent_text
-from fullshard.report.verdict import (
-    circumstances,
-    describe_event,
-    recent_tokens_per_second,
-    recent_trained_share,
-    repeated_steps,
-    verdict,
-)
+from fullshard.report.verdict import circumstances, describe_event, verdict
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.run import Run
 
 _MOST_STEP_ROWS, _MOST_EVENT_ROWS = 8, 120
 _MOST_RANKS = 32  # whose profiles are read: each takes up to a second
-_LAST_SHARE = 1 / 20  # part of the steps that the training loss of a run is the mean of
 _HIDDEN_EVENTS = ("plan",)  # has a section of its own
 _FAULTS = ("fault", "save_failed", "out_of_memory")
 _GENERATOR = '<meta name="generator" content="fullshard report">'
 
 
-def render_page(runs: Sequence[RunRecord]) -> str:
-    """Returns the HTML of the page about one run, or about several runs side by side."""
-    names = ", ".join(run.name for run in runs)
-    head = f"<h1>{escape_html(names)}</h1>"
-    if len(runs) == 1:
-        run = runs[0]
-        head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(circumstances(run))}'
-        found = [
-            ("Predicted and measured", _comparison_table(run)),
-            ("Kernels of a profiled step", _kernel_section(run.directory)),
-            ("One step, rank by rank", _step_section(run.directory)),
-            ("Events", _event_table(run)),
-            ("The plan", "" if run.plan is None else _plan_section(run.plan)),
-        ]
-    else:
-        found = [("Figures", _figures_table(runs)), ("Settings that differ", _settings_table(runs))]
+def render_page(run: RunRecord) -> str:
+    """Returns the HTML of the page about a run."""
+    head = f"<h1>{escape_html(run.name)}</h1>"
+    head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(circumstances(run))}'
+    found = [
+        ("Predicted and measured", _comparison_table(run)),
+        ("Kernels of a profiled step", _kernel_section(run.directory)),
+        ("One step, rank by rank", _step_section(run.directory)),
+        ("Events", _event_table(run)),
+        ("The plan", "" if run.plan is None else _plan_section(run.plan)),
+    ]
     sections = [f"<section><h2>{heading}</h2>{content}</section>" for heading, content in found if content]
-    return _document(names, head + draw_charts(runs) + "".join(sections))
+    return _document(run.name, head + draw_charts(run) + "".join(sections))
 
 
 def is_page(path: Path) -> bool:
@@ -186,111 +170,3 @@ def _document(title: str, body: str) -> str:
 @cache
 def _asset(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class _Figure:
-    """A row of the table of figures. `value` returns None if a run does not have the figure."""
-
-    label: str
-    value: Callable[[RunRecord], float | None]
-    show: Callable[[float], str]
-    best: Literal["lowest", "highest"] | None = None
-
-
-def _figures_table(runs: Sequence[RunRecord]) -> str:
-    """Returns the table of figures, with a column for each run. The best figure of a row is bold."""
-    rows: list[list[str | Cell]] = [["state", *(run.state for run in runs)]]
-    for figure in _FIGURES:
-        values = [figure.value(run) for run in runs]
-        known = [value for value in values if value is not None]
-        if not known:
-            continue
-        best = {"lowest": min, "highest": max}.get(figure.best or "")
-        target = (
-            figure.show(best(known)) if best is not None and len(set(map(figure.show, known))) > 1 else None
-        )
-        shown = ["–" if value is None else figure.show(value) for value in values]
-        rows.append([figure.label, *(Cell(text, "best" if text == target else "") for text in shown)])
-    return _run_table(runs, rows, corner="")
-
-
-def _settings_table(runs: Sequence[RunRecord]) -> str:
-    """Returns the table of the settings in which the runs differ, or a sentence without any."""
-    plans = [run.plan for run in runs if run.plan is not None]
-    if len(plans) < len(runs):
-        without = ", ".join(
-            name for run, name in zip(runs, short_names(runs), strict=True) if run.plan is None
-        )
-        return f"<p>Settings are not known for {escape_html(without)}: there is no plan."
-    rows = [[key, *values] for key, values in differing_settings([plan.run for plan in plans])]
-    return _run_table(runs, rows, corner="setting") if rows else "<p>None: the runs have the same settings."
-
-
-def _run_table(runs: Sequence[RunRecord], rows: Sequence[Sequence[str | Cell]], *, corner: str) -> str:
-    """Returns a table with a column for each run, named in the colour of its curve."""
-    names = [Cell(name, f"c{index % INKS}") for index, name in enumerate(short_names(runs))]
-    return html_table([], [[Cell(corner, "dim"), *names], *rows])
-
-
-def _lowest_validation(run: RunRecord) -> float | None:
-    return min(run.metrics.values("validation_loss"), default=None)
-
-
-def _last_loss(run: RunRecord) -> float | None:
-    losses = run.metrics.values("loss")
-    return fmean(losses[-max(1, round(len(losses) * _LAST_SHARE)) :]) if losses else None
-
-
-def _step_seconds(run: RunRecord) -> float | None:
-    if run.measurement is not None and run.measurement.pace.step_seconds is not None:
-        return run.measurement.pace.step_seconds
-    seconds = run.metrics.values("seconds")
-    return median(seconds) if seconds else None
-
-
-def _error_of_plan(run: RunRecord) -> float | None:
-    """Returns how much longer a step took than predicted, in percent."""
-    prediction, seconds = run.prediction, _step_seconds(run)
-    if (
-        prediction is None
-        or seconds is None
-        or not prediction.has_complete_step_time
-        or not prediction.time.total
-    ):
-        return None
-    return 100 * (seconds / prediction.time.total - 1)
-
-
-def _data_share(run: RunRecord) -> float | None:
-    seconds, waited = sum(run.metrics.values("seconds")), sum(run.metrics.values("data_seconds"))
-    return 100 * waited / seconds if seconds else None
-
-
-def _peak_bytes(run: RunRecord) -> float | None:
-    if run.measurement is not None and run.measurement.peak_bytes is not None:
-        return run.measurement.peak_bytes.total
-    return max(run.metrics.values("peak_bytes"), default=None)
-
-
-_FIGURES = (
-    _Figure("last step", lambda run: run.last_step, lambda value: f"{value:,.0f}"),
-    _Figure("lowest validation loss", _lowest_validation, lambda value: f"{value:.4f}", "lowest"),
-    _Figure("training loss, mean of the last 5 %", _last_loss, lambda value: f"{value:.4f}", "lowest"),
-    _Figure("tokens/s", recent_tokens_per_second, format_count, "highest"),
-    _Figure("tokens that count in the loss", recent_trained_share, lambda value: f"{100 * value:.1f} %"),
-    _Figure("step", _step_seconds, format_seconds, "lowest"),
-    _Figure("step, against the plan", _error_of_plan, lambda value: f"{value:+.0f} %"),
-    _Figure(
-        "MFU",
-        lambda run: run.measurement and run.measurement.mfu,
-        lambda value: f"{100 * value:.1f} %",
-        "highest",
-    ),
-    _Figure("waiting for data", _data_share, lambda value: f"{value:.1f} %", "lowest"),
-    _Figure("peak memory of a rank", _peak_bytes, format_bytes, "lowest"),
-    _Figure("steps skipped", lambda run: len(run.metrics.skipped_steps()), lambda value: f"{value:,.0f}"),
-    _Figure("attempts", lambda run: run.attempts, lambda value: f"{value:,.0f}"),
-    _Figure("steps done again", repeated_steps, lambda value: f"{value:,.0f}"),
-    _Figure("time, all attempts", lambda run: run.wall_seconds, format_seconds),
-)
