@@ -1,17 +1,12 @@
-"""Progress is one line of a terminal, which is given back as it was; elsewhere it is a few plain lines."""
+"""Progress is a few plain lines."""
 
 import io
 import os
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fullshard.observe.progress import Progress, RunProgress, StepMetrics, show_progress
+from fullshard.observe.progress import Progress, RunProgress, StepMetrics
 
 
 def metrics(
@@ -37,51 +32,19 @@ def metrics(
     )
 
 
-class Terminal:
-    """A pseudo-terminal: `file` is the end that a program writes to."""
-
-    def __init__(self) -> None:
-        self._screen, program = os.openpty()
-        self.file: TextIO = os.fdopen(program, "w")
-
-    def shown(self) -> str:
-        """The text written since the last call."""
-        self.file.write("<end>")  # the kernel brings it over when it likes, but in order
-        self.file.flush()
-        written = b""
-        while not written.endswith(b"<end>"):
-            written += os.read(self._screen, 1 << 16)
-        return written.removesuffix(b"<end>").decode()
-
-    def close(self) -> None:
-        self.file.close()
-        os.close(self._screen)
+def progress(steps: int, *, every: int, world_size: int = 1, file: TextIO) -> Progress:
+    return Progress(RunProgress(steps=steps, world_size=world_size), every=every, file=file)
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    made = Terminal()
-    yield made
-    made.close()
-
-
-def cursor_is_visible(written: str) -> bool:
-    return written.rfind("\x1b[?25h") >= written.rfind("\x1b[?25l")
-
-
-@pytest.mark.parametrize("color", ["", "1"])
-def test_off_a_terminal_lines_are_few(monkeypatch: pytest.MonkeyPatch, color: str):
-    monkeypatch.setenv("FORCE_COLOR", color)
+def test_lines_are_few():
     file = io.StringIO()
-    with show_progress(steps=95, every=20, world_size=2, file=file) as shown:
-        for step in range(1, 96):
-            shown.show_step_if_due(metrics(step))
-        shown.print_line("saved")
+    shown = progress(95, every=20, world_size=2, file=file)
+    for step in range(1, 96):
+        shown.show_step_if_due(metrics(step))
+    shown.print_line("saved")
     lines = file.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/95", "20/95", "40/95", "60/95", "80/95", "95/95"]
     assert lines[-1] == "saved"
-    assert "\x1b" not in file.getvalue()
     assert "200 tokens/s = 2 x 100" in lines[1]
     assert "MFU 40.0 %" in lines[1]
     assert "peak 3.00 GiB" in lines[1]
@@ -98,65 +61,19 @@ def test_masked_labels_do_not_lower_the_speed():
 
 def test_skipped_step_is_shown_at_once():
     file = io.StringIO()
-    with show_progress(steps=95, every=20, world_size=1, file=file) as shown:
-        for step in range(1, 10):
-            shown.show_step_if_due(metrics(step, skipped=step == 7))
+    shown = progress(95, every=20, file=file)
+    for step in range(1, 10):
+        shown.show_step_if_due(metrics(step, skipped=step == 7))
     assert "SKIPPED" in file.getvalue().splitlines()[1]
 
 
-def test_terminal_line_is_redrawn_below_messages(terminal: Terminal):
-    with show_progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
-        for step in (1, 2, 3):
-            shown.show_step_if_due(metrics(step))
-        shown.print_line("saved [step] 3")
-    written = terminal.shown()
-    assert "step 1/3" in written
-    assert "step 3/3  loss 2.5000" in written
-    assert written.rindex("saved [step] 3") < written.rindex("step 3/3")
-
-
-@pytest.mark.parametrize("how", [ValueError(), KeyboardInterrupt(), SystemExit(75)])
-def test_a_terminal_is_given_back_however_the_run_ends(terminal: Terminal, how: BaseException):
-    before = sys.stdout, sys.stderr
-
-    def run() -> None:
-        with show_progress(steps=3, every=1, world_size=1, file=terminal.file) as shown:
-            shown.show_step_if_due(metrics(1))
-            raise how
-
-    with pytest.raises(type(how)):
-        run()
-    assert (sys.stdout, sys.stderr) == before
-    written = terminal.shown()
-    assert cursor_is_visible(written)
-    assert written.replace("\x1b[?25h", "").endswith("\n")  # what comes next starts on a line of its own
-
-
-def test_a_run_that_is_killed_leaves_its_cursor(terminal: Terminal):
-    line = Progress(RunProgress(steps=3, world_size=1), every=1, file=terminal.file)
-    line.start()
-    line.show_step_if_due(metrics(1))
-    assert cursor_is_visible(terminal.shown())
-    line.stop()
-
-
-def test_quick_steps_are_not_all_drawn(terminal: Terminal):
-    line = Progress(RunProgress(steps=20, world_size=1), every=1, file=terminal.file, now=lambda: 7.0)
-    line.start()
-    for step in range(1, 21):
-        line.show_step_if_due(metrics(step))
-    written = terminal.shown()
-    assert [step for step in range(1, 21) if f"step {step}/20" in written] == [1, 20]
-    line.stop()
-
-
-def test_a_reader_that_has_left_does_not_end_the_run(tmp_path: Path):
+def test_a_reader_that_has_left_does_not_end_the_run():
     read, write = os.pipe()
     os.close(read)
     file = os.fdopen(write, "w")
-    with show_progress(steps=3, every=1, world_size=1, file=file) as shown:
-        shown.show_step_if_due(metrics(1))
-        shown.print_line("saved")
+    shown = progress(3, every=1, file=file)
+    shown.show_step_if_due(metrics(1))
+    shown.print_line("saved")
     with pytest.raises(BrokenPipeError):
         file.close()
 
@@ -180,13 +97,3 @@ def test_speed_and_time_left_are_those_without_compiling():
         course.add_step(metrics(step, seconds=seconds, compiling=compiling))
         assert course.seconds_left == pytest.approx((10 - step) * 0.5)
         assert course.recent_tokens_per_second == pytest.approx(200)
-
-
-@given(width=st.integers(1, 150), world_size=st.integers(1, 1024), skipped=st.booleans())
-def test_line_fits_and_begins_with_the_step(width: int, world_size: int, skipped: bool):
-    course = RunProgress(steps=300, world_size=world_size)
-    course.add_step(metrics(120, skipped=skipped))
-    texts = course.status_line_parts(width=width)
-    assert texts[0] == "step 120/300"
-    assert len(texts) == 1 or len("  ".join(texts)) <= width
-    assert set(texts) <= set(course.status_line_parts())

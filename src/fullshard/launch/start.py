@@ -386,6 +386,4 @@ def _rank_variables(rank: int, *, ranks: int, launch: str) -> dict[str, str]:
 
 
 def _print_to_stderr(text: str) -> None:
-    """Prints on standard error, at the start of a line, and shows the cursor that a rank may have hidden."""
-    restored = "\r\x1b[?25h" if sys.stderr.isatty() else ""
-    print(f"{restored}{escape_control_characters(text)}", file=sys.stderr, flush=True)
+    print(escape_control_characters(text), file=sys.stderr, flush=True)

@@ -1,25 +1,15 @@
-"""Progress of rank 0 on standard error: a live line on a terminal, or a line every `log.every` steps."""
+"""Progress of rank 0 on standard error: a line every `log.every` steps."""
 
-import math
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
-from fullshard.system.terminal import escape_control_characters, is_live_terminal
+from fullshard.system.terminal import escape_control_characters
 
-BAR_WIDTH = 16
-REDRAW_SECONDS = 0.1
 # Number of steps for speed and time left: enough for a steady figure, few enough to follow a change.
 RECENT_STEPS = 20
 
@@ -107,100 +97,41 @@ class RunProgress:
         seconds = last - first - (compiling - (earliest.compile_seconds or 0.0))
         return (self.steps - metrics.step) * max(0.0, seconds) / between
 
-    def status_line_parts(self, *, width: int | None = None) -> list[str]:
-        """Returns the texts of the status line, without the least important ones if it exceeds `width`."""
+    def status_line_parts(self) -> list[str]:
+        """Returns the texts of the status line."""
         last, rate = self.last_step_metrics, self.recent_tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:
             total += f" = {self.world_size} x {format_count(rate / self.world_size)}"
-        texts = [(0, f"step {last.step}/{self.steps}"), (1, f"loss {last.loss:.4f}")]
-        texts += [(2, "SKIPPED")] if last.skipped else []
-        texts += [(7, f"norm {last.grad_norm:.3g}"), (8, f"lr {last.learning_rate:.2e}"), (3, total)]
-        texts += [(9, text)] if (text := format_trained_share(self.recent_trained_share)) else []
+        texts = [f"step {last.step}/{self.steps}", f"loss {last.loss:.4f}"]
+        texts += ["SKIPPED"] if last.skipped else []
+        texts += [f"norm {last.grad_norm:.3g}", f"lr {last.learning_rate:.2e}", total]
+        texts += [text] if (text := format_trained_share(self.recent_trained_share)) else []
         if last.mfu is not None and last.tokens_per_second:
-            texts.append((5, f"MFU {100 * last.mfu * rate / last.tokens_per_second:.1f} %"))
-        texts += [(6, f"peak {format_bytes(last.peak_bytes)}")] if last.peak_bytes is not None else []
+            texts.append(f"MFU {100 * last.mfu * rate / last.tokens_per_second:.1f} %")
+        texts += [f"peak {format_bytes(last.peak_bytes)}"] if last.peak_bytes is not None else []
         if last.step < self.steps:
-            texts.append((4, f"{format_seconds(max(self.seconds_left, 1.0))} left"))
-        while width is not None and len(texts) > 1 and len("  ".join(text for _, text in texts)) > width:
-            texts.remove(max(texts, key=lambda ranked: ranked[0]))
-        return [text for _, text in texts]
+            texts.append(f"{format_seconds(max(self.seconds_left, 1.0))} left")
+        return texts
 
 
 class Progress:
-    """Shows a run: on a terminal one line that is redrawn, elsewhere a plain line now and then.
+    """Prints a run: a line for the first and last step, every `every`-th step, and skipped steps.
 
-    The line of a terminal is redrawn at most every REDRAW_SECONDS. Plain lines are for the first and last
-    step, every `every`-th step, and skipped steps. A terminal or reader that has gone ends no run.
+    A terminal or reader that has gone ends no run.
     """
 
-    def __init__(
-        self, course: RunProgress, *, every: int, file: TextIO, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._course, self._every, self._file, self._now = course, every, file, now
-        self._drawn_at = -math.inf
-        self._live: Live | None = None
-        # Not rich's own check: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB log.
-        if is_live_terminal(file):
-            # Only `show_step_if_due` redraws: a refresh thread would take the interpreter from the training.
-            self._live = Live(
-                console=Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True),
-                auto_refresh=False,
-                redirect_stdout=sys.stdout.isatty(),  # printed text goes to a pipe there, not to the terminal
-            )
-
-    def start(self) -> None:
-        if self._live is not None:
-            with suppress(OSError):
-                self._live.start()
-                # The cursor stays visible, because a killed run cannot restore it.
-                self._live.console.show_cursor(True)
-
-    def stop(self) -> None:
-        if self._live is not None:
-            with suppress(OSError):
-                self._live.stop()
+    def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
+        self._course, self._every, self._file = course, every, file
+        self._has_shown = False
 
     def show_step_if_due(self, metrics: StepMetrics) -> None:
         self._course.add_step(metrics)
-        now, is_first = self._now(), self._drawn_at == -math.inf
-        if self._live is None:
-            is_due = is_first or metrics.step % self._every == 0 or metrics.skipped
-        else:
-            is_due = now - self._drawn_at >= REDRAW_SECONDS
-        if not is_due and metrics.step != self._course.steps:
-            return
-        self._drawn_at = now
-        if self._live is None:
+        is_due = not self._has_shown or metrics.step % self._every == 0 or metrics.skipped
+        if is_due or metrics.step == self._course.steps:
+            self._has_shown = True
             self.print_line("  ".join(self._course.status_line_parts()))
-            return
-        with suppress(OSError):
-            self._live.update(self._render_status_line(self._live.console.width - 1), refresh=True)
 
     def print_line(self, text: str) -> None:
-        printed = escape_control_characters(text)
         with suppress(OSError):
-            if self._live is None:
-                print(printed, file=self._file, flush=True)
-            else:
-                self._live.console.print(printed, markup=False, highlight=False)
-
-    def _render_status_line(self, width: int) -> Table:
-        course, bar = self._course, width >= 5 * BAR_WIDTH
-        texts = course.status_line_parts(width=width - (BAR_WIDTH + 2 if bar else 0))
-        line = Table.grid(padding=(0, 2, 0, 0))
-        text = Text("  ".join(texts), no_wrap=True, overflow="crop")
-        done = ProgressBar(total=course.steps, completed=course.last_step_metrics.step, width=BAR_WIDTH)
-        line.add_row(*([done] if bar else []), text)
-        return line
-
-
-@contextmanager
-def show_progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
-    """Context that shows a run's progress: a live line on a terminal, else a line per `every` steps."""
-    progress = Progress(RunProgress(steps=steps, world_size=world_size), every=every, file=file)
-    progress.start()
-    try:
-        yield progress
-    finally:
-        progress.stop()
+            print(escape_control_characters(text), file=self._file, flush=True)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from fullshard.errors import SpecError, TrainError
-from fullshard.observe.progress import Progress, StepMetrics, show_progress
+from fullshard.observe.progress import Progress, RunProgress, StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
 from fullshard.spec.records.event import RunEvent, read_events
@@ -242,10 +242,9 @@ def open_run_log(
     if rank != 0:
         yield RunLog(every=every)
         return
-    with (
-        closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics,
-        show_progress(steps=steps, every=every, world_size=world_size, file=file or sys.stderr) as shown,
-    ):
+    with closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics:
+        course = RunProgress(steps=steps, world_size=world_size)
+        shown = Progress(course, every=every, file=file or sys.stderr)
         trackers = open_trackers(run, after_step=after_step, say=shown.print_line)
         log = RunLog(
             every=every,
