@@ -184,10 +184,10 @@ def test_run_that_cannot_be_planned_fails_the_check(capsys: Any) -> None:
 def test_group_is_one_line_with_reasons_of_skipped_checks() -> None:
     found = [
         Finding.ok("a").model_copy(update={"check": "first_loss"}),
-        Finding.skipped("no GPU").model_copy(update={"check": "other_processes"}),
-        Finding.skipped("no GPU").model_copy(update={"check": "gpu_health"}),
+        Finding.skipped("no tokens").model_copy(update={"check": "labels"}),
+        Finding.skipped("no tokens").model_copy(update={"check": "vocabulary_range"}),
     ]
-    assert group_text(found) == "first loss; skipped: other processes, gpu health (no GPU)"
+    assert group_text(found) == "first loss; skipped: labels, vocabulary range (no tokens)"
 
 
 CONFIG = Path(__file__).parents[1] / "convert" / "configs" / "deepspeed_zero3.json"

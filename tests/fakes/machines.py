@@ -1,7 +1,5 @@
 """Machines and runs for the checks before a run: a quiet one, and what differs from it."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from fullshard.spec.prediction import MemoryTerms, Prediction, TimeTerms
 from fullshard.spec.run import Run
 
 GIB = 1 << 30
-HEALTHY = "0, 0, 41, 700.00, 700.00, Not Active\n1, 0, 43, 700.00, 700.00, Not Active\n"
 
 
 def quiet_machine(root: Path) -> MachineAccess:
@@ -19,21 +16,16 @@ def quiet_machine(root: Path) -> MachineAccess:
     return MachineAccess(
         environment={},
         root=root,
-        run_command=lambda command: None,
         space_bytes=lambda path: (1000 * GIB, 500 * GIB),
         usable_cores=lambda: 2,
     )
 
 
-def gpu_machine(root: Path, *, health: str = HEALTHY, processes: str = "") -> MachineAccess:
-    """A quiet machine with two healthy GPUs, unless other answers of nvidia-smi are given."""
+def gpu_machine(root: Path) -> MachineAccess:
+    """A quiet machine with two GPUs."""
     for name in ("0000:01", "0000:02"):
         (root / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
-
-    def run_command(command: Sequence[str]) -> str | None:
-        return health if "query-gpu" in " ".join(command) else processes
-
-    return replace(quiet_machine(root), run_command=run_command)
+    return quiet_machine(root)
 
 
 def context_of(machine: MachineAccess, *settings: str, ranks: int = 2, **plan: Any) -> RunContext:

@@ -12,7 +12,7 @@ from fullshard.jobs.checks.model_trial import build_model_trial
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
-from tests.fakes.machines import GIB, HEALTHY, context_of, gpu_machine, quiet_machine
+from tests.fakes.machines import GIB, context_of, gpu_machine, quiet_machine
 
 GROUP_OF = {one.__name__.removeprefix("check_"): group for group, found in CHECKS.items() for one in found}
 
@@ -27,10 +27,6 @@ class Fault(NamedTuple):
 
 def of_settings(*settings: str) -> Callable[[Path], object]:
     return lambda path: context_of(quiet_machine(path), *settings)
-
-
-def on_gpus(**answers: str) -> Callable[[Path], object]:
-    return lambda path: context_of(gpu_machine(path, **answers), device="cuda")
 
 
 OWN_BATCHES = ("data.source=python", "data.factory=tests.fakes.broken:Batches")
@@ -88,9 +84,6 @@ ENVIRONMENT = (
         "memory_and_quota",
         lambda p: context_of(quiet_machine(cgroup(p, "cpu.max", "50000 100000"))),
     ),
-    Fault("memory errors of a GPU", "gpu_health", on_gpus(health=HEALTHY.replace("0, 0,", "0, 7,"))),
-    Fault("hot GPU that slows down", "gpu_health", on_gpus(health=HEALTHY.replace("43,", "91,"))),
-    Fault("other process on a GPU", "other_processes", on_gpus(processes="4711, python, 30000 MiB\n")),
 )
 
 

@@ -1,9 +1,7 @@
-"""The checks that need neither torch nor the model: of settings, this machine, its GPUs and its storage."""
+"""The checks that need neither torch nor the model: of settings, this machine and its storage."""
 
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,18 +17,6 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.system.process import count_usable_cores
 from fullshard.training.schedule import learning_rate_factor, warmup_warning
-
-_COMMAND_SECONDS = 20
-
-
-def _run_command(command: Sequence[str]) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _space_bytes(path: Path) -> tuple[int, int]:
@@ -51,7 +37,6 @@ class MachineAccess:
 
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: Path = Path("/")
-    run_command: Callable[[Sequence[str]], str | None] = _run_command
     space_bytes: Callable[[Path], tuple[int, int]] = _space_bytes
     usable_cores: Callable[[], int] = count_usable_cores
 
@@ -135,17 +120,6 @@ _PROCESS_BYTES = 400 << 20  # resident memory of a process that has imported tor
 # Docker's default is 64 MiB; NCCL's shared memory transport takes about 10 MB per pair of GPUs.
 _LEAST_SHARED_MEMORY = 512 << 20
 _TRUE = {"1", "true", "yes", "on"}
-_NO_GPU = "no NVIDIA driver on this machine"
-_HEALTH = (
-    "index",
-    "ecc.errors.uncorrected.volatile.total",
-    "temperature.gpu",
-    "power.limit",
-    "power.default_limit",
-    "clocks_throttle_reasons.hw_slowdown",
-)
-_HOTTEST_CELSIUS = 85  # datasheets of data centre GPUs slow down from 83 to 90
-_LEAST_POWER = 0.9
 
 
 def _is_true(value: str) -> bool:
@@ -275,59 +249,6 @@ def check_unused_gpus(context: RunContext) -> Finding:
     return Finding.ok("the run is on GPUs" if context.is_on_gpus else "no GPU is left out")
 
 
-def check_gpu_health(context: RunContext) -> Finding:
-    """Checks uncorrectable memory errors, throttling, temperature and power limit of every GPU."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(_HEALTH)}", "--format=csv,noheader,nounits"]
-    shown = context.machine.run_command(query)
-    if shown is None:
-        return Finding.skipped(_NO_GPU)
-    failed, slow, count = list[str](), list[str](), 0
-    for line in shown.strip().splitlines():
-        index, errors, celsius, limit, usual, slowdown = (part.strip() for part in line.split(","))
-        count += 1
-        if errors.isdecimal() and int(errors):
-            failed.append(f"GPU {index} has {errors} uncorrectable memory errors")
-        if celsius.isdecimal() and int(celsius) >= _HOTTEST_CELSIUS:
-            slow.append(f"GPU {index} is at {celsius} °C")
-        if slowdown.lower() == "active":
-            slow.append(f"GPU {index} slows itself down")
-        if _number(limit) < _LEAST_POWER * _number(usual):
-            slow.append(f"GPU {index} is limited to {limit} of {usual} W")
-    if failed:
-        return Finding.failure(
-            "; ".join(failed + slow),
-            why="its memory returns wrong values, or kills the process that reads them",
-            fix="another GPU, or a reset of this one by the administrator (nvidia-smi -r)",
-        )
-    if slow:
-        return Finding.warning(
-            "; ".join(slow),
-            why="in a synchronous step, all ranks wait for the slowest",
-            fix="cooling, or sudo nvidia-smi -pl with the default limit",
-        )
-    return Finding.ok(f"{count} GPUs without errors, cool, at full power")
-
-
-def check_other_processes(context: RunContext) -> Finding:
-    """Names processes that use the GPUs of this machine."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
-    shown = context.machine.run_command(query)
-    if shown is None:
-        return Finding.skipped(_NO_GPU)
-    others = [line.strip() for line in shown.splitlines() if line.strip()]
-    if others:
-        return Finding.warning(
-            f"other processes: {'; '.join(others[:3])}{' …' if len(others) > 3 else ''}",
-            why="they take memory that the plan counts on, and time of the GPU",
-            fix="wait for them or stop them, or other GPUs in CUDA_VISIBLE_DEVICES",
-        )
-    return Finding.ok("no other process on the GPUs")
-
-
-def _number(text: str) -> float:
-    return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0
-
-
 def check_settings(context: RunContext) -> Finding:
     """Checks learning rate, saves, restarts and validation against the number of steps."""
     found = list(_iterate_setting_problems(context.run))
@@ -388,13 +309,9 @@ CHECKS_WITHOUT_TORCH: Mapping[str, Sequence[Callable[[RunContext], Finding]]] = 
         check_environment_variables,  # NVIDIA/nccl#631
         check_shared_memory,  # pytorch/torchtitan#853
         check_memory_and_quota,  # deepspeedai/DeepSpeed#4239
-        check_gpu_health,  # huggingface/trl#4149
-        check_other_processes,  # pytorch/pytorch#4293
     ),
     "storage": (check_checkpoint_space,),  # mlfoundations/open_lm#154
 }
-# Those that run nvidia-smi take a second.
-_SLOW = (check_gpu_health, check_other_processes)
 
 
 def name_finding(finding: Finding, check: Callable[[Any], Finding], *, group: str) -> Finding:
@@ -404,11 +321,10 @@ def name_finding(finding: Finding, check: Callable[[Any], Finding], *, group: st
 
 
 def quick_problems(context: RunContext) -> list[Finding]:
-    """Returns the warnings and failures of the quick checks, which precede every `fullshard train`."""
+    """Returns the warnings and failures of these checks, which precede every `fullshard train`."""
     found = [
         name_finding(one(context), one, group=group)
         for group, checks in CHECKS_WITHOUT_TORCH.items()
         for one in checks
-        if one not in _SLOW
     ]
     return [one for one in found if one.is_problem]
