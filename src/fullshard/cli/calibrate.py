@@ -45,7 +45,7 @@ def calibrate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the rates of this machine, and write a hardware.toml.
+    """Measure the rates of this machine, which should be idle, and write a hardware.toml.
 
     Under torchrun or srun, measures the cluster. `fullshard plan` and `fullshard train` use the rates. The
     default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
@@ -61,7 +61,7 @@ def calibrate(
     check_output_file(path, is_kind=_is_hardware_file, force=force)
     _check_output_is_writable(path)
     _check_drive_is_directory(drive)
-    _print_expected_duration(seconds)
+    typer.echo(f"measuring for about {seconds:g} s", err=True)
     with temporary_private_directory() as name:
         run = Run.load(overrides=[f"run.dir={name}", f"run.device={device}", f"run.ranks={ranks}"])
         job = "fullshard.jobs.calibrate.job:run_calibration"
@@ -78,33 +78,14 @@ def calibrate(
     raise typer.Exit(exit_code)
 
 
-def _print_expected_duration(seconds: float) -> None:
-    from fullshard.system.process import BUSY, busy_processor_fraction
-
-    load = busy_processor_fraction()
-    longer = (
-        f", longer here: programs used {load:.0%} of the processors in the last minute"
-        if load >= BUSY
-        else ""
-    )
-    typer.echo(f"measuring for about {seconds:g} s{longer}", err=True)
-
-
 def _print_result(hardware: "Hardware", *, as_json: bool) -> None:
-    """Prints the measured hardware, and a note if the machine was busy."""
+    """Prints the measured hardware."""
     from fullshard.report.table import show_labelled_lines
 
     if as_json:
         typer.echo(hardware.model_dump_json())
     else:
         show_labelled_lines(calibration_rows(hardware))
-    if hardware.calibration == "busy":
-        typer.echo(
-            f"note: other programs used {hardware.calibration_load:.0%} of the processors while this "
-            "measured, so the rates may be too low: plans with them are marked\n"
-            "  try: fullshard calibrate again, when the machine is idle",
-            err=True,
-        )
 
 
 def _is_hardware_file(path: Path) -> bool:
@@ -145,7 +126,6 @@ def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines: the best point of each rate curve, and other rates."""
     rates = hardware.rates
     yield "hardware", f"{_hardware_text(hardware)}; all ranks at once, rates per rank:"
-    yield "other programs", f"{hardware.calibration_load or 0.0:.0%} of the processors in this time"
     yield from _compute_rate_rows(rates)
     yield "fused AdamW", _best_rate_text(rates.optimizer, amount="B")
     yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"

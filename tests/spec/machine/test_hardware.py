@@ -84,9 +84,12 @@ def test_a_measured_curve_goes_before_the_line_and_more_ranks_add_their_hops():
     assert rate.predict_seconds(4e6 / 3, 4) == pytest.approx(1e-3 + 2e-5)
 
 
-@pytest.mark.parametrize(("load", "state"), [(None, "none"), (0.0, "idle"), (0.14, "idle"), (0.16, "busy")])
-def test_rates_measured_beside_other_programs_are_those_of_a_busy_machine(load: float | None, state: str):
-    assert hardware_on("H100").model_copy(update={"calibration_load": load}).calibration == state
+@pytest.mark.parametrize("name", ["is_calibrated", "calibration_load"])
+def test_rates_of_a_file_that_were_measured_are_calibrated(name: str):
+    data = hardware_on("H100").model_dump()
+    assert Hardware.parse(data, source="hardware.toml").calibration == "none"
+    del data["is_calibrated"]
+    assert Hardware.parse(data | {name: 1}, source="hardware.toml").calibration == "idle"
 
 
 def test_fields_that_earlier_versions_wrote_are_ignored():

@@ -1,6 +1,5 @@
 """The work of each rank of `fullshard calibrate`: measures this machine or cluster with all ranks."""
 
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.device import BenchmarkTask, RateMeter, mean_over_ranks
@@ -27,7 +25,6 @@ from fullshard.spec.machine.hardware import (
 )
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.system.process import ProcessorSeconds, other_programs_fraction
 
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
@@ -61,7 +58,6 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardwar
     seconds: approximate duration
     drive: a directory on the drive to measure
     """
-    before = ProcessorSeconds.now()
     compute = _MATMUL + _UNALIGNED + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH
     share = seconds / (compute + _COPIES + _LINKS + _HOST_ADAM)
     meter = RateMeter(ranks.device)
@@ -77,7 +73,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardwar
             drive, pieces=max(1, min(16, round(seconds / 2)))
         ),
         "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * share),
-        "calibration_load": _load_by_other_programs(ProcessorSeconds.now().since(before)),
+        "is_calibrated": True,
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **_measure_links(ranks, meter, share=share),
     }
@@ -90,14 +86,6 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardwar
         measured = {"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
         updated["chip"] = known.chip.model_copy(update=measured)
     return Hardware.model_validate(known.model_copy(update=updated).model_dump())
-
-
-def _load_by_other_programs(own: ProcessorSeconds) -> float:
-    """Returns the fraction of the processors that other programs used, on the busiest machine. Collective."""
-    machines: dict[str, list[ProcessorSeconds]] = {}
-    for host, seconds in all_gather_object((socket.gethostname(), own)):
-        machines.setdefault(host, []).append(seconds)
-    return max(map(other_programs_fraction, machines.values()))
 
 
 def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:

@@ -20,7 +20,6 @@ from fullshard.spec.value import (
     field_descriptions,
 )
 from fullshard.system.files import write_file_atomically
-from fullshard.system.process import BUSY
 from fullshard.system.small_files import read_toml, toml_text
 
 MOST_RANKS = 2**20
@@ -225,8 +224,7 @@ class Hardware(FrozenModel):
         is the rate of torch 2.13's fused AdamW on two cores (32M fp32 parameters). Two cores of another
         machine reached 1.66e9: the host's memory decides, so measure it.
     price_per_hour: price of one chip
-    calibration_load: fraction of the processors that other programs used while the rates were measured;
-        unset if they were not measured on this hardware
+    is_calibrated: whether the rates were measured on this hardware
     attention_kernel: kernel that torch's attention prefers in half precision: "cudnn" on Hopper and on
         Blackwell of data centres, with cuDNN above 9.15. The rates of attention are this kernel's.
     """
@@ -252,8 +250,16 @@ class Hardware(FrozenModel):
     host_memory_bytes: PositiveInt | None = None
     adam_per_second: PositiveFloat = 5.2e8
     price_per_hour: PositiveFloat | None = None
-    calibration_load: Annotated[float, Field(ge=0, le=1)] | None = None
+    is_calibrated: bool = False
     source: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_load_of_earlier_files(cls, data: Any) -> Any:
+        """Replaces the load of other programs, which files of earlier versions have, by `is_calibrated`."""
+        if isinstance(data, Mapping) and "calibration_load" in data:
+            return {**_without_keys(data, "calibration_load"), "is_calibrated": True}
+        return data
 
     @property
     def world_size(self) -> int:
@@ -270,10 +276,8 @@ class Hardware(FrozenModel):
 
     @property
     def calibration(self) -> CalibrationState:
-        """How the rates were measured: not on this hardware, or while it was busy or idle otherwise."""
-        if self.calibration_load is None:
-            return "none"
-        return "busy" if self.calibration_load >= BUSY else "idle"
+        """Whether the rates were measured on this hardware."""
+        return "idle" if self.is_calibrated else "none"
 
     @property
     def device_bytes_limit(self) -> int:
