@@ -38,6 +38,14 @@ def save_tokenizer(directory: Path, *, template: str | None = None) -> str:
     return str(directory)
 
 
+def decoded(path: str, tokens: Iterable[int]) -> str:
+    """The text of tokens, by the library."""
+    from tokenizers import Tokenizer
+
+    file = path if path.endswith(".json") else f"{path}/tokenizer.json"
+    return Tokenizer.from_file(file).decode([*map(int, tokens)], skip_special_tokens=False)
+
+
 def save_metaspace_tokenizer(directory: Path) -> str:
     """A tokenizer like Llama 2's: a blank before the first word of a text. Returns the directory's name."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

@@ -9,10 +9,9 @@ import pytest
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import Conversation, read_conversation
 from fullshard.data.row_fields import UntokenizableRecordError
-from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
-from tests.data.samples import CHAT, END, save_tokenizer
+from tests.data.samples import CHAT, END, decoded, save_tokenizer
 
 TALK = [
     {"role": "user", "content": "the cat"},
@@ -36,7 +35,7 @@ def trained_text(
     runs: list[list[int]] = [[]]
     for token, kept in zip(encoded.tokens.tolist(), encoded.trained.tolist(), strict=True):
         runs[-1].append(token) if kept else runs.append([])
-    return [open_tokenizer(path).decode(run) for run in runs if run]
+    return [decoded(path, run) for run in runs if run]
 
 
 END_OUTSIDE = MARKED.replace("<|endoftext|>{% endgeneration %}", "{% endgeneration %}<|endoftext|>")
@@ -63,7 +62,7 @@ def test_a_template_file_replaces_the_template_of_the_tokenizer(tmp_path: Path):
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
     talk = Conversation(TALK[:2])
     encoded = ChatTemplate(path, template=f"{tmp_path}/chat.jinja").encode_conversation(talk, train_on="all")
-    assert open_tokenizer(path).decode(encoded.tokens.tolist()) == f"the cat{END}sat on a mat{END}"
+    assert decoded(path, encoded.tokens) == f"the cat{END}sat on a mat{END}"
     with pytest.raises(DataError, match=r"chat template \S+none\.jinja cannot be read"):
         ChatTemplate(path, template=f"{tmp_path}/none.jinja")
 

@@ -10,10 +10,9 @@ import pytest
 from fullshard.data.build import build_packed_data
 from fullshard.data.conversation import Conversation, read_conversation
 from fullshard.data.row_fields import UntokenizableRecordError
-from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
-from tests.data.samples import CHAT, run_of, save_tokenizer, write_rows
+from tests.data.samples import CHAT, decoded, run_of, save_tokenizer, write_rows
 from tests.data.test_chat import WITH_TOOLS
 from tests.data.test_corpus import store_of
 
@@ -104,7 +103,7 @@ def brief(value: bool) -> dict[str, Any]:
 def text_of(tmp_path: Path, template: str, **data: object) -> str:
     path = save_tokenizer(tmp_path / "tok", template=template)
     store = store_of(tmp_path, tokenizer=path, records="messages", validation_fraction=0, **data)
-    return open_tokenizer(path).decode(store.tokens.tolist())
+    return decoded(path, store.tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)

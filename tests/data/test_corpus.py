@@ -20,6 +20,7 @@ from fullshard.errors import DataError, FullshardError
 from fullshard.spec.settings.data_section import DataSourceFields
 from tests.data.samples import (
     CHAT,
+    decoded,
     run_of,
     save_metaspace_tokenizer,
     save_tokenizer,
@@ -165,7 +166,7 @@ def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(
         tokens, trained = store.tokens[begin:end].tolist(), store.loss_mask[begin:end].tolist()
         around, first = len(tokenizer.tokens_before_document), trained.index(1)
         assert 0 not in trained[first:]
-        before, with_first = (tokenizer.decode(tokens[around:count]) for count in (first, first + 1))
+        before, with_first = (decoded(path, tokens[around:count]) for count in (first, first + 1))
         assert prompt.startswith(before)
         assert not prompt.startswith(with_first)  # a token across the boundary is trained on
 
@@ -176,7 +177,7 @@ def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str
     store = store_of(
         tmp_path, source="jsonl", paths=(path,), tokenizer=tokenizer, records="messages", train_on="assistant"
     )
-    words = open_tokenizer(tokenizer).decode(store.tokens[store.loss_mask == 1].tolist())
+    words = decoded(tokenizer, store.tokens[store.loss_mask == 1])
     assert words == "sat<|endoftext|>\n" * 3
 
 

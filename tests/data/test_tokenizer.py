@@ -1,4 +1,4 @@
-"""Text to tokens and back; tokenizers that are absent, broken or say too little are refused by name."""
+"""Text to tokens; tokenizers that are absent, broken or say too little are refused by name."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from fullshard.data.tokenizer import ByteTokenizer, list_tokenizer_files, open_tokenizer
 from fullshard.errors import DataError
-from tests.data.samples import END, save_tokenizer, text
+from tests.data.samples import END, decoded, save_tokenizer, text
 
 
 def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):
@@ -23,7 +23,7 @@ def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):
         (plain.token_to_id(END),),
     )
     assert tokenizer.vocabulary_size == plain.get_vocab_size()
-    assert tokenizer.decode(found[0].tolist()) == text(3)
+    assert decoded(path, found[0]) == text(3)
 
 
 def test_special_tokens_of_the_tokenizer_surround_each_document(tmp_path: Path):
@@ -78,6 +78,6 @@ def test_a_token_that_ends_documents_must_be_known(tmp_path: Path):
     with pytest.raises(DataError, match=r"(?s)ends a document.*no <end>.*data\.eos_token"):
         open_tokenizer(str(path), eos_token="<end>")
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
-    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).tokens_after_document) == "a"
+    assert decoded(str(path), open_tokenizer(str(path)).tokens_after_document) == "a"
     (path / "tokenizer_config.json").unlink()
-    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).tokens_after_document) == END
+    assert decoded(str(path), open_tokenizer(str(path)).tokens_after_document) == END

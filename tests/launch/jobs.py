@@ -23,7 +23,6 @@ SMALL = (
     "train.global_batch=24",
     "train.validate_every=0",
     "train.validate_sequences=4",
-    "log.sample_tokens=0",
     "log.trace_every=0",
     "run.device=cpu",
 )

@@ -14,7 +14,6 @@ SMALL = [
     "data.sequence_length=16",
     "train.global_batch=4",
     "train.validate_sequences=4",
-    "log.sample_tokens=4",
     "run.device=cpu",
     "run.ranks=2",
 ]
@@ -38,15 +37,13 @@ def test_a_model_of_transformers_trains_from_its_weights_and_resumes(tmp_path: P
     settings = (f"model.hf={source}", "model.weights=require", "data.source=stdlib")
     said = train(tmp_path / "run", *settings, "train.steps=3")
     assert f"tensors from {source}" in said
-    assert "sample of the generated text" in said
     assert "resumed at step 3 of 4" in train(tmp_path / "run", *settings, "train.steps=4", resume=True)
     measured = Measurement.load(tmp_path / "run" / "measurement.json")
     assert measured.flops_per_token is not None
 
 
 @pytest.mark.long
-def test_a_model_with_batches_of_a_factory_trains_and_writes_no_sample(tmp_path: Path) -> None:
+def test_a_model_with_batches_of_a_factory_trains(tmp_path: Path) -> None:
     write_config("t5", tmp_path)
     given = ("data.source=python", "data.factory=tests.models.own:Given", "data.options.name=t5")
-    said = train(tmp_path / "run", f"model.hf={tmp_path}", *given, "train.steps=2")
-    assert "no sample" in said
+    train(tmp_path / "run", f"model.hf={tmp_path}", *given, "train.steps=2")

@@ -2,11 +2,9 @@
 
 import io
 import json
-import unicodedata
 
 import pytest
 
-from fullshard.data.tokenizer import ByteTokenizer
 from fullshard.report.comparison import (
     ComparisonLine,
     compare_prediction,
@@ -212,12 +210,3 @@ def test_seconds_of_rates_that_nobody_measured_are_marked():
     headings = {row[0] for row in comparison_rows(compare_prediction(unmeasured, measured()))}
     assert "step (not calibrated)" in headings
     assert "step" in {row[0] for row in comparison_rows(compare_prediction(prediction(), measured()))}
-
-
-def test_a_sample_of_every_byte_sends_no_control_character_to_the_terminal():
-    text = ByteTokenizer().decode([*range(256), *range(0xC2, 0xC3), 0x9B, 0xE2, 0x80, 0xAE])
-    out = io.StringIO()
-    show_measurement(measured().model_copy(update={"sample": text}), file=out)
-    shown = out.getvalue().partition("sample of the generated text")[2]
-    assert "\\u001b" in shown
-    assert {c for c in shown if unicodedata.category(c) in ("Cc", "Cf")} <= {"\n", "\t"}

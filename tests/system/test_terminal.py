@@ -65,9 +65,8 @@ def test_logs_progress_and_tables_are_escaped(tmp_path: Path, capsys, caplog) ->
     assert_shown(capsys.readouterr().out)
     show_table([""], [[EVIL]])
     assert_shown(capsys.readouterr().out)
-    for field in ("sample", "directory"):
-        show_measurement(measurement().model_copy(update={field: EVIL}))
-        assert_shown(capsys.readouterr().out)
+    show_measurement(measurement().model_copy(update={"directory": EVIL}))
+    assert_shown(capsys.readouterr().out)
 
 
 @pytest.fixture

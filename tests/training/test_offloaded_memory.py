@@ -59,7 +59,7 @@ def start(
     settings = [f"run.ranks={ranks}", f"train.global_batch={ranks}", f"offload.tier={tier}", *settings]
     if job == "limited":
         settings += ["train.steps=4", "train.validate_every=0", "train.validate_sequences=4"]
-        settings += ["log.sample_tokens=0", "log.trace_every=0"]
+        settings += ["log.trace_every=0"]
     # Address space, unlike memory, is also what each thread's arena would reserve.
     malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     own = os.environ | malloc | ({} if limit is None else {"RESIDENT_LIMIT": str(limit)})

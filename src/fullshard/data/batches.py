@@ -1,14 +1,13 @@
 """Interfaces between the training loop and its data, and prefetching of microbatches on a thread."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fullshard.spec.plan import Plan
 
@@ -68,14 +67,6 @@ class TrainingData(MicrobatchSource, Protocol):
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields a data rank's held-out batches, shaped as in `microbatches`; equally many for each."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text; an empty list if the data has no tokenizer."""
-        ...
-
-    def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Returns the text of `tokens`; their numbers if the data has no tokenizer."""
         ...
 
     def describe(self) -> str:

@@ -1,14 +1,13 @@
 """Builds the data of a run: opens the sources of [data], tokenizes them, and packs the tokens into rows."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-from torch import Tensor
 
 from fullshard.data.batches import TrainingData
 from fullshard.data.packed import PackedData, ShufflePool
@@ -253,13 +252,7 @@ def _build_user_data(run: Run) -> TrainingData:
         "vocabulary": None,
         "validation_tokens": 0,
         "validation": lambda *, rank, plan: iter(()),  # pyright: ignore[reportUnknownLambdaType]
-        "encode": lambda text: [],  # pyright: ignore[reportUnknownLambdaType]
-        "decode": _token_numbers_as_text,
         "describe": lambda: f"batches of {factory}",
     }
     members = {name: getattr(batches, name, default) for name, default in members.items()}
     return cast(TrainingData, SimpleNamespace(**members))
-
-
-def _token_numbers_as_text(tokens: Tensor | Iterable[int]) -> str:
-    return " ".join(map(str, tokens.tolist() if isinstance(tokens, Tensor) else tokens))

@@ -1,6 +1,6 @@
 """PackedData: rows of tokens from memory maps, in an order that depends only on the seed and the step."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -174,15 +174,6 @@ class PackedData:
             "vocabulary": self.vocabulary,
             "shares": self.pattern.source_shares,
         }
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of `text` without those around a document; an empty list without a tokenizer."""
-        return [] if self.tokenizer is None else self.tokenizer.encode_texts([text])[0].tolist()
-
-    def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Returns the text of `tokens`; their numbers if there is no tokenizer."""
-        numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        return " ".join(map(str, numbers)) if self.tokenizer is None else self.tokenizer.decode(numbers)
 
     def describe(self) -> str:
         """Returns a description of the data: one line, and one for each warning and for a record left out."""

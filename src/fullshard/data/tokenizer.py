@@ -1,7 +1,7 @@
 """Converts text to tokens and back: as bytes, or with a Hugging Face tokenizer."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,12 +85,6 @@ class ByteTokenizer:
             found.append(EncodedText(tokens, begins, begins + 1))
         return found
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the text. Invalid UTF-8 and tokens beyond a byte become U+FFFD; the separator becomes ␀."""
-        # Byte 255 never occurs in UTF-8, so larger tokens map to it and decode to U+FFFD.
-        text = bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
-        return text.replace(chr(SEPARATOR), "␀")
-
     def _encode_text(self, text: str) -> NDArray[np.int64]:
         try:
             found = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
@@ -126,11 +120,6 @@ class FileTokenizer:
         with _convert_backend_errors():
             found = self.backend.encode_batch([*texts], add_special_tokens=False)
         return [EncodedText.from_offsets(one.ids, one.offsets) for one in found]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        known = self.vocabulary_size
-        with _convert_backend_errors():
-            return self.backend.decode([t for t in tokens if t < known], skip_special_tokens=False)
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

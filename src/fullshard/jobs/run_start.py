@@ -95,7 +95,6 @@ class TrainJob:
     profiled: list[StepSeconds] = field(default_factory=list[StepSeconds])
     slowed: set[int] = field(default_factory=set[int])  # steps that measuring slows down
     startup_seconds: float | None = None
-    sample: str | None = None
     repeated_steps: int = 0
     signals: RecordedSignals = field(default_factory=RecordedSignals)
 

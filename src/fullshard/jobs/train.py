@@ -1,4 +1,4 @@
-"""The work of each rank of `fullshard train`, from the Run to its Measurement, sample and last save."""
+"""The work of each rank of `fullshard train`, from the Run to its Measurement and last save."""
 
 import math
 import signal
@@ -14,9 +14,6 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_start import TrainJob, flops_per_token, plan_without_prediction, prepare_job
-from fullshard.models.decoder import DecoderModel
-from fullshard.models.huggingface import is_causal_lm
-from fullshard.models.loss import next_token_loss
 from fullshard.observe.memory import (
     PeakMemory,
     measure_peak_memory,
@@ -35,14 +32,13 @@ from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
 from fullshard.system.files import write_file_atomically
 from fullshard.system.process import record_signals
-from fullshard.training.between_steps import generate, validation_loss
+from fullshard.training.between_steps import validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import make_checkpoint_location, roll_back
 from fullshard.training.shard import close_offloaded_state, rank_offload_directory
 
 # The first step allocates memory that later steps reuse. The second shows the steady peak.
 _METERED = 1
-SAMPLE_PROMPT = "def "
 
 
 def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
@@ -259,7 +255,7 @@ def gather_highest_peak(peak: PeakMemory, model: nn.Module, *, plan: Plan) -> Pe
 
 
 def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
-    """Saves the last checkpoint, and writes plan, measurement, sample and export. Collective."""
+    """Saves the last checkpoint, and writes plan and measurement. Collective."""
     if job.last is not None:
         job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save_last(job.state)
@@ -272,8 +268,6 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
         job.log.print_message(
             f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"
         )
-    elif job.last is not None:
-        job.sample = _sample_text_or_none(job)
     if job.ranks.rank != 0:
         return
     job.directory.record_run_end(interrupted=interrupted)
@@ -287,23 +281,6 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
         loss = None if job.last is None else job.last.loss
         details = {"loss": loss, "validation_loss": job.validation}
         job.log.record_event("end", step=job.state.step, details=details)
-
-
-def _sample_text_or_none(job: TrainJob) -> str | None:
-    """Returns a text that the model generates; None if no sample is asked for or possible. Collective."""
-    model, count = job.state.model, job.plan.run.log.sample_tokens
-    if not count:
-        return None
-    loss = getattr(job.loss, "func", job.loss)
-    if loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
-        job.log.print_message("no sample: nothing says that the model continues a text")
-        return None
-    prompt = job.data.encode(SAMPLE_PROMPT)
-    if not prompt:
-        return None
-    window, multiple = job.plan.run.data.sequence_length, job.plan.tensor_parallel
-    tokens = generate(model, prompt, tokens=count, window=window, multiple=multiple)
-    return job.data.decode(tokens)
 
 
 def _make_measurement(job: TrainJob) -> Measurement:
@@ -330,7 +307,6 @@ def _make_measurement(job: TrainJob) -> Measurement:
         startup_seconds=job.startup_seconds,
         compilation=job.compiler.of_blocks(compiled) if compiled else None,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
-        sample=job.sample,
     )
 
 

@@ -16,7 +16,6 @@ seconds   Recompute is part of compute, contention slows compute down, and gaps 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
-from textwrap import indent
 from typing import TextIO
 
 from pydantic import computed_field
@@ -29,7 +28,6 @@ from fullshard.report.verdict import circumstances, verdict
 from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
 from fullshard.spec.records.measurement import Measurement, PeakBytes
 from fullshard.spec.value import FrozenModel
-from fullshard.system.terminal import escape_control_characters
 
 HEADER = ("", "predicted", "measured", "error")
 CRUMB_BYTES = 1e-5  # fraction of a rank's bytes below which a term gets no line of its own
@@ -130,9 +128,6 @@ def show_measurement(
     """Prints the measurement, and bytes and seconds beside the predicted ones, to `file` (stdout)."""
     show_labelled_lines(measurement_rows(measurement), file=file)
     _show_comparison(compare_prediction(prediction, measurement), file=file)
-    if measurement.sample is not None:
-        sample = indent(escape_control_characters(measurement.sample), "    ")
-        print(f"\nsample of the generated text\n\n{sample}", file=file)
 
 
 def _show_comparison(comparison: Comparison, *, file: TextIO | None) -> None:

@@ -202,8 +202,8 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
     if measurement is not None and not _is_of_last_attempt(measurement, events=events, metrics=metrics):
         measurement = None
     if measurement is not None:
-        # A run that was set aside has moved to another directory. The sample is only for the end of a run.
-        measurement = measurement.model_copy(update={"directory": str(directory), "sample": None})
+        # A run that was set aside has moved to another directory.
+        measurement = measurement.model_copy(update={"directory": str(directory)})
     return RunRecord(
         directory=directory,
         state=_find_state(directory, events, is_running=is_running, now=now),

@@ -261,7 +261,6 @@ class LogSection(FrozenModel):
     trace_every: Count = 1000
     profile: tuple[PositiveCount, ...] = ()
     trackers: tuple[str, ...] = ()
-    sample_tokens: Count = 160
 
 
 def _reject_mps(device: object) -> object:

@@ -1,4 +1,4 @@
-"""The model between two steps: its modes, changes that the loop made, validation, and generated text."""
+"""The model between two steps: its modes, changes that the loop made, and validation."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank, world_size
@@ -118,7 +118,6 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
 
 
 # Validation #
-_TEMPERATURE = 0.7
 
 
 @torch.no_grad()
@@ -138,30 +137,3 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
         dist.all_reduce(sums)
     total_loss, total_count = cast(list[float], sums.tolist())
     return total_loss / total_count if total_count else math.nan
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module, prompt: list[int], *, tokens: int, window: int, multiple: int = 1
-) -> list[int]:
-    """Returns the token ids of `prompt`, followed by generated ones, which rank 0 samples. Collective.
-
-    tokens: number of tokens to generate, each with a forward pass over the whole window
-    window: number of most recent tokens that the model sees
-    multiple: the model gets a multiple of this many tokens, the last of which it ignores
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    text = list(prompt)
-    with evaluation_mode(model):
-        for _ in range(tokens):
-            seen = text[-window:]
-            unread = [0] * (-len(seen) % multiple)
-            output = model(torch.tensor([seen + unread], device=device))  # (1, up to window)
-            logits: Tensor = getattr(output, "logits", output)[0, len(seen) - 1].float().cpu()
-            chosen = torch.multinomial((logits / _TEMPERATURE).softmax(-1), 1, generator=generator)
-            chosen = chosen.to(device)
-            if world_size() > 1:
-                dist.broadcast(chosen, src=0)
-            text.append(int(chosen.item()))
-    return text

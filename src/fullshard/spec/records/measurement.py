@@ -277,7 +277,6 @@ class Measurement(FrozenModel):
         the slowest rank (the rank that waited least for collectives). None if no step was profiled or timed.
     startup_seconds: seconds from the command to the end of its first step
     compilation: what torch.compile did; None if nothing was compiled
-    sample: text that the trained model generated
     """
 
     directory: str
@@ -300,7 +299,6 @@ class Measurement(FrozenModel):
     startup_seconds: NonNegativeFloat | None = None
     compilation: Compilation | None = None
     checkpoint: str | None = None
-    sample: str | None = None
 
     @computed_field
     @property

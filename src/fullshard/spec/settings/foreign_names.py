@@ -122,6 +122,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "data.labels_field": ("labels", "a column of that name: rename yours"),
     "data.loss_mask_field": ("loss_mask", "a column of that name: rename yours"),
     "fault_tolerance.collective_timeout_seconds": (600.0, "fault_tolerance.watchdog_timeout_seconds"),
+    "log.sample_tokens": (160, "fullshard ckpt export --format hf, and generate of transformers"),
     "optimizer.momentum": (0.0, "optimizer.options = { momentum = … }"),
     "precision.buffer_dtype": (None, "nothing instead: buffers keep their dtype"),
     "precision.initial_loss_scale": (65536.0, "nothing instead: the scale begins at 65536"),
