@@ -116,11 +116,3 @@ def begun(directory: Path) -> Path:
     directory.mkdir(parents=True)
     write_events(directory, *start(1, plan()))
     return directory
-
-
-def before_events(directory: Path) -> Path:
-    """A run of a version that wrote no events, and has one checkpoint left."""
-    write_steps(directory, 50, skipped=frozenset({7}))
-    (directory / "checkpoints" / "step-00000050").mkdir(parents=True)
-    (directory / "launch.json").write_text('{"jobs": [], "world_size": 2, "ended": null}')
-    return directory

@@ -108,14 +108,10 @@ def test_page_of_a_running_run_has_its_progress(tmp_path: Path):
     assert "Running: step 40 of 100 is done, about 30." in page.text
 
 
-def test_a_run_without_a_step_or_without_events_has_a_page(tmp_path: Path):
+def test_a_run_without_a_step_has_a_page(tmp_path: Path):
     page = shown(read(runs.begun(tmp_path / "begun"), is_running=True))
     assert "Running: step 0 of 100 is done." in page.text
     assert not any(tag == "svg" for tag, _ in page.tags)
-    page = shown(read(runs.before_events(tmp_path / "old")))
-    assert "Ended after step 50 without recording why" in page.text
-    assert {"saved", "skipped"} <= set(page.texts)
-    assert page.headings == ["Predicted and measured"]
 
 
 def test_records_of_another_version_are_left_out_and_named(tmp_path: Path):

@@ -266,13 +266,9 @@ def _event_lanes(run: RunRecord) -> list[tuple[str, str, list[tuple[float, str]]
     """Returns the rows of marks for the events of the run whose step is known."""
     marks: dict[str, list[tuple[float, str]]] = {kind: [] for kind in _LANES}
     for event in run.of_kind(*_LANES):
-        if event.step is not None and event.event != "save":
+        if event.step is not None:
             marks[event.event].append((event.step, f"step {event.step:,}: {describe_event(event)}"))
-    marks["save"] = [(step, f"saved after step {step:,}") for step in run.saved_steps]
-    if not run.events:
-        marks["skip"] = [(step, f"step {step:,} was skipped") for step in run.metrics.skipped_steps()]
-    labels = _LANES if run.events else _LANES | {"skip": "skipped"}
-    return [(kind, labels[kind], found) for kind, found in marks.items() if found]
+    return [(kind, _LANES[kind], found) for kind, found in marks.items() if found]
 
 
 def _small_charts(run: RunRecord) -> Iterator[_Chart]:

@@ -19,9 +19,8 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import Measurement
-from fullshard.spec.records.run_files import CHECKPOINTS, EVENTS, LAUNCH, MEASUREMENT, METRICS, PLAN
+from fullshard.spec.records.run_files import EVENTS, MEASUREMENT, METRICS, PLAN
 from fullshard.system.files import open_regular_file
-from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
@@ -126,8 +125,6 @@ class RunRecord:
         a record of its end, like a process that was killed
     plan: plan of the last attempt; None if it is not known
     measurement: what the last attempt measured; None if it has not ended, or ended without
-    events: empty for a run of a version that did not write any
-    saved_steps: steps of complete checkpoints, from the events, or else from the checkpoints that are there
     unreadable: names of records that are there, and that this version cannot read
     """
 
@@ -137,7 +134,6 @@ class RunRecord:
     plan: Plan | None = None
     measurement: Measurement | None = None
     events: list[RunEvent] = field(default_factory=list[RunEvent])
-    saved_steps: tuple[int, ...] = ()
     unreadable: tuple[str, ...] = ()
 
     @property
@@ -199,19 +195,18 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
             got=f"no {METRICS}, no {EVENTS} and no {MEASUREMENT} that this version can read",
             fix="the directory that run.dir names, such as runs/default",
         )
-    if measurement is not None and not _is_of_last_attempt(measurement, events=events, metrics=metrics):
+    if measurement is not None and not _is_of_last_attempt(events):
         measurement = None
     if measurement is not None:
         # A run that was set aside has moved to another directory.
         measurement = measurement.model_copy(update={"directory": str(directory)})
     return RunRecord(
         directory=directory,
-        state=_find_state(directory, events, is_running=is_running, now=now),
+        state=_find_state(events, is_running=is_running, now=now),
         metrics=metrics,
         plan=planned if measurement is not None else (_newest_planned(events) or planned),
         measurement=measurement,
         events=events,
-        saved_steps=_find_saved_steps(directory, events),
         unreadable=tuple(unreadable),
     )
 
@@ -227,14 +222,14 @@ def _load_if_present(path: Path, load: Callable[[Path], T], *, unreadable: list[
         return None
 
 
-def _is_of_last_attempt(measurement: Measurement, *, events: list[RunEvent], metrics: StepColumns) -> bool:
+def _is_of_last_attempt(events: list[RunEvent]) -> bool:
     """Returns whether the last attempt wrote the measurement: an attempt that died leaves an older one."""
     for event in reversed(events):
         if event.event == "start":
             return False
         if event.event == "end" or (event.event == "stop" and event.details.get("saved") is True):
             return True
-    return measurement.last_step >= (metrics.last_step or 0)  # of a version without events
+    return not events
 
 
 def _newest_planned(events: list[RunEvent]) -> Plan | None:
@@ -248,10 +243,10 @@ def _newest_planned(events: list[RunEvent]) -> Plan | None:
         return None
 
 
-def _find_state(directory: Path, events: list[RunEvent], *, is_running: bool, now: datetime) -> RunState:
+def _find_state(events: list[RunEvent], *, is_running: bool, now: datetime) -> RunState:
     if is_running:
         return "running"
-    state: RunState = _read_recorded_end(directory)
+    state: RunState = "lost"
     for event in events:
         if event.event in ("start", "restart"):
             state = "lost" if event.event == "start" else "restarting"
@@ -264,23 +259,3 @@ def _find_state(directory: Path, events: list[RunEvent], *, is_running: bool, no
     if state == "restarting" and (now - events[-1].at).total_seconds() > _RESTART_SECONDS:
         return "lost"
     return state
-
-
-def _read_recorded_end(directory: Path) -> RunState:
-    """Returns the state by launch.json, for a run of a version without events."""
-    try:
-        record: Any = parse_json(read_bytes(directory / LAUNCH, most_bytes=VALUE_BYTES))
-    except (OSError, ValueError):
-        return "lost"
-    ended = record.get("ended") if isinstance(record, dict) else None
-    return "finished" if ended == "finished" else "stopped" if ended == "interrupted" else "lost"
-
-
-def _find_saved_steps(directory: Path, events: list[RunEvent]) -> tuple[int, ...]:
-    if events:
-        return tuple(event.step for event in events if event.event == "save" and event.step is not None)
-    try:
-        names = [one.name.removeprefix("step-") for one in (directory / CHECKPOINTS).iterdir()]
-    except OSError:
-        return ()
-    return tuple(sorted(int(name) for name in names if name.isdecimal() and len(name) < 16))

@@ -37,8 +37,6 @@ def circumstances(run: RunRecord) -> str:
     sentences += [f"{count_text(rollbacks, 'rollback')}."] if rollbacks else []
     if run.wall_seconds is not None and run.state != "running":
         sentences.append(f"{format_seconds(run.wall_seconds)} in all.")
-    if not run.events:
-        sentences.append("This run was recorded without events.jsonl, by an earlier version.")
     sentences += [f"This version cannot read {name}, which is left out." for name in run.unreadable]
     return " ".join(sentences)
 
