@@ -52,7 +52,7 @@ def test_calls_without_the_level_of_functions_are_read():
 
 @pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function"}]', ['{"type": "function"}']])
 def test_tools_may_be_json_text(tools: Any):
-    found = read([ASKS], {"functions": tools}, tools_field="functions").tools
+    found = read([ASKS], {"tools": tools}).tools
     assert found is not None
     assert [tool["type"] for tool in found] == ["function"]
 
@@ -161,11 +161,10 @@ def test_settings_of_records_name_the_cache_entry(tmp_path: Path):
         "records": "messages",
     }
     others: list[dict[str, object]] = [
-        {"tools_field": "functions"},
         {"chat_template_kwargs": {"brief": True}},
         {"roles": {"user": "human"}},
     ]
-    assert len({store_of(tmp_path, **given, **other).key for other in [{}, *others]}) == 4
+    assert len({store_of(tmp_path, **given, **other).key for other in [{}, *others]}) == 3
 
 
 def test_conversations_without_an_end_of_turn_are_reported_until_a_template_ends_them(tmp_path: Path):

@@ -99,7 +99,7 @@ def read_conversation(row: Mapping[str, Any], messages: Any, *, fields: DataSour
     read = [_read_message(one, i, fields=fields) for i, one in enumerate(cast(list[Any], rows), start=1)]
     return Conversation(
         read,
-        tools=_read_tools(_look_up_optional(row, fields.tools_field)),
+        tools=_read_tools(_look_up_optional(row, "tools")),
         template_kwargs={**fields.chat_template_kwargs, **cast(Mapping[str, Any], kwargs or {})},
         untrained=frozenset(
             i for i, one in enumerate(read) if not is_message_trained(one, f"message {i + 1}")

@@ -120,7 +120,7 @@ class FieldNames:
 def used_field_names(fields: DataSourceFields) -> FieldNames:
     """Returns the names of the fields that are read from a row."""
     return {
-        "messages": FieldNames((fields.messages_field,), (fields.tools_field, "chat_template_kwargs")),
+        "messages": FieldNames((fields.messages_field,), ("tools", "chat_template_kwargs")),
         "completion": FieldNames((fields.prompt_field, fields.completion_field)),
         "text": FieldNames((fields.text_field,)),
         "tokens": FieldNames((fields.tokens_field,)),

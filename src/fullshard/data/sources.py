@@ -58,7 +58,8 @@ _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
 
 # Former settings, with which tokens of earlier versions have the same names.
 _FORMER_SETTINGS = {
-    f"{name}_field": name for name in ("labels", "loss_mask", "attention_mask", "chat_template_kwargs")
+    f"{name}_field": name
+    for name in ("labels", "loss_mask", "attention_mask", "chat_template_kwargs", "tools")
 }
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]

@@ -276,7 +276,7 @@ class Hardware(FrozenModel):
 
     @property
     def calibration(self) -> CalibrationState:
-        """Whether the rates were measured on this hardware."""
+        """The state of the rates: measured on this hardware, or not."""
         return "idle" if self.is_calibrated else "none"
 
     @property

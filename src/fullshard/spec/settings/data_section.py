@@ -33,7 +33,6 @@ class DataSourceFields(FrozenModel):
         `labels` (-100) and `loss_mask` (0) exclude tokens from training, the 0 of an `attention_mask` is
         padding, and `position_ids` say where documents begin. Dots in the name of a field lead to a nested
         one.
-    `tools_field`: field with the definitions of the tools, for the chat template, in rows that have it
     `chat_template_kwargs`: further variables of the chat template, such as { enable_thinking = false }. A row
         may have its own in the field `chat_template_kwargs`, which take precedence.
     `role_field`, `content_field`: names of these fields in a message. ShareGPT: `from` and `value`
@@ -52,7 +51,6 @@ class DataSourceFields(FrozenModel):
     records: Literal["text", "messages", "completion", "tokens"] = "text"
     text_field: str = "text"
     messages_field: str = "messages"
-    tools_field: str = "tools"
     chat_template_kwargs: Options = Field(default_factory=dict[str, Any])
     role_field: str = "role"
     content_field: str = "content"
@@ -168,10 +166,7 @@ class DataSection(DataSourceFields):
 # Kind of records -> its settings. A factory of Python may read any of them.
 _SETTINGS_OF_RECORDS = {
     "text": ("text_field",),
-    "messages": (
-        *("messages_field", "tools_field", "chat_template_kwargs"),
-        *("role_field", "content_field", "roles"),
-    ),
+    "messages": ("messages_field", "chat_template_kwargs", "role_field", "content_field", "roles"),
     "completion": ("prompt_field", "completion_field"),
     "tokens": ("tokens_field",),
 }

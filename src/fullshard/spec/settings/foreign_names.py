@@ -121,6 +121,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "data.chat_template_kwargs_field": ("chat_template_kwargs", "a column of that name: rename yours"),
     "data.labels_field": ("labels", "a column of that name: rename yours"),
     "data.loss_mask_field": ("loss_mask", "a column of that name: rename yours"),
+    "data.tools_field": ("tools", "a column of that name: rename yours"),
     "fault_tolerance.collective_timeout_seconds": (600.0, "fault_tolerance.watchdog_timeout_seconds"),
     "log.sample_tokens": (160, "fullshard ckpt export --format hf, and generate of transformers"),
     "optimizer.momentum": (0.0, "optimizer.options = { momentum = … }"),
