@@ -45,10 +45,11 @@ def calibrate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the rates of this machine, which should be idle, and write a hardware.toml.
+    """Measure the rates of this machine, and write a hardware.toml.
 
-    Under torchrun or srun, measures the cluster. `fullshard plan` and `fullshard train` use the rates. The
-    default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
+    The machine should be idle. Under torchrun or srun, measures the cluster. `fullshard plan` and
+    `fullshard train` use the rates. The default file is ~/.config/fullshard/hardware.toml, or the one that
+    $FULLSHARD_HARDWARE names.
     """
     from fullshard.launch.detect import user_hardware_path
     from fullshard.launch.request import LaunchRequest
