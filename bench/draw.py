@@ -34,7 +34,6 @@ STRATEGIES = {
     "full_shard": [],
     "hybrid_shard": ["sharding.shard_degree=2"],
     "hybrid_shard_zero2": ["sharding.shard_degree=2"],
-    "hpz": ["sharding.reshard_after_forward=2"],
 }
 
 
@@ -49,7 +48,7 @@ def setting(draw: random.Random, ranks: int, *, large: bool) -> tuple[str, list[
     name = f"{model} {strategy} {precision} {recompute} {microbatch}x{accumulation}x{sequence}"
     return name, [
         *(f"model.{one}" for one in models[model].split()),
-        f"sharding.strategy={strategy if strategy != 'hpz' else 'full_shard'}",
+        f"sharding.strategy={strategy}",
         *STRATEGIES[strategy],
         f"precision.mode={precision}",
         f"recompute.mode={recompute}",
@@ -129,7 +128,7 @@ def main(ranks: int, count: int, seed: int, *, form: str) -> None:
     drawn: dict[str, list[str]] = {}
     while len(drawn) < count:
         one = setting(draw, ranks, large=form == "large")
-        if form in ("shared", "axes", "large") and ("hpz" in one[0] or "hybrid" in one[0]):
+        if form in ("shared", "axes", "large") and "hybrid" in one[0]:
             continue
         if form == "chunked":
             one = with_chunked_logits(draw, *one)

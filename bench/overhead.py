@@ -87,10 +87,8 @@ def _parse_arguments() -> argparse.Namespace:
 
 def measure_cell(plan: Plan, asked: argparse.Namespace, *, device: torch.device) -> dict[str, Any]:
     """Returns the figures of one plan: see `summary`."""
-    if plan.run.recompute.mode != "none" or not isinstance(plan.reshard_after_forward, bool):
-        raise SystemExit(
-            "the loop by hand has neither recompute nor reshard_after_forward = <ranks>: pin those"
-        )
+    if plan.run.recompute.mode != "none":
+        raise SystemExit("the loop by hand has no recompute: pin it")
     peers = {"fullshard": _our_steps(plan), PLAIN: _plain_steps(plan, own_collectives=False)}
     if asked.collectives and plan.strategy is not Strategy.NO_SHARD:
         peers[SAME] = _plain_steps(plan, own_collectives=True)
@@ -266,7 +264,7 @@ def _synchronised(engine: nn.Module, plan: Plan, *, is_last: bool) -> AbstractCo
         return nullcontext() if is_last else engine.no_sync()
     if isinstance(engine, FSDPModule) and plan.accumulation > 1:
         engine.set_requires_gradient_sync(is_last or plan.sync_each_microbatch)
-        engine.set_reshard_after_backward(is_last or plan.reshard_after_forward is not False)
+        engine.set_reshard_after_backward(is_last or plan.reshard_after_forward)
     return nullcontext()
 
 

@@ -35,7 +35,7 @@ SETTINGS = {
     "deepspeed_zero3.json": "sharding.strategy=full_shard precision.mode=bf16 train.global_batch=8 "
     "train.microbatch=2 train.steps=100 optimizer.clip_norm=0.5 schedule.kind=linear "
     "schedule.min_lr_ratio=0.0",
-    "deepspeed_zeropp_nvme.json": "sharding.reshard_after_forward=2 precision.mode=fp16 "
+    "deepspeed_zeropp_nvme.json": "sharding.strategy=full_shard precision.mode=fp16 "
     "optimizer.betas=(0.9,0.999) offload.tier=params+optimizer:nvme "
     "offload.path=/local_nvme train.global_batch=4",
     "axolotl_fsdp2.yaml": "model.hf=some/model-8b sharding.strategy=shard_grad_op precision.mode=bf16 "
@@ -243,6 +243,21 @@ def test_only_prefetch_of_one_unit_is_supported(name: str, verdict: KeyVerdict) 
     found = [one for one in converted(path).key_results if "prefetch" in one.key]
     assert found
     assert {one.verdict for one in found} == {verdict}
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: 4}", "reshard_after_forward"),
+        ('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}', "zero_hpz_partition_size"),
+    ],
+)
+def test_parameters_kept_over_fewer_ranks_are_full_shard(text: str, key: str) -> None:
+    conversion = convert_config(text, name="config")
+    [found] = [one for one in conversion.key_results if one.key.endswith(key)]
+    assert found.verdict is KeyVerdict.NOT_SUPPORTED
+    assert 'sharding.strategy = "hybrid_shard"' in found.why
+    assert conversion.run.sharding.strategy is Strategy.FULL_SHARD
 
 
 def test_batches_multiply_to_the_whole():

@@ -17,5 +17,4 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "full_shard": ("sharding.strategy=full_shard",),
     "hybrid_shard": ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
     "hybrid_shard_zero2": ("sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2"),
-    "hpz": ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2"),
 }

@@ -142,7 +142,6 @@ def settings_in_effect(*overrides: str) -> dict[str, dict[str, Any]]:
     for name, key in watched.items():
         own = model.get_submodule(name).get_parameter(key)
         seen[name]["gathered"] = not isinstance(own, DTensor)
-        seen[name]["kept_over"] = own.device_mesh.shape[-1] if isinstance(own, DTensor) else 1
     return seen
 
 
@@ -153,7 +152,7 @@ def overrides_of(text: str) -> str:
 def test_without_overrides_all_units_except_the_last_are_alike(ranks: Any) -> None:
     for seen in ranks(2).run(settings_in_effect):
         alike = {"rows": 0.5, "mesh": (2,), "dtype": "torch.float32"}
-        assert seen["blocks.0"] == seen["blocks.1"] == {**alike, "gathered": False, "kept_over": 2}
+        assert seen["blocks.0"] == seen["blocks.1"] == {**alike, "gathered": False}
         assert seen["head"]["gathered"]  # its backward comes next
 
 
@@ -176,22 +175,6 @@ def test_a_small_unit_is_left_unsharded(ranks: Any) -> None:
         assert seen["embedding"]["rows"] == 1.0
         assert seen["embedding"]["mesh"] == (2, 1)
         assert seen["blocks.0"]["rows"] == 0.5
-
-
-def test_a_unit_is_kept_over_fewer_ranks_after_forward(ranks: Any) -> None:
-    text = '{match="blocks.0", reshard_after_forward=2}'
-    for seen in ranks(4).run(settings_in_effect, overrides_of(text)):
-        assert seen["blocks.0"]["rows"] == seen["blocks.1"]["rows"] == 0.25
-        assert seen["blocks.0"]["kept_over"] == 2
-        assert seen["blocks.1"]["kept_over"] == 4
-
-
-@pytest.mark.parametrize(
-    ("kept_over", "message"), [(3, "cannot be kept over 3"), (1, "1 would be false"), (4, "all of them true")]
-)
-def test_indivisible_reshard_of_a_unit_is_refused(kept_over: int, message: str, ranks: Any) -> None:
-    with pytest.raises(PlanError, match=message):
-        ranks(4).run(settings_in_effect, overrides_of(f'{{match="*.0", reshard_after_forward={kept_over}}}'))
 
 
 # Other methods than forward #

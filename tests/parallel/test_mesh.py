@@ -47,7 +47,7 @@ def groups_of(models: list[int], *settings: str) -> int:
     return dist.get_pg_count()
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard", "hpz"])
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard"])
 def test_process_groups_do_not_grow_with_models(strategy: str, ranks: Any) -> None:
     few, many = (ranks(4).run(groups_of, models, *STRATEGIES[strategy]) for models in ([2], [7, 2]))
     assert few == many

@@ -199,7 +199,7 @@ def run_step(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer) 
         if isinstance(model, FSDPModule) and plan.accumulation > 1:
             model.set_requires_gradient_sync(last or plan.sync_each_microbatch)
             model.set_requires_all_reduce(last)
-            model.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
+            model.set_reshard_after_backward(last or plan.reshard_after_forward)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
         batch = cut_sequences(batch, plan)  # kept until the next one is made, as in training
         total, _ = next_token_loss(model, batch)

@@ -68,10 +68,9 @@ SAMPLE = {line[2:].partition(":")[0] for line in CHOICES.splitlines() if line.st
 
 def choice_text(plan: Plan) -> str:
     """Strategy and degrees, microbatch × accumulation, and other settings that are not plain."""
-    run, kept = plan.run, plan.reshard_after_forward
+    run = plan.run
     parts = [
-        f"{plan.strategy} {plan.replicate_degree}x{plan.shard_degree}"
-        + (f"->{kept}" if type(kept) is int else ""),
+        f"{plan.strategy} {plan.replicate_degree}x{plan.shard_degree}",
         f"microbatch {plan.microbatch}x{plan.accumulation}",
         f"recompute {run.recompute.mode_text}",
         *(["eager"] if run.run.compile is False else []),

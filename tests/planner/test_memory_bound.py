@@ -28,7 +28,7 @@ def bound_of(spec: ModelSpec, plan: Plan) -> int:
     traits = dict(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
-        keeps=plan.reshard_after_forward is False,
+        keeps=not plan.reshard_after_forward,
     )
     return peak_lower_bound(
         trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), **traits

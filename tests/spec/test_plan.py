@@ -96,6 +96,19 @@ def test_plan_with_prefetch_of_an_earlier_version_is_used_without_it(tmp_path, m
     assert Plan.load(path) == plan
 
 
+def test_plan_that_kept_parameters_over_fewer_ranks_loads_but_is_not_trained(tmp_path):
+    override = {"match": "blocks.0", "reshard_after_forward": True}
+    run = run_of(sharding={"strategy": "full_shard", "units": {"overrides": [override]}})
+    plan, path = Plan.from_run(run, world_size=4), tmp_path / "plan.json"
+    saved = plan.model_dump(mode="json")
+    saved["reshard_after_forward"] = saved["run"]["sharding"]["reshard_after_forward"] = 2
+    saved["run"]["sharding"]["units"]["overrides"][0]["reshard_after_forward"] = 2
+    path.write_text(json.dumps(saved))
+    assert Plan.load(path) == plan
+    with pytest.raises(SpecError, match=r"reshard_after_forward = 2(.|\n)*hybrid_shard"):
+        check_plan_has_no_removed_settings(path)
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"run": 3}', "no json"])
 def test_files_that_are_not_plans_are_refused(tmp_path, content):
     path = tmp_path / "plan.json"
@@ -160,24 +173,6 @@ def test_a_shard_degree_divides_the_ranks_or_is_refused_with_those_that_do(strat
     assert [plan(good).shard_degree for good in suggested(raised.value)] == [
         good for good in range(1, world_size + 1) if world_size % good == 0
     ]
-
-
-@given(SMALL, SMALL)
-def test_reshard_to_divides_properly_or_is_refused_with_those_that_do(world_size, reshard_after_forward):
-    def plan(reshard_after_forward: int) -> Plan:
-        run = run_of(
-            sharding={"strategy": "hpz", "reshard_after_forward": reshard_after_forward},
-            train={"global_batch": world_size},
-        )
-        return Plan.from_run(run, world_size=world_size)
-
-    proper = [good for good in range(2, world_size) if world_size % good == 0]
-    if reshard_after_forward in proper:
-        assert plan(reshard_after_forward).reshard_after_forward == reshard_after_forward
-        return
-    with pytest.raises(PlanError) as raised:
-        plan(reshard_after_forward)
-    assert [plan(good).reshard_after_forward for good in suggested(raised.value)] == proper
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def test_one_flipped_bit_is_detected_on_all_ranks(
     [
         ("no_shard", "precision.mode=fp32"),
         ("hybrid_shard", "precision.mode=bf16_pure"),
-        ("hpz", "precision.mode=fp32"),
     ],
 )
 def test_replicas_that_train_alike_are_the_same(strategy: str, more: str, ranks: Any) -> None:

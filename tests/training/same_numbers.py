@@ -46,7 +46,6 @@ STRATEGIES: dict[str, list[str]] = {
     "full_shard": [],
     "hybrid_shard": ["sharding.shard_degree=2"],
     "hybrid_shard_zero2": ["sharding.shard_degree=2"],
-    "hpz": ["sharding.reshard_after_forward=2"],
 }
 
 # Experts of uneven numbers of tokens; 30 and 24 columns are aligned for the grouped kernel in one of them.

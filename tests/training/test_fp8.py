@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.checkpoint import load, save
 from fullshard.distributed.collectives import DirectAllGather
-from fullshard.errors import PlanError, ShardError, SpecError
+from fullshard.errors import ShardError, SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.fp8 import choose_fp8_linears, find_weight_scales
@@ -121,7 +121,6 @@ def curve_and_validation(run: Run) -> tuple[list[float], float]:
         pytest.param("fp8", ("sharding.strategy=zero1", "train.microbatch=3"), marks=pytest.mark.long),
         pytest.param("fp8", ("sharding.strategy=no_shard", "recompute.mode=full"), marks=pytest.mark.long),
         ("fp8_rowwise", FULL),
-        pytest.param("fp8_rowwise", (*FULL, "sharding.reshard_after_forward=2"), marks=pytest.mark.long),
         pytest.param("fp8_rowwise", (*FULL, "offload.tier=optimizer:cpu"), marks=pytest.mark.long),
     ],
 )
@@ -302,23 +301,11 @@ def test_experts_stay_in_bf16() -> None:
     assert "6 of experts, 2 of other modules" in text or "2 of other modules, 6 of experts" in text
 
 
-@pytest.mark.parametrize(
-    "setting", ["offload.tier=optimizer:cpu", "sharding.reshard_after_forward=2"], ids=["offload", "hpz"]
-)
-def test_gathering_in_fp8_from_elsewhere_is_refused(setting: str) -> None:
+def test_gathering_in_fp8_from_elsewhere_is_refused() -> None:
+    setting = "offload.tier=optimizer:cpu"
     with pytest.raises(SpecError, match='precision.mode = "fp8" does not go with .*"fp8_rowwise" does'):
         fp8_run("fp8", *FULL, setting)
     fp8_run("fp8_rowwise", *FULL, setting)
-
-
-def refused(run: Run) -> None:
-    shard(meta_model(run), Plan.from_run(run, world_size=dist.get_world_size()))
-
-
-def test_unit_in_fp8_that_is_resharded_to_fewer_ranks_is_refused(ranks: Any) -> None:
-    override = 'sharding.units.overrides=[{match="blocks.*", reshard_after_forward=2}]'
-    with pytest.raises(PlanError, match="in fp8 cannot be kept over fewer ranks"):
-        ranks(4).run(refused, fp8_run("fp8", *FULL, override))
 
 
 def scales_in_a_users_loop(run: Run) -> bool:

@@ -128,7 +128,6 @@ def differences(cases: Sequence[Case], tiers: Sequence[str], directory: str) -> 
 
 
 HYBRID = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")
-FEWER = ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2")
 EACH, LAST = "train.gradient_sync=every_microbatch", "train.gradient_sync=last_microbatch"
 PURE = "precision.mode=bf16_pure"
 ON_DEVICE = "offload.update=device"
@@ -143,7 +142,7 @@ SAMPLE = {
         Case("odd", (PURE,), WHOLE),
         Case("odd", ("sharding.strategy=zero1", "train.microbatch=2", EACH, ON_DEVICE), WHOLE),
     ],
-    4: [Case("odd", ("precision.mode=bf16", *FEWER)), Case("odd", (*HYBRID, "train.microbatch=1", EACH))],
+    4: [Case("odd", (*HYBRID, "train.microbatch=1", EACH))],
 }
 
 
@@ -165,7 +164,6 @@ STRATEGIES = {
     "no_shard": (1, 2, 3, 4),
     "zero1": (1, 2, 3, 4),
     "hybrid_shard": (4,),
-    "reshard_after_forward": (4,),
 }
 WORLDS = [(n, strategy) for strategy, worlds in STRATEGIES.items() for n in worlds]
 HOW = list(
@@ -180,9 +178,7 @@ def cases_of(precision: str, n: int, strategy: str) -> list[Case]:
     """Two models; what else there is to choose comes in turn."""
     turn = PRECISIONS.index(precision) + WORLDS.index((n, strategy))
     syncs, again = HOW[turn % len(HOW)]
-    how = {"hybrid_shard": HYBRID, "reshard_after_forward": FEWER}.get(
-        strategy, (f"sharding.strategy={strategy}",)
-    )
+    how = HYBRID if strategy == "hybrid_shard" else (f"sharding.strategy={strategy}",)
     fixed = (f"precision.mode={precision}", *how, *syncs, again)
     groups = WHOLE if precision == "bf16_pure" else TINY
     return [Case(model, fixed, groups) for model in ("odd", ("regression", "adapters")[turn // 2 % 2])]

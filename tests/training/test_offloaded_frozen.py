@@ -117,7 +117,7 @@ STRATEGIES = {
     1: "sharding.strategy=full_shard",
     2: "sharding.strategy=shard_grad_op",
     3: "sharding.strategy=full_shard",
-    4: "sharding.reshard_after_forward=2",
+    4: "sharding.strategy=zero1",
 }
 
 

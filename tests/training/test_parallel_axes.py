@@ -53,7 +53,6 @@ CASES: list[tuple[int, Axes, str, str, dict[str, Any]]] = [
     (4, Axes(tensor=2), TIED, "shard_grad_op", {"accumulation": (2, "last_microbatch"), "units": "size"}),
     (4, Axes(tensor=2), DECODER, "full_shard", {"units": "unsharded_head", "recompute": "selective"}),
     (2, Axes(tensor=2), TIED, "full_shard", COMPILED),
-    (8, Axes(tensor=2), DECODER, "hpz", {}),
     (4, Axes(tensor=2), ONE_HEAD, "full_shard", {"recompute": "full", **OPTIMIZER_OFFLOADED}),
     (2, Axes(context=2), DECODER, "full_shard", {}),
     (2, Axes(context=2), TIED, "no_shard", {"recompute": "full"}),
@@ -74,7 +73,6 @@ CASES: list[tuple[int, Axes, str, str, dict[str, Any]]] = [
     (3, Axes(expert=3), BIASED, "zero1", {"units": "unsharded_head", "length": 9}),
     (4, Axes(expert=2), BIASED, "shard_grad_op", {"extra": [NO_SHARD]}),
     (2, Axes(expert=2), BIASED, "shard_grad_op", COMPILED),
-    (4, Axes(expert=2), MIXTURE, "hpz", {}),
     (4, Axes(expert=2), MIXTURE, "full_shard", OPTIMIZER_OFFLOADED),
     (4, Axes(2, 2, 1), ONE_HEAD, "zero1", {}),
     (4, Axes(1, 2, 4), MIXTURE, "hybrid_shard_zero2", {}),
@@ -84,7 +82,6 @@ CASES: list[tuple[int, Axes, str, str, dict[str, Any]]] = [
     (4, Axes(4, 1, 2), PLAIN, "zero1", {"accumulation": (2, "last_microbatch")}),
     (4, Axes(1, 4, 2), MIXTURE, "hybrid_shard", {}),
     (4, Axes(2, 1, 4), MIXTURE, "full_shard", OFFLOADED),
-    (8, Axes(2, 1, 2), MIXTURE, "hpz", {}),
     (8, Axes(2, 2, 4), MIXTURE, "full_shard", {"recompute": "selective", "loss_chunk": 4}),
 ]
 

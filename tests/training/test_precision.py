@@ -32,7 +32,6 @@ CASES: dict[str, Case] = {
     "full_shard-1": (1, 1, ("sharding.strategy=full_shard",)),
     "full_shard-3-last": (3, 4, ("sharding.strategy=full_shard", "train.gradient_sync=last_microbatch")),
     "full_shard-4-recompute": (4, 2, ("sharding.strategy=full_shard", "recompute.mode=full")),
-    "hpz-4": (4, 3, ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2")),
     "hybrid_shard_zero2-4": (4, 2, ("sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")),
     "no_shard-2": (2, 3, ("sharding.strategy=no_shard",)),
     "no_shard-4": (4, 1, ("sharding.strategy=no_shard",)),

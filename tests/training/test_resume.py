@@ -104,9 +104,9 @@ def assert_bitwise(ranks: Any, path: Path, strategy: str, precision: str) -> Non
         pytest.param(
             [(2, "full_shard", 3), (2, "no_shard", 6), (4, "hybrid_shard", STEPS)], marks=pytest.mark.long
         ),
-        [(4, "hpz", 3), (3, "zero1", 6), (4, "hybrid_shard_zero2", STEPS)],
+        [(4, "full_shard", 3), (3, "zero1", 6), (4, "hybrid_shard_zero2", STEPS)],
     ],
-    ids=["ranks 2→3→1→4", "full→no→hybrid", "hpz→zero1→hybrid_zero2"],
+    ids=["ranks 2→3→1→4", "full→no→hybrid", "full→zero1→hybrid_zero2"],
 )
 def test_other_ranks_and_strategies_resume(
     parts: list[tuple[int, str, int]], ranks: Any, tmp_path: Path

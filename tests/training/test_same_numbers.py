@@ -35,7 +35,7 @@ AXES: dict[str, Sequence[Any]] = {
 
 
 def possible(case: dict[str, Any]) -> bool:
-    if case["strategy"] in ("hybrid_shard", "hybrid_shard_zero2", "hpz"):
+    if case["strategy"] in ("hybrid_shard", "hybrid_shard_zero2"):
         return case["ranks"] == 4
     return True
 
@@ -111,7 +111,6 @@ def test_sharded_run_equals_unsharded_run_in_the_full_cross(case: dict[str, Any]
     [
         ("hybrid_shard", "sharding.shard_degree=3"),
         ("hybrid_shard_zero2", "sharding.shard_degree=3"),
-        ("hpz", "sharding.reshard_after_forward=3"),
     ],
 )
 def test_sharded_run_equals_unsharded_run_on_two_by_three(

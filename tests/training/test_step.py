@@ -159,7 +159,7 @@ UNSHARDED_LAYER = 'sharding.units.overrides=[{match="layers.1", strategy="no_sha
         (2, MixedOdd, (UNSHARDED_HEAD, "train.microbatch=2")),
         (3, MixedOdd, ("sharding.strategy=no_shard", UNSHARDED_HEAD)),
         (4, MixedOdd, (UNSHARDED_HEAD, "sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")),
-        (4, MixedOdd, (UNSHARDED_HEAD, "sharding.reshard_after_forward=2", "train.microbatch=1")),
+        (4, MixedOdd, (UNSHARDED_HEAD, "train.microbatch=1")),
     ],
 )
 def test_norm_and_clipping_equal_unsharded(

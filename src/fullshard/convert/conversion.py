@@ -138,10 +138,9 @@ def convert_config(
     _check_no_nan(state)
     _READERS[found](state)
     offloads = state.settings.get("offload.tier", "none") != "none"
-    hpz = "sharding.reshard_after_forward" in state.settings
-    if state.settings.get("precision.mode") == "fp8" and (offloads or hpz):
+    if state.settings.get("precision.mode") == "fp8" and offloads:
         state.settings["precision.mode"] = "fp8_rowwise"
-        state.notes.append('precision.mode = "fp8_rowwise": "fp8" goes with neither offload nor hpZ')
+        state.notes.append('precision.mode = "fp8_rowwise": "fp8" does not go with offload')
     length = state.settings.get("data.sequence_length")
     most = state.settings.get("model.max_sequence", default_run_setting("model.max_sequence"))
     if isinstance(length, int) and length > most and "model.hf" not in state.settings:

@@ -53,9 +53,9 @@ def convert_deepspeed(state: ConversionState) -> None:
 
 
 def _convert_zero_stage(state: ConversionState) -> None:
-    key, mics_key, hpz_key = f"{_ZERO}.stage", f"{_ZERO}.mics_shard_size", f"{_ZERO}.zero_hpz_partition_size"
+    key, mics_key = f"{_ZERO}.stage", f"{_ZERO}.mics_shard_size"
     require_valid_zero_stage(state, key)
-    stage, shard_size, hpz = state.get(key), state.get(mics_key), state.get(hpz_key)
+    stage, shard_size = state.get(key), state.get(mics_key)
     if isinstance(state.get(_ZERO), bool):  # an older form
         key, stage = _ZERO, int(state.get(_ZERO))
     strategy = strategy_for_zero_stage(stage)
@@ -70,8 +70,6 @@ def _convert_zero_stage(state: ConversionState) -> None:
         state.record_setting(mics_key, "sharding.shard_degree", value=shard_size)
     else:
         state.record_setting(key, "sharding.strategy", value=strategy)
-    if parse_nonnegative_integer(stage) == 3 and isinstance(hpz, int) and hpz > 1:
-        state.record_setting(hpz_key, "sharding.reshard_after_forward", value=hpz)
 
 
 def _convert_precision(state: ConversionState) -> None:

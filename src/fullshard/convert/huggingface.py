@@ -148,21 +148,21 @@ def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int |
 
 
 def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
-    """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op, a number hpZ."""
+    """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op."""
     value = state.get(key)
     if key not in state.leaves:
         return
     degree = None if isinstance(value, bool) else parse_positive_integer(value)
     if degree is not None and degree > 1:
-        why = "and the strategy full_shard (ZeRO++ hpZ)"
-        state.record_setting(key, "sharding.reshard_after_forward", value=degree, why=why)
+        why = 'kept over fewer ranks after forward: sharding.strategy = "hybrid_shard" gathers within a node'
+        state.record_unsupported(key, why)
         state.infer_setting("sharding.strategy", "full_shard", origin=key)
         return
     named = _STRATEGIES.get(last_dotted_part_lower(value)) if degree is None else None
     flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
     strategy = named or flag
     if strategy is None:
-        why = "sharding.strategy: true (full_shard), false (shard_grad_op), or a degree"
+        why = "sharding.strategy: true (full_shard) or false (shard_grad_op)"
         state.record_unsupported(key, why, misses="sharding.strategy")
         return
     if state.settings.get("sharding.strategy") == "hybrid_shard":  # set by a two-axis mesh

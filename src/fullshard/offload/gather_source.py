@@ -9,9 +9,6 @@ The local tensor keeps the master's shape, dtype and device, so that reduced gra
 bf16 shard, FSDP2 would round them). It may be one element expanded to the shape: NaN, or the least integer,
 so that it is never mistaken for the values.
 
-Parameters that are sharded over fewer ranks after forward (`reshard_after_forward=<int>`) are gathered from
-the shard kept after forward. FSDP2 has no extension point for this, so they get a subclass of FSDP2's class.
-
 [Note: units in memory] For shards on a drive, each of UNIT_BUFFERS buffers holds one unit's shards, in the
 form in which they are gathered. The least recently used buffer is read into next: gathers alternate between
 forward and backward order, so its next use is also the farthest. An update makes one unit after the other in

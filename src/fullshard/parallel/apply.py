@@ -22,7 +22,7 @@ from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
-from fullshard.errors import PlanError, ShardError
+from fullshard.errors import ShardError
 from fullshard.parallel.compile import (
     CompiledForward,
     EagerBlockWarning,
@@ -36,7 +36,7 @@ from fullshard.parallel.fp8 import (
     convert_linears_to_fp8,
 )
 from fullshard.parallel.materialize import replace_parameters_by_meta
-from fullshard.parallel.mesh import build_mesh, share_post_forward_mesh, split_inner_axis
+from fullshard.parallel.mesh import build_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.model_parameters import TORCH_DTYPE, persistent_buffers
 from fullshard.parallel.recompute import apply_recompute
@@ -101,7 +101,6 @@ def prepare_sharding(
             raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
-    _check_reshard_degrees(found, plan)
     repeated = find_recompute_blocks(model, units=found)
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
@@ -130,12 +129,11 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     names: list[UnitNames] = []
     order = UnitOrder(names)
-    with share_post_forward_mesh(plan):
-        for unit in units:
-            mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
-            _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
-            names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
-            _reduce_gradients_of_all_experts(unit)
+    for unit in units:
+        mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
+        _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
+        names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
+        _reduce_gradients_of_all_experts(unit)
     set_unit_order(model, order)
     model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
     for method in prepared.methods:
@@ -153,20 +151,6 @@ def _check_not_sharded(model: nn.Module) -> None:
             why="sharding.tensor_parallel makes them itself",
             fix="shard a model of plain parameters",
         )
-
-
-def _check_reshard_degrees(units: Sequence[Unit], plan: Plan) -> None:
-    for unit in units:
-        settings = unit.settings(plan)
-        kept_over, degree = settings.reshard_after_forward, settings.shard_degree
-        if not isinstance(kept_over, bool) and (degree % kept_over or kept_over in (1, degree)):
-            proper = [d for d in range(2, degree) if degree % d == 0]
-            raise PlanError(
-                f"{unit.name}: parameters sharded over {degree} ranks cannot be kept over {kept_over}.",
-                got=f"sharding.units.overrides: reshard_after_forward = {kept_over}",
-                why="it must divide the shard degree; 1 would be false, and all of them true",
-                fix=f"one of {proper}, true or false" if proper else "true or false",
-            )
 
 
 def _apply_recompute_and_compile(

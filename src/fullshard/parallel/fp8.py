@@ -96,8 +96,7 @@ def choose_fp8_linears(
     blocks: the repeated blocks of the model
     divided: parameter name -> the dim that tensor parallelism divides; None, as a missing one: no dim
 
-    Raises MissingExtraError without torchao, ShardError if no module can be multiplied in fp8, or if a unit
-    that is gathered in fp8 is resharded to fewer ranks after forward.
+    Raises MissingExtraError without torchao, ShardError if no module can be multiplied in fp8.
     """
     if plan.precision.fp8 is None:
         return None
@@ -111,7 +110,6 @@ def choose_fp8_linears(
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linears, counted = dict[str, nn.Linear](), defaultdict[str, list[int]](list)
     for unit in units:
-        _check_not_resharded_to_fewer(unit, plan)
         for name, parameter in unit.parameters.items():
             if parameter.ndim < 2:
                 continue
@@ -160,17 +158,6 @@ def _reason_for_bf16(
     )
     reason = next((why for holds, why in conditions if holds), "")
     return f"{reason} per rank" if "features" in reason and plan.tensor_parallel > 1 else reason
-
-
-def _check_not_resharded_to_fewer(unit: Unit, plan: Plan) -> None:
-    settings = unit.settings(plan)
-    if settings.precision.gathers_fp8 and not isinstance(settings.reshard_after_forward, bool):
-        raise PlanError(
-            f"{unit.name}: parameters in fp8 cannot be kept over fewer ranks after forward.",
-            got=f"reshard_after_forward = {settings.reshard_after_forward}",
-            why="FSDP2 gathers fp8 from the shards of all ranks only",
-            fix='reshard_after_forward = true or false, or precision.mode = "fp8_rowwise"',
-        )
 
 
 def _no_matrix_error(model: nn.Module, shares: Sequence[Fp8Share]) -> ShardError:

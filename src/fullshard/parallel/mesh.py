@@ -29,7 +29,6 @@ from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
-from fullshard.torch_private.fsdp import replace_mesh_after_forward
 from fullshard.torch_private.tensors import set_allocator
 
 REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "tp"
@@ -299,18 +298,9 @@ def _build_group_once(
     return own
 
 
-@lru_cache
-def _build_post_forward_mesh_once(
-    world: dist.ProcessGroup | None, *, device: DeviceType, ranks: tuple[tuple[int, ...], ...], degree: int
-) -> DeviceMesh:
-    """Builds a mesh of `ranks`, one beside it for each other part of a matmul, and returns this rank's."""
-    every = torch.tensor(ranks) + torch.arange(degree).view(-1, 1, 1)
-    return DeviceMesh(device, every, mesh_dim_names=("apart", "replicate", "shard"))["replicate", "shard"]
-
-
 def forget_groups() -> None:
     """Forgets meshes and groups of a process group that was destroyed."""
-    for build_once in (_build_mesh_once, _build_group_once, _build_post_forward_mesh_once):
+    for build_once in (_build_mesh_once, _build_group_once):
         build_once.cache_clear()
 
 
@@ -326,20 +316,3 @@ def _check_world_size(plan: Plan) -> None:
             got=f"{dist.get_world_size()} ranks",
             fix="make the plan with world_size=torch.distributed.get_world_size()",
         )
-
-
-@contextmanager
-def share_post_forward_mesh(plan: Plan) -> Generator[None]:
-    """Makes calls of `fully_shard(reshard_after_forward=<int>)` in this context share one post-forward mesh.
-
-    The mesh is one over all ranks, also if FSDP2 shards only over those with the same part of each matmul.
-    """
-
-    def make_mesh_once(device_type: DeviceType, mesh: torch.Tensor) -> DeviceMesh:
-        degree = plan.tensor_parallel
-        first = mesh - dist.get_rank() % degree  # adjacent ranks have other parts
-        ranks = tuple(map(tuple, first.tolist()))
-        return _build_post_forward_mesh_once(dist.group.WORLD, device=device_type, ranks=ranks, degree=degree)
-
-    with replace_mesh_after_forward(make_mesh_once):
-        yield

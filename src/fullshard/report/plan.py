@@ -135,11 +135,10 @@ def _plan_sort_key(prediction: Prediction) -> tuple[int, float]:
 
 
 def _plan_table_row(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tuple[str, ...]:
-    reshard = f"→{plan.reshard_after_forward}" if type(plan.reshard_after_forward) is int else ""
     mfu = f"{100 * prediction.mfu:.1f} %" if prediction.mfu is not None else "-"
     return (
         str(plan.strategy),
-        f"{plan.replicate_degree}×{plan.shard_degree}{reshard}",
+        f"{plan.replicate_degree}×{plan.shard_degree}",
         f"{plan.microbatch}×{plan.accumulation}",
         recompute_text(plan.run).removesuffix(" block"),
         format_bytes(prediction.required_device_bytes),
@@ -163,15 +162,13 @@ def _verdict_against_chosen(prediction: Prediction, *, chosen: Prediction) -> st
 def mesh_text(plan: Plan) -> str:
     """Returns the mesh as `full_shard over 8 ranks` or `hybrid_shard over 8 ranks, in 4 replicas`."""
     if plan.world_size == 1:
-        freed = "kept gathered over the step" if plan.reshard_after_forward is False else "gathered when used"
+        freed = "gathered when used" if plan.reshard_after_forward else "kept gathered over the step"
         return f"{plan.strategy} on one rank: parameters are {freed}"
     if plan.strategy is Strategy.NO_SHARD:
         return f"{plan.strategy}: {count_text(plan.replicate_degree, 'replica')}"
     text = f"{plan.strategy} over {count_text(plan.shard_degree, 'rank')}"
     if plan.replicate_degree > 1:
         text += f", in {plan.replicate_degree} replicas"
-    if type(plan.reshard_after_forward) is int:
-        text += f", kept over {plan.reshard_after_forward} between forward and backward"
     return text
 
 

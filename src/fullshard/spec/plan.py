@@ -2,7 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
+
+from pydantic import model_validator
 
 from fullshard.errors import PlanError
 from fullshard.spec.prediction import Prediction
@@ -105,7 +107,7 @@ class Plan(FrozenModel):
     expert_parallel: number of adjacent ranks that divide the experts of a mixture. It divides `world_size`:
         experts are sharded and replicated over the ranks that have the same ones.
     reshard_after_forward: True frees a unit's gathered parameters after its forward, False keeps them for its
-        backward, and an int keeps them sharded over that many ranks in between
+        backward
     microbatch: sequences in one forward pass, of a rank or of the ranks that share them
     accumulation: microbatches per step
     sync_each_microbatch: see `TrainSection.gradient_sync`
@@ -120,12 +122,17 @@ class Plan(FrozenModel):
     tensor_parallel: PositiveInt = 1
     context_parallel: PositiveInt = 1
     expert_parallel: PositiveInt = 1
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool
     precision: Precision
     microbatch: PositiveInt
     accumulation: PositiveInt
     sync_each_microbatch: bool
     prediction: Prediction | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_plan_of_earlier_version(cls, data: Any) -> Any:
+        return _without_reshard_degrees(data)
 
     @property
     def data_parallel_degree(self) -> int:
@@ -218,7 +225,7 @@ class Plan(FrozenModel):
             tensor_parallel=tensor,
             context_parallel=context,
             expert_parallel=experts,
-            reshard_after_forward=_choose_reshard_after_forward(run, shard),
+            reshard_after_forward=run.sharding.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD),
             precision=Precision.from_mode(mode, run),
             microbatch=microbatch,
             accumulation=accumulation,
@@ -234,6 +241,20 @@ class Plan(FrozenModel):
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")
 
 
+def _without_reshard_degrees(tree: Any) -> Any:
+    """Returns the fields with True for each number of ranks over which parameters were kept after forward."""
+    if isinstance(tree, list):
+        return [_without_reshard_degrees(value) for value in cast(list[Any], tree)]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: True
+        if key == "reshard_after_forward" and type(value) is int
+        else _without_reshard_degrees(value)
+        for key, value in cast(dict[str, Any], tree).items()
+    }
+
+
 _NO_OVERRIDE = UnitOverride(match="")
 
 
@@ -246,7 +267,7 @@ class MergedUnitSettings(FrozenModel):
 
     replicate_degree: int
     shard_degree: int
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool
     gathers_in_backward: bool
     precision: Precision
     shards_any_dim: bool
@@ -278,21 +299,15 @@ class MergedUnitSettings(FrozenModel):
         degree = 1 if unsharded else plan.shard_degree
         if has_experts and plan.has_expert_mesh:
             replicas, degree = plan.expert_degrees(is_sharded=not unsharded)
-            reshard = reshard is not False  # over fewer ranks, only other units stay
         precision = Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision
         return cls(
             replicate_degree=replicas,
             shard_degree=degree,
             reshard_after_forward=reshard,
             # Parameters outside the device are read ahead in the order of all gathers.
-            gathers_in_backward=not is_embedding
-            or reshard is not True
-            or plan.run.offload.tier.startswith("params"),
+            gathers_in_backward=not is_embedding or not reshard or plan.run.offload.tier.startswith("params"),
             precision=precision,
-            shards_any_dim=has_experts
-            and degree > 1
-            and isinstance(reshard, bool)
-            and plan.run.offload.tier == "none",
+            shards_any_dim=has_experts and degree > 1 and plan.run.offload.tier == "none",
         )
 
 
@@ -351,19 +366,3 @@ def _microbatch_and_accumulation(run: Run, world_size: int) -> tuple[int, int]:
         )
     microbatch = pinned or batch // world_size
     return microbatch, batch // (world_size * microbatch)
-
-
-def _choose_reshard_after_forward(run: Run, shard_degree: int) -> bool | int:
-    strategy, ranks = run.sharding.strategy, run.sharding.reshard_after_forward
-    if ranks is None:
-        return strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
-    if shard_degree % ranks or ranks in (1, shard_degree):
-        proper = [degree for degree in divisors(shard_degree) if degree not in (1, shard_degree)]
-        one_of = f"sharding.reshard_after_forward = one of {proper}"
-        raise PlanError(
-            f"parameters sharded over {shard_degree} ranks cannot be kept over {ranks} after forward.",
-            got=f"sharding.reshard_after_forward = {ranks}",
-            why="it must divide the shard degree; 1 would be shard_grad_op, and all of them full_shard",
-            fix=one_of if proper else "more ranks, or leave reshard_after_forward out",
-        )
-    return ranks

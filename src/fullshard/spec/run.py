@@ -54,7 +54,6 @@ STRATEGY_ALIASES = {
     "zero2": Strategy.SHARD_GRAD_OP,
     "zero3": Strategy.FULL_SHARD,
     "fsdp": Strategy.FULL_SHARD,
-    "hpz": Strategy.FULL_SHARD,
     "hsdp": Strategy.HYBRID_SHARD,
     "optimizer_state": Strategy.ZERO1,
 }
@@ -85,7 +84,7 @@ class UnitOverride(FrozenModel):
 
     match: str
     strategy: Literal["no_shard"] | None = None
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | None = None
     precision: Literal["fp32", "bf16", "bf16_reduce"] | None = None
 
 
@@ -126,8 +125,6 @@ class ShardingSection(FrozenModel):
 
     `strategy`: `auto` is the fastest that fits
     `shard_degree`: number of ranks that a hybrid strategy shards over; it replicates over the others
-    `reshard_after_forward`: number of ranks that parameters stay sharded over between forward and backward,
-        instead of all (ZeRO++ hpZ); it divides the shard degree
     `tensor_parallel`: splits each block's matmuls, and the sequence between them, over this many adjacent
         ranks (Korthikanti et al., arXiv:2205.05198). The other settings apply to the remaining ranks.
         `auto` is 1, except where that does not fit, the batch has fewer sequences than ranks, or parameters
@@ -144,7 +141,6 @@ class ShardingSection(FrozenModel):
 
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
     shard_degree: PositiveCount | None = None
-    reshard_after_forward: PositiveCount | None = None
     tensor_parallel: PositiveCount | Literal["auto"] = "auto"
     tensor_parallel_styles: dict[str, str] = {}
     context_parallel: PositiveCount | Literal["auto"] = "auto"
@@ -171,14 +167,6 @@ class ShardingSection(FrozenModel):
         """Number of ranks that have parts of the same sequences; 1 if it is left open."""
         return 1 if self.context_parallel == "auto" else self.context_parallel
 
-    @model_validator(mode="before")
-    @classmethod
-    def _require_degree_for_hpz(cls, data: Any) -> Any:
-        named = str(data.get("strategy", "")).lower() if isinstance(data, Mapping) else ""
-        if named == "hpz" and not data.get("reshard_after_forward"):
-            raise ValueError('strategy = "hpz" needs reshard_after_forward = <ranks>')
-        return data
-
     @model_validator(mode="after")
     def _check_degrees(self) -> Self:
         if self.strategy == "auto":
@@ -186,11 +174,6 @@ class ShardingSection(FrozenModel):
         hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
         if self.shard_degree is not None and not hybrid:
             raise ValueError(f"shard_degree is for hybrid strategies, not for {self.strategy}")
-        reshards = self.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
-        if self.reshard_after_forward is not None and not reshards:
-            raise ValueError(
-                f"reshard_after_forward needs a strategy that reshards after forward, not {self.strategy}"
-            )
         return self
 
 
@@ -357,18 +340,13 @@ class Run(FrozenModel):
 
     @model_validator(mode="after")
     def _check_fp8(self) -> Self:
-        if self.precision.mode != "fp8":
-            return self
-        if self.offload.offloads_optimizer:
-            setting = f'offload.tier = "{self.offload.tier}"'
-        elif self.sharding.reshard_after_forward is not None:
-            setting = f"sharding.reshard_after_forward = {self.sharding.reshard_after_forward}"
-        else:
-            return self
-        raise ValueError(
-            f'precision.mode = "fp8" does not go with {setting}, because weights are cast to fp8 from '
-            'masters on the device before they are gathered; "fp8_rowwise" does'
-        )
+        if self.precision.mode == "fp8" and self.offload.offloads_optimizer:
+            raise ValueError(
+                f'precision.mode = "fp8" does not go with offload.tier = "{self.offload.tier}", because '
+                "weights are cast to fp8 from masters on the device before they are gathered; "
+                '"fp8_rowwise" does'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sequence_length(self) -> Self:

@@ -4,10 +4,7 @@ FSDP2 keeps one state per unit, shared by the unit's modules; the state has one 
 for a unit without parameters; the group has an object for each parameter ("engine parameter" elsewhere).
 """
 
-import importlib
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +31,7 @@ NAMES = require(
     private(f"{_GROUP}.unshard _all_gather_result", "compares the units that ranks run"),
     private(f"{_PARAMETER}.sharded_param", "finds the parts of a unit"),
     private(
-        f"{_PARAMETER}._sharded_param_data sharded_size padded_sharded_param_size mp_policy mesh_info "
-        "post_forward_mesh_info all_gather_inputs _sharded_post_forward_param_data",
+        f"{_PARAMETER}._sharded_param_data sharded_size padded_sharded_param_size mp_policy",
         "gathers offloaded and fp8 shards",
     ),
     private(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
@@ -45,7 +41,6 @@ NAMES = require(
     ),
     private(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
     private(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
-    private(f"{_PACKAGE}._fsdp_init.DeviceMesh", "shares one mesh after forward", is_optional=True),
 )
 
 
@@ -139,39 +134,6 @@ def compute_dtype(engine_parameter: Any) -> torch.dtype:
 
 def replace_shard(engine_parameter: Any, local: Tensor) -> None:
     """Makes `local`, of the shape of this rank's shard, the shard that FSDP2 gathers and reduces to."""
-    if engine_parameter.post_forward_mesh_info not in (None, engine_parameter.mesh_info):
-        engine_parameter.__class__ = _post_forward_class(type(engine_parameter))
     engine_parameter._sharded_param_data = local.reshape(-1)
     parameter: DTensor = engine_parameter.sharded_param
     parameter._local_tensor = local  # pyright: ignore[reportPrivateUsage]
-
-
-@cache
-def _post_forward_class(cls: type[Any]) -> type[Any]:
-    """Returns a subclass of FSDP2's class that gathers from the shard kept after forward, if there is one."""
-
-    class PostForwardFSDPParam(cls):
-        @property
-        def all_gather_inputs(self) -> list[Tensor]:
-            kept = getattr(self, "_sharded_post_forward_param_data", None)
-            return super().all_gather_inputs if kept is None else [kept]
-
-    return PostForwardFSDPParam
-
-
-@contextmanager
-def replace_mesh_after_forward(make_mesh: Callable[..., Any]) -> Generator[None]:
-    """Makes `fully_shard(reshard_after_forward=<int>)` take its mesh from `make_mesh(device_type, ranks)`.
-
-    `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one.
-    """
-    engine: Any = importlib.import_module(f"{_PACKAGE}._fsdp_init")
-    before = getattr(engine, "DeviceMesh", None)
-    if before is None:
-        yield  # a torch without the name
-        return
-    engine.DeviceMesh = make_mesh
-    try:
-        yield
-    finally:
-        engine.DeviceMesh = before

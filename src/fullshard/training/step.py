@@ -327,7 +327,7 @@ def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
     """
     engine.set_requires_gradient_sync(last or plan.sync_each_microbatch)
     engine.set_requires_all_reduce(last)
-    engine.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
+    engine.set_reshard_after_backward(last or plan.reshard_after_forward)
 
 
 def move_batch_to_device(batch: Any, device: torch.device) -> Any:

@@ -23,7 +23,6 @@ STRATEGIES = {
     "full_shard": ["sharding.strategy=full_shard"],
     "hybrid_shard": ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"],
     "hybrid_shard_zero2": ["sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2"],
-    "hpz": ["sharding.strategy=full_shard", "sharding.reshard_after_forward=2"],
 }
 MIXED_UNITS = (
     'sharding.units.overrides=[{match="blocks.0", strategy="no_shard"}, '

@@ -26,7 +26,6 @@ from tests.planner.test_memory_bound import bound_of
 SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 STRATEGIES = (
     ("sharding.strategy=full_shard",),
-    ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2"),
     ("sharding.strategy=shard_grad_op",),
     ("sharding.strategy=no_shard",),
     ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4"),

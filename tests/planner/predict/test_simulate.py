@@ -7,15 +7,15 @@ from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase,
 from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
 from fullshard.spec.model import Event
 
-FREE = ("copy_in", "again_in", "hpz_copy", "cast_gradient", "settle_again", "add_partial", "all_reduce")
+FREE = ("copy_in", "cast_gradient", "settle_again", "add_partial", "all_reduce")
 TRUE = ("has_parameters", "is_trained", "is_sharded", "reshards", "gathers_in_backward")
-FALSE = ("is_replicated", "resharded", "separate_network", "shares_wires")
+FALSE = ("is_replicated", "shares_wires")
 # Gathers and scatters take 10 ticks, copies 1.
 UNIT = UnitCost(
     **dict.fromkeys(TRUE, True),
     **dict.fromkeys(FALSE, False),
     **dict.fromkeys((*FREE, "keep_unsynced", "keep_again"), 0),
-    **dict.fromkeys(("gather", "backward_gather", "scatter"), 10),
+    **dict.fromkeys(("gather", "scatter"), 10),
     **dict.fromkeys(("copy_out", "pack"), 1),
 )
 Act = tuple[Event, int]
@@ -69,14 +69,14 @@ def test_backward_gathers_next_unit_after_copy_out():
 
 def test_one_reduce_scatter_is_waited_for_before_the_next_gradients_are_packed():
     """Computed at 3, packed at 4, sent until 14; the second, computed at 7, is packed at 15."""
-    free = replace(UNIT, gather=0, backward_gather=0, copy_out=0)
+    free = replace(UNIT, gather=0, copy_out=0)
     streams = played(free, *backward(1, 0), ("end_backward", -1), computing=3)
     assert streams.compute == 15 + 10
     assert streams.waited_reduce_scatter == (14 - 7) + (25 - 15)
 
 
 def test_an_all_reduce_passes_beside_the_next_reduce_scatter_unless_it_shares_its_wires():
-    free = replace(UNIT, gather=0, backward_gather=0, copy_out=0, is_replicated=True, all_reduce=10)
+    free = replace(UNIT, gather=0, copy_out=0, is_replicated=True, all_reduce=10)
     apart = played(free, *backward(1, 0), ("end_backward", -1), computing=3)
     assert apart.compute == 25 + 10
     same = played(replace(free, shares_wires=True), *backward(1, 0), ("end_backward", -1), computing=3)

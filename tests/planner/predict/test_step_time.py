@@ -15,12 +15,10 @@ from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, plan_for, predict_t
 
 STRATEGIES = (
     ("sharding.strategy=full_shard",),
-    ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2"),
     ("sharding.strategy=shard_grad_op",),
     ("sharding.strategy=zero1",),
     ("sharding.strategy=no_shard",),
     ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4"),
-    ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", "sharding.reshard_after_forward=2"),
     ("sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2"),
 )
 SHAPES = st.builds(

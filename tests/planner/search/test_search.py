@@ -31,7 +31,6 @@ PINS: tuple[tuple[str, ...], ...] = (
     ("sharding.strategy=shard_grad_op", "train.gradient_sync=last_microbatch"),
     ("sharding.strategy=zero1", "train.microbatch=1"),
     ("sharding.shard_degree=2",),
-    ("sharding.reshard_after_forward=2",),
     ("recompute.mode=full",),
     ("train.gradient_sync=every_microbatch", "recompute.mode=selective"),
 )
@@ -88,9 +87,7 @@ def test_the_search_equals_brute_force(data: st.DataObject):
     hardware = hardware_of(nodes, ranks, scale=scale) if device == "cuda" else cpu_of(nodes * ranks)
     spec = decoder_spec(SMALL, compiled="run.compile=auto" in pins)
     run = run_for(SMALL, f"train.global_batch={4 * nodes * ranks}", *pins)
-    if hardware.world_size == 1 and {"sharding.shard_degree=2", "sharding.reshard_after_forward=2"} & set(
-        pins
-    ):
+    if hardware.world_size == 1 and "sharding.shard_degree=2" in pins:
         return
     everything = brute_force(spec, hardware, run)
     needs = sorted(one.needed for one in everything)
@@ -101,7 +98,7 @@ def test_the_search_equals_brute_force(data: st.DataObject):
     chosen = best_by_rule(own, run, capacity=capacity)
     assert bare(found.best) == (chosen and bare(chosen.plan))
     assert found.considered == len(own)
-    assert step_seconds_with_startup(found.fastest) <= 1.001 * min(one.seconds for one in everything)
+    assert step_seconds_with_startup(found.fastest) == min(one.seconds for one in everything)
     check_kinds(found, everything, run, capacity=capacity)
     if found.best is not None:
         check_front(found, own)
@@ -138,11 +135,11 @@ def bare(plan: Plan | None) -> Plan | None:
     return plan and plan.model_copy(update={"prediction": None})
 
 
-def test_a_405b_is_searched_over_ten_thousand_candidates_and_few_are_predicted():
+def test_few_of_the_candidates_of_a_405b_are_predicted():
     spec, run = decoder_spec(LLAMA_405B), run_for(LLAMA_405B, "train.global_batch=65536")
     found = search(spec, hardware_of(2048, 8, gib=96), run)
-    assert found.considered >= 10_000
-    assert found.predicted < 200
+    assert found.considered > 500
+    assert found.predicted < found.considered / 20
     assert prediction_of(found.best).fits_in_memory
 
 
@@ -164,7 +161,6 @@ def test_the_best_plan_is_complete_and_fits():
         ("sharding.strategy=zero1", "strategy", Strategy.ZERO1),
         ("train.microbatch=2", "microbatch", 2),
         ("sharding.shard_degree=4", "shard_degree", 4),
-        ("sharding.reshard_after_forward=4", "reshard_after_forward", 4),
         ("train.gradient_sync=last_microbatch", "sync_each_microbatch", False),
     ],
 )
@@ -235,4 +231,4 @@ def test_one_rank_with_room_keeps_its_parameters_gathered_over_the_step():
     run, spec = run_for(Shape(layers=4, d_model=1024)), decoder_spec(Shape(layers=4, d_model=1024))
     best = search(spec, hardware_of(1, 1), run).best
     assert best is not None
-    assert best.reshard_after_forward is False
+    assert not best.reshard_after_forward

@@ -193,7 +193,7 @@ def random_token_batch(run: Run, number: int, *, vocabulary: int) -> dict[str, T
 
 def plain_run(run: Run, *, rows: int, microbatch: int) -> Run:
     """Returns `run` without settings that only some numbers of ranks allow, with this global batch."""
-    plain = run.sharding.model_copy(update={"shard_degree": None, "reshard_after_forward": None})
+    plain = run.sharding.model_copy(update={"shard_degree": None})
     return run.model_copy(update={"sharding": plain}).with_overrides(
         [
             f"train.global_batch={rows}",

@@ -276,8 +276,7 @@ def _one_rank_plan(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Pl
     run, device = plan, device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
-    unset = {"shard_degree": None, "reshard_after_forward": None}
-    sharding = run.sharding.model_copy(update={"strategy": Strategy.FULL_SHARD, **unset})
+    sharding = run.sharding.model_copy(update={"strategy": Strategy.FULL_SHARD, "shard_degree": None})
     # A trace covers the whole model on one device, unless ranks share its sequences or matmuls. Offload is
     # derived from it.
     offload = run.offload.model_copy(update={"tier": "none"})

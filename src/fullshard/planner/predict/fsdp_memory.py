@@ -208,7 +208,6 @@ class _UnitParameterState:
 
     is_unsharded: bool = False
     pending: int | None = None
-    resharded: int = 0  # bytes kept after forward, sharded over fewer ranks
     places: list[int] = field(default_factory=list[int])  # its forwards' positions in the replay's `order`
 
 
@@ -224,15 +223,11 @@ class UnshardMemoryReplay:
     def replay_pre_forward(self, index: int, live: LiveBytes) -> None:
         self._unshard_unit(index, live, forward=True)
 
-    def replay_post_forward(self, index: int, live: LiveBytes) -> None:
+    def replay_post_forward(self, index: int) -> None:
         unit, size = self.units[index], self.sizes[index]
         if not size.gathered:
             return
         if size.reshards and unit.is_unsharded:
-            if size.reshard_degree > 1:
-                unit.resharded = size.gathered // size.reshard_degree
-                self.ledger.in_flight += unit.resharded
-                self.ledger.update_peaks(live)
             self.reshard_unit(index)
         unit.places.append(len(self.order))
         self.order.append(index)
@@ -270,11 +265,9 @@ class UnshardMemoryReplay:
             unit.pending = 0
             return
         unit.pending = size.gathered
-        kept = size.shard_degree // size.reshard_degree  # input size, in shards
-        copied = kept * size.kept_copy if unit.resharded else size.cast_copy
-        self.ledger.buffers += size.gathered + copied
+        self.ledger.buffers += size.gathered + size.cast_copy
         self.ledger.update_peaks(live)
-        self.ledger.buffers -= copied
+        self.ledger.buffers -= size.cast_copy
 
     def _unshard_unit(self, index: int, live: LiveBytes, *, forward: bool) -> None:
         """Gathers a unit, if it is not unsharded, and copies it from the buffer into its parameters."""
@@ -286,8 +279,7 @@ class UnshardMemoryReplay:
         self.ledger.in_flight += size.gathered + cast + size.unpacking
         self.ledger.update_peaks(live)
         self.ledger.in_flight -= size.unpacking
-        self.ledger.in_flight -= cast + unit.resharded
-        unit.resharded = 0
+        self.ledger.in_flight -= cast
         if forward:
             self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
             self.buffer = unit.pending

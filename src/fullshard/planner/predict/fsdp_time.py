@@ -17,9 +17,9 @@ reduce        the compute stream waits for the previous reduce-scatter (only one
               copies gradients in; the reduce-scatter stream sends, casts and adds. Replicas are all-reduced
               on a stream of their own, in the last microbatch only.
 communicator  gathers and reduce-scatters over the shard axis share one NCCL communicator, which runs them in
-              the order of issue. A gather over fewer ranks (hpZ) and the all-reduce have their own. They
-              overlap the others if one is within nodes and the other across. Over the same links, no two take
-              less than the sum of their times, so they are put in the same queue.
+              the order of issue. The all-reduce has its own. It overlaps the others if one is within nodes
+              and the other across. Over the same links, no two take less than the sum of their times, so
+              they are put in the same queue.
 end           after each backward the compute stream waits for all reductions. At the next root's forward the
               gather streams wait for the compute stream.
 
@@ -60,15 +60,10 @@ class UnitCost:
     is_replicated: bool  # its replicate degree is above 1
     reshards: bool  # it is resharded after forward
     gathers_in_backward: bool  # once resharded, it is gathered again for backward
-    resharded: bool  # it is resharded to fewer ranks (hpZ)
-    separate_network: bool  # hpZ's all-gathers use other links, and overlap the shard axis's collectives
     shares_wires: bool  # the all-reduce uses the same links as the shard axis
     copy_in: int  # own shard cast and copied into the all-gather buffer
     gather: int  # the all-gather
     copy_out: int  # parameters copied out of the buffer
-    again_in: int  # `copy_in` in backward, which may be over fewer ranks
-    backward_gather: int  # `gather` in backward
-    hpz_copy: int  # copy of the part kept over fewer ranks after forward
     pack: int  # gradients copied into the reduce-scatter buffer
     scatter: int  # the reduce-scatter; over one rank, a copy
     cast_gradient: int  # the reduced chunk cast to the master dtype
@@ -97,19 +92,17 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
 
     tensor: consecutive ranks with the same sequences; a shard group takes every `tensor`-th rank.
     """
-    shard, replicate, fewer = _group_layouts(size, hardware, world_size=world_size, tensor=tensor)
+    shard, replicate = _group_layouts(size, hardware, world_size=world_size, tensor=tensor)
 
     def traffic_ticks(*counts: int) -> int:
         return to_ticks(memory_seconds(sum(counts), hardware.rates.memory))
 
     part = size.gathered // size.shard_degree
-    sharded, hpz = size.shard_degree > 1, size.reshard_degree > 1
+    sharded = size.shard_degree > 1
     cast_in = size.shards + size.cast_copy if size.cast_copy and size.shards else 0
     cast_in += 16 * size.in_fp8  # scaled and limited in fp32, before the cast
     into = traffic_ticks(cast_in, 2 * part) if sharded else 0
-    again_in = traffic_ticks(4 * size.gathered // size.reshard_degree) if hpz else into
     gather = to_ticks(collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware))
-    again = to_ticks(collective_seconds("all_gather", size.gathered, group=fewer, hardware=hardware))
     reduced, chunk, gradient = size.reduce_input, size.reduce_output, size.gradient
     scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
     cast_out = (chunk, gradient) if gradient != chunk else ()
@@ -126,15 +119,10 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         is_replicated=size.replicate_degree > 1,
         reshards=size.reshards,
         gathers_in_backward=size.gathers_in_backward,
-        resharded=hpz,
-        separate_network=hpz and (fewer.nodes > 1) != (shard.nodes > 1),
         shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),
         copy_in=into,
         gather=gather,
         copy_out=copy_out,
-        again_in=again_in,
-        backward_gather=again if hpz else gather,
-        hpz_copy=traffic_ticks(2 * size.gathered // size.reshard_degree) if hpz else 0,
         pack=pack,
         scatter=scatter if sharded else traffic_ticks(2 * reduced),
         cast_gradient=traffic_ticks(*cast_out),
@@ -153,18 +141,16 @@ def to_ticks(seconds: float) -> int:
 
 def _group_layouts(
     size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int
-) -> tuple[CollectiveLayout, CollectiveLayout, CollectiveLayout]:
+) -> tuple[CollectiveLayout, CollectiveLayout]:
     per_node, degree = hardware.ranks_per_node, size.shard_degree
     if tensor > 1:
         return (
             replicate_group_layout(degree, tensor, per_node=per_node),
             replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node),
-            replicate_group_layout(size.reshard_degree, tensor, per_node=per_node),
         )
     return (
         shard_group_layout(degree, per_node=per_node, world_size=world_size),
         replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
-        shard_group_layout(size.reshard_degree, per_node=per_node, world_size=world_size),
     )
 
 
@@ -186,7 +172,6 @@ class StreamClocks:
     copy_in: int = 0
     gather: int = 0
     network: int = 0  # communicator of the shard axis, and collectives that share its links
-    hpz_network: int = 0  # gathers over fewer ranks, if over other links
     reduce: int = 0
     all_reduce: int = 0
     reduce_input_free: int = 0  # when the reduce-scatter's input may be freed
@@ -252,26 +237,22 @@ class StreamClocks:
         if self.serial:
             self.host = self.compute
 
-    def start_all_gather(self, cost: UnitCost, *, again: bool, after: int) -> int:
+    def start_all_gather(self, cost: UnitCost, *, after: int) -> int:
         """Issues an all-gather, and returns when it ends. `after`: the earliest tick for its copy-in."""
-        into, length = (cost.again_in, cost.backward_gather) if again else (cost.copy_in, cost.gather)
         if self.serial:
             self.stall_compute_until(after, "host")
-            self.copy_on_compute_stream(into)
+            self.copy_on_compute_stream(cost.copy_in)
             start = self.compute
         else:
             ready = max(self.copy_in, after)
             self.slack = min(self.slack, ready - self.host)
-            self.copy_in = max(ready, self.host) + into
+            self.copy_in = max(ready, self.host) + cost.copy_in
             start = max(self.gather, self.copy_in)
-        if again and cost.separate_network:
-            end = self.hpz_network = max(start, self.hpz_network) + length
-        else:
-            end = self.network = max(start, self.network) + length
+        end = self.network = max(start, self.network) + cost.gather
         if not self.serial:
             self.gather = end
         self.fetched = start if self.serial else self.copy_in
-        self._add_sent_and_blocked_time(length, "all_gather")
+        self._add_sent_and_blocked_time(cost.gather, "all_gather")
         return end
 
     def delay_gather_streams(self, until: int) -> None:

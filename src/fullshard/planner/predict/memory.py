@@ -11,7 +11,7 @@ unshard       a unit's shards, cast to the compute dtype (W/N bytes, freed at on
               of the unit in that dtype, dim 0 padded to a multiple of N. Over one rank there is only the
               copy. In forward the buffer lives until after the next unit's copy-out (so that the next gather
               may overlap), or until forward ends. In backward it is freed after its own copy-out.
-reshard       the parameters' W bytes are freed; resharding to k ranks keeps W/k of them.
+reshard       the parameters' W bytes are freed.
 experts       sharded in another dim than 0 (`expert_shard_dim`) are copied out twice, through W more bytes.
 prefetch      in backward, once a unit is unsharded, the buffer of the one before it is already gathered.
 reduce        a unit's gradients are copied into one buffer of R bytes (in the reduce dtype, padded; on the
@@ -171,13 +171,13 @@ class _StepMemoryReplay:
             case "pre_forward":
                 self.gathering.replay_pre_forward(phase.unit, live)
             case "post_forward":
-                self.gathering.replay_post_forward(phase.unit, live)
+                self.gathering.replay_post_forward(phase.unit)
             case "end_forward":
                 self.gathering.free_forward_gather_buffer()
             case "pre_backward":
                 self.gathering.replay_pre_backward(phase.unit, live)
             case "post_backward":
-                if last or self.plan.reshard_after_forward is not False:
+                if last or self.plan.reshard_after_forward:
                     self.gathering.reshard_unit(phase.unit)
                 self.reducing.replay_post_backward(phase.unit, live, last=last)
             case "end_backward":

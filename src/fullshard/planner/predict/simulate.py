@@ -46,7 +46,6 @@ _GATHER_CLOCKS = (
     "copy_in",
     "gather",
     "network",
-    "hpz_network",
     "copied_out",
     "disk",
     "updating",
@@ -101,7 +100,6 @@ class StepSimulation:
     costs: Sequence[UnitCost]
     policy: EventOrderSettings
     pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
-    put_back: dict[int, int] = field(default_factory=dict[int, int])  # when each unit's copy for hpZ is done
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
     uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
     in_buffers: BufferedUnits = field(default_factory=BufferedUnits)  # units in the host's buffers
@@ -184,7 +182,6 @@ class StepSimulation:
             self.buffered = False
         elif event == "end_backward":
             self.pending.clear()
-            self.put_back.clear()
             streams, is_sharded = self.streams, any(cost.is_sharded for cost in self.costs)
             streams.stall_compute_until(streams.reduce, "reduce_scatter" if is_sharded else "copy")
             streams.stall_compute_until(streams.all_reduce, "all_reduce")
@@ -196,11 +193,8 @@ class StepSimulation:
         self._wait_and_copy_out(unit, cost, forward=True)
 
     def _simulate_post_forward(self, unit: int, cost: UnitCost) -> None:
-        if cost.reshards and unit in self.unsharded:
+        if cost.reshards:
             self.unsharded.discard(unit)
-            if cost.resharded:
-                self.streams.copy_on_compute_stream(cost.hpz_copy)
-                self.put_back[unit] = self.streams.compute
 
     def _simulate_pre_backward(self, unit: int, cost: UnitCost, *, program: MicrobatchSchedule) -> None:
         self.in_backward = True
@@ -249,19 +243,14 @@ class StepSimulation:
             return
         if self.in_backward and not cost.gathers_in_backward:
             return
-        again = self.in_backward and cost.reshards
-        there = 0
-        # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.
-        if not (again and cost.resharded):
-            updates = self.is_first and not self.in_backward
-            reads = bool(cost.shards_on_disk) and not touch_lru_buffer(unit, self.in_buffers.trained)
-            frozen_too = bool(cost.frozen_on_disk) and not touch_lru_buffer(unit, self.in_buffers.frozen)
-            there = simulate_shard_fetch(
-                self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
-            )
+        updates = self.is_first and not self.in_backward
+        reads = bool(cost.shards_on_disk) and not touch_lru_buffer(unit, self.in_buffers.trained)
+        frozen_too = bool(cost.frozen_on_disk) and not touch_lru_buffer(unit, self.in_buffers.frozen)
+        there = simulate_shard_fetch(
+            self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
+        )
         if cost.is_sharded:
-            after = max(self.put_back.pop(unit, 0), there)
-            there = self.streams.start_all_gather(cost, again=again, after=after)
+            there = self.streams.start_all_gather(cost, after=there)
         self.pending[unit] = there
 
     def _wait_and_copy_out(self, unit: int, cost: UnitCost, *, forward: bool) -> None:

@@ -87,7 +87,6 @@ class LeastTicks(NamedTuple):
 
     copied: int  # copies on the compute stream
     network: int  # collectives on the shard axis's network
-    apart: int  # backward all-gathers on a separate network
     replicas: int  # all-reduces on a separate network
     tail: int  # the optimizer step with its sum over ranks
     host: int = 0  # the busiest stream of the host or the drive
@@ -159,7 +158,7 @@ class StepTimePredictor:
         """Returns the streams after a step's last backward. `moves_nothing`: no activations are copied."""
         streams = StreamClocks(self._serial, 1 - self.hardware.overlap, disk=-units.ahead)
         policy = EventOrderSettings(
-            keeps=plan.reshard_after_forward is False,
+            keeps=not plan.reshard_after_forward,
             syncs=plan.sync_each_microbatch,
             act=to_ticks(self.hardware.rates.unit_seconds),
             norm=units.norm,
@@ -187,9 +186,9 @@ class StepTimePredictor:
         units = self.unit_costs(plan)
         phases = units.trace.phases
         begun = [{p.unit for p in phases if p.event == event} for event in ("pre_forward", "pre_backward")]
-        frees = plan.reshard_after_forward is not False
+        frees = plan.reshard_after_forward
         reductions = plan.accumulation if plan.sync_each_microbatch else 1
-        copied = network = apart = replicas = 0
+        copied = network = replicas = 0
         for index, (cost, count) in enumerate(zip(units.costs, units.counts, strict=True)):
             if not cost.has_parameters:
                 continue
@@ -197,12 +196,8 @@ class StepTimePredictor:
             forward = times if index in begun[0] else 0
             regathers = frees and cost.reshards and cost.gathers_in_backward
             again = times if regathers and index in begun[1] else 0
-            copied += (forward + again) * cost.copy_out + again * cost.hpz_copy
-            network += forward * cost.gather
-            if cost.separate_network:
-                apart += again * cost.backward_gather
-            else:
-                network += again * cost.backward_gather
+            copied += (forward + again) * cost.copy_out
+            network += (forward + again) * cost.gather
             if cost.is_trained and index in begun[1]:
                 copied += count * (
                     reductions * cost.pack
@@ -214,7 +209,7 @@ class StepTimePredictor:
                 else:
                     replicas += count * cost.all_reduce
         host = 0 if units.norm is None else max(self._host_busy_ticks(plan))
-        return LeastTicks(copied, network, apart, replicas, units.update + units.all_reduce, host)
+        return LeastTicks(copied, network, replicas, units.update + units.all_reduce, host)
 
     def compute_ticks(self, plan: Plan) -> DeviceHostTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
@@ -230,9 +225,9 @@ class StepTimePredictor:
         busy = computing.device + demand.copied
         if self._serial:
             busy += computing.issue
-        sent = demand.network + demand.apart + demand.replicas
+        sent = demand.network + demand.replicas
         end = busy + int((1 - self.hardware.overlap) * sent)
-        end = max(end, computing.issue, demand.network, demand.apart, demand.replicas, demand.host)
+        end = max(end, computing.issue, demand.network, demand.replicas, demand.host)
         overlapped = min(busy, max(0, sent + busy - end))
         # If contention costs more than a collective's own time, waiting may be faster than overlapping.
         contention = self.hardware.contention if self.hardware.contention <= 1 else 0.0

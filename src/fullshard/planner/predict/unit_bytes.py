@@ -23,7 +23,6 @@ class UnitBytes:
     replicate_degree: int  # number of replicas
     reshards: bool  # parameters are resharded after forward
     gathers_in_backward: bool  # parameters that were resharded are gathered again for backward
-    reshard_degree: int  # number of ranks that parameters stay sharded over after forward; 1 for none or all
     shards: int  # own shards on the device, in the master dtype unless offloaded, padded
     own_shards: int  # trained own shards in the compute dtype, wherever they are stored
     on_drive: int  # `own_shards` in a file, where each shard starts at a page boundary
@@ -35,7 +34,6 @@ class UnitBytes:
     )
     cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
     in_fp8: int  # elements of own shards that are gathered in fp8, padded
-    kept_copy: int  # `cast_copy` in backward, per own shard, if parameters stay sharded over fewer ranks
     largest_cast: int  # `cast_copy` of the largest parameter; over one rank, parameters are cast one by one
     whole: int  # gradients as autograd leaves them, unsharded
     whole_reduced: int  # `whole` in the reduce dtype
@@ -67,13 +65,13 @@ def unpadded_shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     """Returns the sizes of the tensors of `unit` on `rank`."""
     unit, settings, inner = _local_unit(unit, plan)
-    degree, reshard = settings.shard_degree, settings.reshard_after_forward
+    degree = settings.shard_degree
     reduced, master = ITEMSIZE[settings.precision.reduce], ITEMSIZE[settings.precision.master]
 
     def padded_shard_numel(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree) // degree
 
-    shards, casts, again, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
+    shards, casts, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
     chunk = sum(padded_shard_numel(p) for p in trained)
@@ -86,9 +84,8 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     return UnitBytes(
         shard_degree=degree,
         replicate_degree=settings.replicate_degree,
-        reshards=reshard is not False,
+        reshards=settings.reshard_after_forward,
         gathers_in_backward=settings.gathers_in_backward,
-        reshard_degree=1 if isinstance(reshard, bool) else reshard,
         shards=shards,
         own_shards=sum(padded_shard_numel(p) * _compute_itemsize(p, settings) for p in trained),
         on_drive=sum(
@@ -100,7 +97,6 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         unpacking=sum(p.numel * _compute_itemsize(p, settings) for p in inner),
         cast_copy=sum(casts) + uncast,
         in_fp8=sum(padded_shard_numel(p) for p in unit.parameters if p.is_gathered_in_fp8),
-        kept_copy=sum(again),
         largest_cast=max(casts, default=0) + uncast,
         whole=sum(p.numel * _compute_itemsize(p, settings) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
@@ -161,19 +157,18 @@ def _reduce_copy_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSetting
 
 def _shard_and_cast_bytes(
     unit: UnitSpec, plan: Plan, *, settings: MergedUnitSettings
-) -> tuple[int, list[int], list[int], int]:
-    """Returns bytes on the device as (shards, casts, again, uncast).
+) -> tuple[int, list[int], int]:
+    """Returns bytes on the device as (shards, casts, uncast).
 
     shards: bytes of the own shards.
     casts: bytes of each shard that is cast or copied in for an all-gather.
-    again: the entries of `casts` that are also copied when gathering parameters kept after forward.
     uncast: bytes of the largest shard that is copied in and then cast.
     """
     tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
     master = ITEMSIZE[settings.precision.master]
     # On the CPU, host memory is device memory: masters are the shards, unless they are on the drive.
     is_master = not tier.offloads_optimizer or (on_cpu and not tier.is_on_drive)
-    shards, casts, again, uncast = 0, list[int](), list[int](), 0
+    shards, casts, uncast = 0, list[int](), 0
     for parameter in unit.parameters:
         elements = padded_numel(parameter.shape, degree) // degree
         is_trained = parameter.requires_grad and parameter.is_floating
@@ -189,11 +184,9 @@ def _shard_and_cast_bytes(
         # A shard copied in from the host occupies device memory like a shard that is cast.
         if used != kept or (is_elsewhere and not on_cpu):
             casts.append(elements * used)
-            # FSDP2 sends offloaded parameters kept after forward without a copy, and copies the others first.
-            again += [] if of_tier else [elements * used]
             if used != kept and is_elsewhere and not on_cpu:
                 uncast = max(uncast, elements * kept)
-    return shards, casts, again, uncast
+    return shards, casts, uncast
 
 
 def _eight_bit_moment_bytes(numel: int, itemsize: int) -> int:

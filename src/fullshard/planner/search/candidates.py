@@ -61,13 +61,11 @@ class ShardingChoice(NamedTuple):
 
     strategy: Strategy
     shard_degree: int  # number of ranks that share the parameters
-    reshard_after_forward: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
     def frees_parameters_after_forward(self) -> bool:
         """True if unsharded parameters are freed after forward, by the rule of `Plan.from_run`."""
-        freeing = (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
-        return self.reshard_after_forward is not None or self.strategy in freeing
+        return self.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
 
 
 class MicrobatchSplit(NamedTuple):
@@ -90,14 +88,9 @@ class Candidate(NamedTuple):
 
     @property
     def strategy_label(self) -> str:
-        """Label under which a search reports its best plan: strategy and offload target.
-
-        With resharding to fewer ranks, the strategy is `hpz` (full_shard), or ends in `_hpz`.
-        """
-        name = str(self.mesh.strategy)
-        if self.mesh.reshard_after_forward is not None:
-            name = "hpz" if self.mesh.strategy is Strategy.FULL_SHARD else f"{name}_hpz"
-        return name if self.tier == "none" else f"{name} {self.tier}"
+        """Label under which a search reports its best plan: strategy and offload target."""
+        strategy = str(self.mesh.strategy)
+        return strategy if self.tier == "none" else f"{strategy} {self.tier}"
 
 
 def iterate_candidates(
@@ -184,7 +177,6 @@ def _sharding_settings(mesh: ShardingChoice) -> dict[str, object]:
     return {
         "strategy": mesh.strategy,
         "shard_degree": mesh.shard_degree if mesh.strategy in _HYBRID else None,
-        "reshard_after_forward": mesh.reshard_after_forward,
     }
 
 
@@ -196,26 +188,14 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
     else:
         strategies = _ORDER if section.shard_degree is None else _HYBRID
     proper = _group_sizes(world, node=node)
-    plain: list[ShardingChoice] = []
     for strategy in strategies:
         if strategy not in _HYBRID:
-            plain.append(ShardingChoice(strategy, 1 if strategy is Strategy.NO_SHARD else world))
+            yield ShardingChoice(strategy, 1 if strategy is Strategy.NO_SHARD else world)
         elif section.shard_degree is not None:
-            plain.append(ShardingChoice(strategy, section.shard_degree))
+            yield ShardingChoice(strategy, section.shard_degree)
         else:
             degrees = proper if proper or section.strategy == "auto" else [world]
-            plain += [ShardingChoice(strategy, degree) for degree in degrees]
-    freeing = [m for m in plain if m.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)]
-    if (k := section.reshard_after_forward) is not None:
-        fitting = [m for m in freeing if m.shard_degree % k == 0 and k not in (1, m.shard_degree)]
-        yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
-        return
-    yield from plain
-    if section.strategy != "auto" or run.precision.mode == "fp8":
-        return  # a named strategy is taken literally; FSDP2 gathers fp8 from all ranks
-    for mesh in freeing:
-        inner = _group_sizes(mesh.shard_degree, node=node)
-        yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)
+            yield from (ShardingChoice(strategy, degree) for degree in degrees)
 
 
 def _group_sizes(ranks: int, *, node: int) -> list[int]:

@@ -212,10 +212,9 @@ def format_difference(plan: Plan, chosen: Plan) -> str:
 
 
 def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
-    run, reshard = plan.run, plan.reshard_after_forward
-    kept = f" (kept over {reshard} after forward)" if type(reshard) is int else ""
+    run = plan.run
     over = "" if plan.shard_degree == 1 else f" over {plan.shard_degree:,}"
-    yield f"{plan.strategy}{over}{kept}"
+    yield f"{plan.strategy}{over}"
     yield f"microbatch {plan.microbatch}"
     yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
     yield f"recompute {run.recompute.mode_text}"

@@ -38,14 +38,13 @@ from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 SAME_SPEED = 0.01
 SAME_MEMORY = 0.02
 WORTH_MORE_OFFLOAD = 0.05
-_ROUNDED = 1e-3
 
 
 class SearchResult(FrozenModel):
     """Result of a search. Each of its plans has a prediction."""
 
     best: Plan | None  # the best plan that fits, by [Note: the choice]; None if none does
-    fastest: Plan  # the fastest plan regardless of memory, to a thousandth
+    fastest: Plan  # the fastest plan regardless of memory
     closest: Plan | None  # if none fits, the plan that needs the fewest bytes; otherwise None
     # for each `Candidate.strategy_label`, the best plan that fits, or else that needs the fewest bytes
     by_strategy: Mapping[str, Plan]
@@ -191,13 +190,10 @@ def _choose(costs: CandidateCosts, order: Sequence[int], *, limit: int) -> int |
 
 
 def _fastest(costs: CandidateCosts, order: Sequence[int], *, limit: int | None) -> int | None:
-    """Returns the fastest candidate that fits `limit` bytes, if any; `order`: by bounds on time.
-
-    Regardless of memory (None), it is one within _ROUNDED of the fastest.
-    """
-    best, rounded = None, 1.0 if limit is not None else 1 + _ROUNDED
+    """Returns the fastest candidate that fits `limit` bytes (None: any). `order`: by bounds on time."""
+    best = None
     for index in order:
-        if best is not None and rounded * costs.least_seconds[index] > costs.seconds(best):
+        if best is not None and costs.least_seconds[index] > costs.seconds(best):
             break
         fits = limit is None or costs.fits(index, limit)
         if fits and (best is None or costs.seconds(index) < costs.seconds(best)):
@@ -280,10 +276,8 @@ def format_plan(plan: Plan) -> str:
     mesh = f"dp_shard={plan.shard_degree}"
     if plan.replicate_degree > 1:
         mesh = f"dp_replicate={plan.replicate_degree}, {mesh}"
-    reshard = plan.reshard_after_forward
-    kept = f", reshard_after_forward={reshard}" if not isinstance(reshard, bool) else ""
     return (
-        f"{plan.strategy}, {mesh}{kept}, microbatch={plan.microbatch} × {plan.accumulation}, "
+        f"{plan.strategy}, {mesh}, microbatch={plan.microbatch} × {plan.accumulation}, "
         f"recompute={plan.run.recompute.mode_text}"
         + (", compiled" if plan.run.run.compile is True else "")
         + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
@@ -348,7 +342,7 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
 
 def iterate_unpinned(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, Hardware]]:
     """Yields (change as text, run with this pinned setting released, hardware), the least change first."""
-    free = {"strategy": "auto", "shard_degree": None, "reshard_after_forward": None}
+    free = {"strategy": "auto", "shard_degree": None}
     is_sharding_pinned = run.sharding.strategy != "auto" or run.sharding.shard_degree is not None
     for is_pinned, change, settings in (
         (run.train.microbatch is not None, "train.microbatch left out", {"train": {"microbatch": None}}),

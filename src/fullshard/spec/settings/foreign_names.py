@@ -138,11 +138,15 @@ REMOVED: dict[str, tuple[Any, str]] = {
     ),
     "recompute.every": (None, "recompute.blocks, the number of blocks that recompute"),
     "sharding.context_method": ("gather", "nothing instead: ranks gather keys and values"),
+    "sharding.reshard_after_forward": (
+        None,
+        'sharding.strategy = "hybrid_shard" with sharding.shard_degree = the ranks of a node',
+    ),
     "sharding.units.policy": (
         "block",
         "sharding.units.names, or min_parameters, or neither for the repeated blocks",
     ),
 }
-# Of these, the ones that changed only speed: a plan of an earlier version is used without them.
-ONLY_SPEED = frozenset({"prefetch"})
+# Of these, the ones that changed no numbers: a plan of an earlier version is used without them.
+IGNORED = frozenset({"prefetch", "log.sample_tokens"})
 FOREIGN_NAMES = {name: answer for answer, names in _NAMES.items() for name in names.split()}

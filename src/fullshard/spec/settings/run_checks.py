@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.spec.run import Run
-from fullshard.spec.settings.foreign_names import ONLY_SPEED, REMOVED
+from fullshard.spec.settings.foreign_names import IGNORED, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel, indivisible_experts_error
 from fullshard.spec.value import FrozenModel
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
@@ -246,7 +246,7 @@ def check_plan_is_of_run(planned: Run, given: Run, *, plan: str) -> None:
 def check_plan_has_no_removed_settings(path: str | Path) -> list[str]:
     """Raises SpecError if a plan of an earlier version sets, to other than its default, what is gone now.
 
-    Returns a line for each setting that is gone but changed only speed.
+    Returns a line for each setting that is gone but changed no numbers.
     """
     ignored: list[str] = []
     tree: Any = parse_json(read_bytes(path, most_bytes=VALUE_BYTES))
@@ -256,7 +256,7 @@ def check_plan_has_no_removed_settings(path: str | Path) -> list[str]:
             value = value.get(name, default) if isinstance(value, dict) else default
         if value == default:
             continue
-        if key not in ONLY_SPEED:
+        if key not in IGNORED:
             raise SpecError(
                 f"{path} is a plan of an earlier version.",
                 got=f"{key} = {value!r}",
