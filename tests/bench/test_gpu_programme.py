@@ -166,7 +166,7 @@ def measured_on_this_rank(name: str, directory: str) -> list[dict[str, Any]]:
 def test_an_item_is_predicted_and_measured_at_toy_size(
     name: str, tmp_path: Path, ranks: Callable[..., Any]
 ) -> None:
-    for rows in ranks(2).run(measured_on_this_rank, name, str(tmp_path)):
+    for rows in ranks(2, timeout_seconds=280).run(measured_on_this_rank, name, str(tmp_path)):
         for row in rows:
             figures = {"allocated_bytes", "step_seconds", "tokens_per_second"}
             assert figures <= set(row["predicted"])
