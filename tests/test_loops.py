@@ -110,20 +110,6 @@ def test_loop_of_context_parallelism_has_losses_of_whole_sequences(ranks: Any) -
     assert ranks(2).run(run_context_parallel, 2) == [pytest.approx(whole, rel=1e-5)] * 2
 
 
-def test_rows_of_the_trainer_are_permuted_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    made, randperm = [], torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda n, **options: made.append(n) or randperm(n, **options))
-    rows = names_of("loops-trainer.md")["Rows"](Counting(), 3)
-    seen = [int(rows.row(i)["input_ids"][0]) for i in range(80)]
-    assert made == [40, 40]
-    once = sorted(i % 32 for i in range(40))
-    assert sorted(seen[:40]) == sorted(seen[40:]) == once
-    assert seen[:40] != seen[40:]
-    resumed = names_of("loops-trainer.md")["Rows"](Counting(), 3)
-    assert [int(resumed.row(i)["input_ids"][0]) for i in range(57, 80)] == seen[57:]
-
-
 def test_every_page_on_loops_is_run() -> None:
     tested = {"loops-pytorch.md", "loops-trainer.md", "loops-fabric.md"}
     assert {path.name for path in DOCS.glob("loops-*.md")} == tested

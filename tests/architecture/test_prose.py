@@ -1,4 +1,4 @@
-"""Plain English: how docstrings open, and words that hide who does what."""
+"""Plain English: how docstrings open, and words that hide who does what, in names and comments too."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from tests.architecture.source import ROOT, Module, package
 
 FRAGMENTS = re.compile(r"(What|Of|That|Where|Whether|The same)\b")
 UNCLEAR = re.compile(r"\b(told|goes on|go on)\b", re.IGNORECASE)  # say: reports, logs, resumes, continues
-BENCH = sorted((ROOT / "bench").rglob("*.py"))
+BENCH_AND_TESTS = [path for place in ("bench", "tests") for path in sorted((ROOT / place).rglob("*.py"))]
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -26,22 +26,26 @@ def fragments(module: Module) -> list[str]:
     ]
 
 
-def unclear(path: Path) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [f"{path.name}:{i}: {line.strip()}" for i, line in enumerate(lines, 1) if UNCLEAR.search(line)]
+def unclear(text: str, *, name: str) -> list[str]:
+    """Returns the lines with unclear words, of which names may consist, too."""
+    lines = text.replace("_", " ").splitlines()
+    return [f"{name}:{i}: {line.strip()}" for i, line in enumerate(lines, 1) if UNCLEAR.search(line)]
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    bench = [Module(path.name, path, path.read_text(encoding="utf-8")) for path in BENCH]
-    assert [line for module in (*package().values(), *bench) for line in fragments(module)] == []
+    others = [Module(path.name, path, path.read_text(encoding="utf-8")) for path in BENCH_AND_TESTS]
+    assert [line for module in (*package().values(), *others) for line in fragments(module)] == []
 
 
-def test_source_bench_and_docs_have_no_unclear_words():
+def test_source_bench_tests_and_docs_have_no_unclear_words():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    paths = [module.path for module in package().values()] + pages + BENCH
-    assert [line for path in paths for line in unclear(path)] == []
+    paths = [module.path for module in package().values()] + pages + BENCH_AND_TESTS
+    texts = {path: path.read_text(encoding="utf-8") for path in paths if path != Path(__file__)}
+    assert [line for path, text in texts.items() for line in unclear(text, name=path.name)] == []
 
 
 def test_prose_rules_find_violations():
     assert fragments(Module("a", ROOT, 'def f():\n    """Where it lies."""'))
     assert not fragments(Module("a", ROOT, 'def f():\n    """Returns where it lies."""'))
+    assert unclear("def test_runs_go_on(): ...", name="a.py")
+    assert not unclear("def test_a_run_resumes(): ...", name="a.py")

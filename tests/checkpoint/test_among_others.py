@@ -97,14 +97,6 @@ def test_a_stray_inside_of_a_checkpoint_harms_nothing(tmp_path, stray: Callable[
     assert loaded(tmp_path).step == 2
 
 
-def test_a_manifest_that_is_a_directory_sends_to_the_older_step(tmp_path):
-    saved(tmp_path, 1)
-    path = saved(tmp_path, 2)
-    (path / "manifest.json").unlink()
-    (path / "manifest.json").mkdir()
-    assert loaded(tmp_path).step == 1
-
-
 def test_a_copy_under_the_name_of_another_step_is_not_whole(tmp_path):
     path = saved(tmp_path, 1)
     shutil.copytree(path, tmp_path / "step-00000002")

@@ -91,15 +91,6 @@ def test_a_state_without_update_hooks_is_copied_at_once(tmp_path):
     assert_same(loaded(tmp_path).held, numbers(1))
 
 
-def test_a_save_waits_for_the_one_before(tmp_path):
-    with BackgroundSaver(LocalLocation(tmp_path)) as saver:
-        for step in range(1, 6):
-            saver.save(State(step, numbers(step)))
-        saver.wait()
-        assert [one.step for one in saver.outcomes()] == [1, 2, 3, 4, 5]
-        assert saver.outcomes() == []
-
-
 def test_a_failure_is_reported_and_the_next_save_succeeds(tmp_path):
     save(State(1, {"model.other": torch.ones(3)}), tmp_path)
     with BackgroundSaver(LocalLocation(tmp_path)) as saver:

@@ -21,6 +21,7 @@ from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.errors import CheckpointError
 from fullshard.system.files import xxh3_digest
 from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, sharded
+from tests.checkpoint.test_verify import flip
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -33,6 +34,7 @@ def set_step_of_manifest(text: bytes) -> bytes:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "directory as manifest": lambda path: [act(path / "manifest.json") for act in (Path.unlink, Path.mkdir)],
     "half a manifest": lambda path: rewrite(path / "manifest.json", lambda text: text[: len(text) // 2]),
     "manifest of another form": lambda path: rewrite(
         path / "manifest.json", lambda _: b'{"format": 2, "step": "many"}'
@@ -263,9 +265,7 @@ def test_signed_checkpoints_of_earlier_versions_are_verified_and_loaded(tmp_path
     sign(path)
     assert not list(iterate_damage(path))
     assert_same(loaded(tmp_path).held, numbers(1))
-    data = bytearray((path / "__0_0.distcp").read_bytes())
-    data[-1] ^= 1
-    (path / "__0_0.distcp").write_bytes(data)
+    flip(path / "__0_0.distcp", 8 * 1000)
     assert [one.file for one in iterate_damage(path)] == ["__0_0.distcp"]
 
 

@@ -15,6 +15,7 @@ from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded_sharded, numbers, ones_own, sharded
+from tests.checkpoint.test_verify import flip
 
 STEP = "step-00000003"
 
@@ -118,9 +119,7 @@ def test_a_byte_that_one_node_lost_sends_all_to_the_older_step(ranks, tmp_path):
     for step in (2, 3):
         ranks(4).run(save_on_nodes, tmp_path, step, (4,))
     shard = tmp_path / "node-1" / STEP / "__3_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 4
-    shard.write_bytes(data)
+    flip(shard, 4 * shard.stat().st_size)
     assert_loaded(ranks(4).run(load_on_nodes, tmp_path, (4,)), 2)
     assert all(list((tmp_path / f"node-{node}").glob(f".bad-{STEP}-*")) for node in (0, 1))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -51,8 +50,6 @@ def entries(directory: Path) -> list[str]:
         ((3,), (1,)),
         ((2, 2), (3,)),
         ((1,), (2, 2)),
-        pytest.param((4,), (2, 1), marks=pytest.mark.long),
-        pytest.param((2,), (2,), marks=pytest.mark.long),
     ],
 )
 def test_a_save_loads_on_any_other_mesh(ranks, tmp_path, saving, loading):
@@ -72,14 +69,6 @@ def test_saves_of_ranks_and_of_one_process_load_in_each_other(ranks, tmp_path):
         assert_same({n: t for n, t in whole.items() if ".rank" not in n}, numbers(4))
     ranks(2).run(saved_sharded, tmp_path, 5, (2,))
     assert_same(loaded(tmp_path).held, numbers(5))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_alone_reads_a_checkpoint(ranks, tmp_path):
-    (path, _) = ranks(2).run(saved_sharded, tmp_path, 6, (2,))
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(6).items()}
-    dcp.load(tensors, checkpoint_id=path, no_dist=True)
-    assert_same(tensors, numbers(6))
 
 
 def test_the_manifest_lists_tensors_values_and_files(ranks, tmp_path):
@@ -240,21 +229,21 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize(("make", "spare"), [(numbers, 2560 * 8), (mixed, 2560 * 9 + 4096 * 4)])
+def most_padded():
+    """Tensors just above the large size take the most padding for their bytes."""
+    return {f"model.{i}": torch.zeros(LARGE_BYTES + 1, dtype=torch.uint8) for i in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("make", "spare"),
+    [(numbers, 2560 * 8), (mixed, 2560 * 9 + 4096 * 4), (most_padded, 2560 * 9 + 4096 * 8)],
+)
 def test_predicted_bytes_bound_the_written_bytes_closely(tmp_path, make, spare):
     state = State(1, make())
     size = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("*.distcp"))
     with pytest.raises(CheckpointError, match="not enough space"):
         save(state, LocalLocation(tmp_path / "b", free_bytes=lambda path: size))
     save(state, LocalLocation(tmp_path / "b", free_bytes=lambda path: size + spare))
-
-
-def test_padding_is_planned_for(tmp_path):
-    """Tensors just above the large size take the most padding for their bytes."""
-    state = State(1, {f"model.{i}": torch.zeros(LARGE_BYTES + 1, dtype=torch.uint8) for i in range(8)})
-    written = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("__0_0.distcp*"))
-    with pytest.raises(CheckpointError, match="not enough space"):
-        save(state, LocalLocation(tmp_path / "b", free_bytes=lambda path: written))
 
 
 def saved_with_free_bytes(directory: Path, mesh_shape: tuple[int, ...], free: int) -> str | None:
@@ -351,15 +340,6 @@ def test_a_second_writer_is_refused_while_the_first_writes(tmp_path):
     ):
         saved(tmp_path, 2)
     saved(tmp_path, 2)
-
-
-def test_a_model_that_holds_nan_is_not_saved(tmp_path):
-    tensors = numbers(1) | {"model.mask": torch.tensor([0.0, float("-inf")])}
-    save(State(1, tensors), tmp_path)
-    tensors["model.uneven"][3, 3] = float("nan")
-    with pytest.raises(CheckpointError, match=r"model\.uneven is not saved"):
-        save(State(2, tensors), tmp_path)
-    assert entries(tmp_path) == ["step-00000001"]
 
 
 def test_a_step_before_the_newest_is_saved_with_a_warning(tmp_path, caplog):

@@ -1,7 +1,6 @@
 """No byte of a checkpoint changes unnoticed, and what changed is named."""
 
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,6 @@ from tests.checkpoint.states import (
     saved_sharded,
 )
 
-FILES = ["__0_0.distcp", "__0_0.distcp.pieces", "shards.json", ".metadata", "writer.json", "manifest.json"]
-NOT_READ = {".metadata", "writer.json"}  # by fullshard: one is for DCP alone, one for the next save
-
 
 def flip(file: Path, bit: int) -> None:
     data = bytearray(file.read_bytes())
@@ -34,24 +30,6 @@ def flip(file: Path, bit: int) -> None:
 
 def pieces(path: Path, name: str = "__0_0.distcp") -> ShardFileTable:
     return ShardFileTable.model_validate_json((path / f"{name}.pieces").read_bytes())
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_any_flipped_bit_is_detected_and_an_older_checkpoint_loaded(tmp_path, name):
-    rng = random.Random(name)
-    for trial in range(12):
-        directory = tmp_path / str(trial)
-        saved(directory, 1)
-        path = saved(directory, 2)
-        bit = rng.randrange((path / name).stat().st_size * 8)
-        flip(path / name, bit)
-        found = list(iterate_damage(path))
-        assert [damage.file for damage in found] == [name], f"bit {bit}"
-        if name not in NOT_READ:
-            state = loaded(directory)
-            assert (state.step, state.noted) == (1, {"tokens": 100}), f"bit {bit}"
-            assert_same(state.held, numbers(1))
-            assert list(directory.glob(".bad-*")) or list(directory.glob("step-00000002"))
 
 
 def test_a_flipped_bit_names_its_tensor(tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
 from tests.checkpoint.states import numbers, saved
+from tests.checkpoint.test_verify import flip
 
 
 @pytest.fixture
@@ -96,9 +97,7 @@ def test_verify_names_damaged_files(tmp_path, capsys):
     path = saved(tmp_path / "checkpoints", 2)
     assert main(["ckpt", "verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("whole") == 2
-    data = bytearray((path / "__0_0.distcp").read_bytes())
-    data[3000] ^= 1
-    (path / "__0_0.distcp").write_bytes(data)
+    flip(path / "__0_0.distcp", 8 * 3000)
     assert main(["ckpt", "verify", str(tmp_path)]) == 6
     out = capsys.readouterr().out
     assert f"{path}  DAMAGED\n  __0_0.distcp: a part of model." in out

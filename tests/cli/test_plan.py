@@ -8,7 +8,6 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.plan_tables import LADDER
 from fullshard.spec.plan import Plan
 
 SMALL = ("model.layers=3", "model.d_model=64", "model.heads=4", "model.d_ff=128", "data.sequence_length=64")
@@ -29,18 +28,6 @@ def test_plan_page_fits_a_hundred_columns(capsys: Any) -> None:
     labels = {line.split("  ")[0].strip() for line in lines}
     assert {"model", "hardware", "strategy", "memory", "step", "speed", "MFU", "15.0T tokens"} <= labels
     assert sum(line.endswith("chosen") for line in lines) == 1
-
-
-def test_pinned_settings_are_kept(capsys: Any) -> None:
-    pins = ("sharding.strategy=zero2", "recompute.mode=full", "train.global_batch=16")
-    data = planned(capsys, PRESET, "--on", "4xH100", *(part for pin in pins for part in ("--set", pin)))
-    best = Plan.parse(data["best"], source="--json")  # type: ignore[arg-type]
-    assert (best.strategy, best.run.recompute.mode, best.run.train.global_batch) == (
-        "shard_grad_op",
-        "full",
-        16,
-    )
-    assert best.world_size == 4
 
 
 def test_a_run_that_counts_epochs_is_planned(capsys: Any) -> None:
@@ -107,22 +94,6 @@ def test_machines_are_rows_with_ranks_and_prices(capsys: Any) -> None:
     first, second = (row["budget"] for row in rows)  # type: ignore[attr-defined]
     assert first["dollars"] == pytest.approx(3 * first["rank_hours"])
     assert second["dollars"] is None
-
-
-@pytest.mark.long
-def test_the_ladder_has_a_plan_or_a_reason_for_each_rung(capsys: Any) -> None:
-    pins = ("recompute.mode=none", "sharding.strategy=full_shard", "train.microbatch=1", "model.layers=1")
-    settings = [part for setting in (*SMALL, *pins) for part in ("--set", setting)]
-    arguments = ["plan", *settings, "--on", "2xA100", "--ladder", "--budget", "1B", "--price", "2"]
-    assert main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    names = [rung.name for rung in LADDER]
-    assert [name for name in names if any(line.startswith(f"{name} ") for line in lines)] == names
-    assert main([*arguments, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)["ladder"]
-    assert [one["rung"] for one in record] == names
-    assert all("plan" in one or one["reason"] for one in record)
 
 
 def test_the_largest_microbatch_fits_and_is_planned_with(capsys: Any) -> None:

@@ -123,6 +123,6 @@ def test_a_page_says_whether_a_process_trains_the_run(tmp_path: Path) -> None:
     run, page = died(tmp_path / "run"), tmp_path / "page.html"
     with hold_run_lock(run):
         assert main(["report", str(run), "--html", str(page)]) == 0
-    assert "Running: step 40 of 100" in page.read_text()
+    assert "Running: step 40 of 100 is done, about 30." in page.read_text()
     assert main(["report", str(run), "--html", str(page)]) == 0
     assert "Ended after step 40 of 100" in page.read_text()

@@ -102,8 +102,9 @@ def test_an_error_of_a_worker_is_raised_in_the_parent(tmp_path: Path):
     assert not list((tmp_path / "cache").glob("tokens-*"))
 
 
-def test_the_processes_that_make_tokens_need_no_torch():
-    program = "import sys, fullshard.data.tokenize; sys.exit('torch' in sys.modules)"
+def test_the_processes_that_make_tokens_and_the_quick_checks_need_no_torch():
+    modules = "fullshard.data.tokenize, fullshard.jobs.checks.machine"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -10,6 +10,7 @@ from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.token_store import TokenStore, make_cache_directory, no_heartbeat
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
+from tests.data.test_corpus import documents
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 1], [9, 10, 11, 12, 1]]
 JOINED = [token for document in DOCUMENTS for token in document]
@@ -19,10 +20,6 @@ def stores(tmp_path: Path, pattern: str, **fields: object) -> list[TokenStore]:
     given = DataSourceFields(paths=(f"{tmp_path}/{pattern}",), **fields)
     root = make_cache_directory(str(tmp_path / "cache"))
     return open_memmap_stores(given, root=root, alive=no_heartbeat)
-
-
-def documents(store: TokenStore) -> list[list[int]]:
-    return [store.tokens[a:b].tolist() for a, b in zip(store.begins, store.ends, strict=True)]
 
 
 def write_index(path: Path, sizes: list[int], first: list[int], *, code: int = 8, itemsize: int = 2) -> None:

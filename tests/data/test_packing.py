@@ -7,15 +7,9 @@ from hypothesis import strategies as st
 
 from fullshard.data.packing import (
     LONGEST_PERIOD,
-    NO_LABEL,
-    Packing,
-    Rows,
     TokenSpans,
-    build_rows_from_arrays,
     build_source_interleaving,
-    count_tokens_in_row_arrays,
     pack_best_fit_decreasing,
-    pack_spans_into_rows,
     permute_pseudorandomly,
     shuffled_rows_at,
     split_long_spans,
@@ -24,7 +18,6 @@ from fullshard.data.packing import (
 
 laws = settings(max_examples=60)
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=40)
-capacities = st.integers(1, 20)
 
 
 def spans_of(sizes: list[int]) -> TokenSpans:
@@ -32,30 +25,8 @@ def spans_of(sizes: list[int]) -> TokenSpans:
     return TokenSpans(np.arange(len(sizes)) * 100, np.array(sizes))
 
 
-def rows_of(spans: TokenSpans, *, packing: Packing, length: int, masked: bool = False) -> Rows:
-    arrays = pack_spans_into_rows(spans, packing=packing, sequence_length=length)
-    return build_rows_from_arrays(
-        arrays, tokens=count_tokens_in_row_arrays(arrays), sequence_length=length, masked=masked
-    )
-
-
-def places(rows: Rows) -> list[int]:
-    return [
-        place
-        for row in range(rows.row_count)
-        for begin, n, _ in rows.iterate_row_pieces(row)
-        for place in range(begin, begin + n)
-    ]
-
-
 def all_places(spans: TokenSpans) -> list[int]:
     return [begin + i for begin, n in zip(spans.begins, spans.lengths, strict=True) for i in range(n)]
-
-
-def all_but_ends_alone(spans: TokenSpans, length: int) -> list[int]:
-    """Without a document's last token where it would be a piece of its own."""
-    alone = {b + n - 1 for b, n in zip(spans.begins, spans.lengths, strict=True) if (n - 1) % length == 0}
-    return [place for place in all_places(spans) if place not in alone]
 
 
 def naive_best_fit(lengths: list[int], capacity: int) -> int:
@@ -89,36 +60,6 @@ def test_stories_fill_over_99_percent(capacity: int):
     pieces, _ = split_long_spans(TokenSpans(np.cumsum(lengths) - lengths, lengths), capacity)
     _, offsets = pack_best_fit_decreasing(pieces.lengths, capacity)
     assert lengths.sum() / ((len(offsets) - 1) * capacity) >= 0.99
-
-
-@laws
-@given(sizes, capacities, st.sampled_from(["best_fit", "none"]))
-def test_filled_rows_have_every_token_once_with_the_next_for_its_label(sizes, capacity, packing):
-    spans = spans_of(sizes)
-    rows = rows_of(spans, packing=packing, length=capacity)
-    assert sorted(places(rows)) == all_but_ends_alone(spans, capacity)
-    last = {begin + n - 1 for begin, n in zip(spans.begins, spans.lengths, strict=True)}
-    for row in range(rows.row_count):
-        pieces = list(rows.iterate_row_pieces(row))
-        assert sum(n for _, n, _ in pieces) <= capacity
-        assert len(pieces) == 1 or packing == "best_fit"
-        for begin, n, label in pieces:
-            assert label == (NO_LABEL if begin + n - 1 in last else begin + n)
-
-
-@laws
-@given(sizes, capacities, st.booleans())
-def test_joined_rows_are_windows_of_the_documents_joined(sizes, capacity, masked):
-    spans = spans_of(sizes)
-    rows = rows_of(spans, packing="concat", length=capacity, masked=masked)
-    joined = all_places(spans)
-    assert rows.row_count == (len(joined) - 1) // capacity
-    assert places(rows) == joined[: rows.row_count * capacity]
-    following = dict(zip(joined, joined[1:], strict=False))
-    for row in range(rows.row_count):
-        for begin, n, label in rows.iterate_row_pieces(row):
-            last = begin + n - 1
-            assert label == (NO_LABEL if masked and following[last] != last + 1 else following[last])
 
 
 @laws

@@ -41,16 +41,6 @@ def test_the_first_failing_rank_is_named_on_all(ranks):
     assert ranks(3).run(fail_on, [1, 2]) == [message] * 3
 
 
-def fail_first() -> str:
-    with pytest.raises(CheckpointError) as raised:
-        run_on_rank_zero(lambda: [][0], doing="choosing")
-    return str(raised.value)
-
-
-def test_rank_zeros_failure_is_everyones(ranks):
-    assert ranks(2).run(fail_first) == ["choosing failed.\n  got: IndexError: list index out of range"] * 2
-
-
 def test_an_interrupt_is_raised_at_once():
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -50,10 +50,11 @@ def damaged_start(sound: Path, directory: Path, *, act: str, files: str, rng: ra
     if not where:
         shutil.rmtree(directory)
         return "nothing changed"
-    found = list(iterate_damage(newer))
-    assert found, f"verify did not see {act} of {where}"
+    damages = list(iterate_damage(newer))
+    assert damages, f"verify did not see {act} of {where}"
+    assert act != "flip a bit" or {damage.file for damage in damages} == {where.split()[0]}
     # What this process does not read (another rank's random state, who wrote it) it does not verify either.
-    unread = all(name.startswith("random.rank") for one in found for name in one.tensors)
+    unread = all(name.startswith("random.rank") for damage in damages for name in damage.tensors)
     try:
         state = loaded(directory)
         shown = {name: tensor for name, tensor in state.held.items() if ".rank" not in name}

@@ -17,7 +17,7 @@ def sound(ranks, tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [2, pytest.param(9, marks=pytest.mark.long)])
 @pytest.mark.parametrize("act", ACTS)
 def test_no_damage_is_loaded(sound, tmp_path, act, times):
     rng = random.Random(act)

@@ -18,7 +18,7 @@ from tests.faults.course import (
     next_start,
     train_course,
 )
-from tests.offload.systems import turning_bad, with_short_transfers
+from tests.offload.systems import turning_bad
 
 STATE, SHARDS = "optimizer:nvme", "params+optimizer:nvme"
 EVERY = 3  # steps from a checkpoint to the next
@@ -81,12 +81,3 @@ def test_a_failing_drive_is_an_error_and_the_next_start_resumes(ranks, tmp_path:
     assert started.startswith("resumed"), started
     assert int(started.split()[-1]) >= max(whole, saved)
     assert_the_curve_is_undisturbed(ranks, record, tier=fault.tier)
-
-
-def test_short_transfers_change_nothing(ranks, tmp_path: Path) -> None:
-    record = tmp_path / "record"
-    record.mkdir()
-    course = Course(tmp_path / "checkpoints", record, every=EVERY, tier=SHARDS)
-    ranks(2).run(train_course, replace(course, drive=partial(with_short_transfers, 0), until=5))
-    assert next_start(ranks, course) == "resumed at step 5"
-    assert_the_curve_is_undisturbed(ranks, record, tier=SHARDS)

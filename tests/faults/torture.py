@@ -18,8 +18,7 @@ import torch
 from tests.checkpoint.states import saved_sharded
 from tests.faults.damage import ACTS, FILES, damaged_start
 from tests.faults.test_disks import DISK_FAULTS, cut_while_training, disk_fault
-from tests.faults.test_kills import VICTIMS, kill_again_and_again
-from tests.faults.test_offloaded_kills import EVERY, kill_offloaded
+from tests.faults.test_kills import EVERY, VICTIMS, kill_again_and_again
 from tests.ranks import Workers
 
 HEAD = """# Faults, and what came of them
@@ -112,7 +111,7 @@ def offloaded_kills(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Co
         for mode in ("sync", "async"):
             for victims in VICTIMS:
                 with tempfile.TemporaryDirectory() as name:
-                    came = kill_offloaded(
+                    came = kill_again_and_again(
                         ranks, Path(name), tier=tier, mode=mode, victims=victims, times=each
                     )
                 yield f"SIGKILL of {victims}, `{tier}`", mode, came

@@ -40,14 +40,6 @@ def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str
     return said, bool(right) and all(right)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.long), "async"])
-def test_each_save_has_the_step_of_its_request(ranks, tmp_path, mode):
-    settings = [f"checkpoint.mode={mode}", "checkpoint.keep=0"]
-    for said, right in ranks(2).run(saved_while_training, tmp_path, settings):
-        assert right
-        assert [line.split(":")[0] for line in said] == [f"step {step}" for step in range(1, 7)]
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_failure_is_reported_and_training_continues(ranks, tmp_path, mode):
     saved(tmp_path, 3)  # of another model, and so it is kept

@@ -1,6 +1,5 @@
 """events.jsonl: what happened to a run, kept through rollbacks and resumes."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
-from tests.jobs.test_train import TINY, not_finite_once
+from tests.jobs.test_train import TINY
 
 
 def train(directory: str, settings: tuple[str, ...], resume: bool) -> None:
@@ -48,21 +47,6 @@ def test_a_resumed_run_keeps_the_events_of_its_earlier_attempts(ranks, tmp_path:
     ]
     plan = read_events(directory / EVENTS)[1].details["plan"]
     assert Plan.model_validate(plan).run.train.steps == 4
-
-
-def test_events_of_steps_that_a_rollback_undid_stay(ranks, tmp_path: Path):
-    loss = f"train.loss={not_finite_once.__module__}:{not_finite_once.__name__}"
-    settings = ("train.steps=12", "checkpoint.every=3", "train.max_skipped_steps=1", loss)
-    settings += ("fault_tolerance.on_spike=rollback",)
-    ranks(2).run(train, str(tmp_path / "run"), settings, False)
-    events = [(one.event, one.step) for one in read_events(tmp_path / "run" / EVENTS)]
-    assert ("skip", 11) in events
-    assert ("rollback", 11) in events
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    kept = [json.loads(line) for line in lines]
-    assert [line["skipped"] for line in kept if line["step"] == 11] == [False], (
-        "metrics.jsonl has the later step"
-    )
 
 
 def started(directory: Path, **details: object) -> LaunchEventLog:

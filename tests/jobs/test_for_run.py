@@ -70,14 +70,6 @@ def test_unusable_checkpoint_directory_is_refused(url: str) -> None:
         planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
 
 
-def test_pinned_settings_are_kept_and_predicted() -> None:
-    pins = ("sharding.strategy=zero1", "recompute.mode=full", "train.microbatch=3")
-    plan = planned(*pins, "run.ranks=2")
-    assert (plan.strategy, plan.run.recompute.mode) == ("zero1", "full")
-    assert (plan.microbatch, plan.accumulation) == (3, 2)
-    assert plan.prediction is not None
-
-
 def test_a_plan_that_is_given_is_only_predicted() -> None:
     run = request("sharding.strategy=full_shard").run
     given = Plan.from_run(run, world_size=2)

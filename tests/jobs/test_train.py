@@ -17,7 +17,9 @@ from fullshard.errors import TrainError
 from fullshard.jobs.train import run_job
 from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
+from fullshard.spec.records.event import read_events
 from fullshard.spec.records.measurement import Measurement
+from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
 from tests.data.samples import write_json_lines
 from tests.fakes.device import FakeDevice
@@ -42,13 +44,18 @@ def leaves_a_measurement(directory: str, steps: int, *settings: str) -> None:
         ("no_shard", ("exposed_all_reduce",)),
     ],
 )
-def test_terms_of_a_step_sum_to_the_pace(ranks, tmp_path: Path, strategy: str, collectives: tuple[str, ...]):
+def test_terms_of_a_step_sum_to_the_pace_without_profiled_steps(
+    ranks, tmp_path: Path, strategy: str, collectives: tuple[str, ...]
+):
     ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8, f"sharding.strategy={strategy}")
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     assert made.step_seconds is not None
     assert made.step_seconds.total == pytest.approx(made.pace.step_seconds)
     present = {name for name, seconds in made.step_seconds.terms().items() if seconds > 0}
     assert present == {"compute", "engine", "optimizer", "data", "other", *collectives}
+    # The second step is metered, in the warmup; the last is profiled, behind it.
+    pace = made.pace
+    assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 5, 1, 2)
 
 
 def mean_over_valid_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -61,7 +68,7 @@ def chats(directory: Path) -> tuple[str, ...]:
     rows = ({"prompt": "how many? " * (1, 1, 1, 5)[i % 4], "completion": f" {i}"} for i in range(400))
     path = write_json_lines(directory / "chats.jsonl", rows)
     fields = ("records=completion", "train_on=completion", "packing=none")
-    return ("data.source=jsonl", f"data.paths=['{path}']", *(f"data.{one}" for one in fields))
+    return ("data.source=jsonl", f"data.paths=['{path}']", *(f"data.{field}" for field in fields))
 
 
 @pytest.mark.parametrize("kind", ["masked", "padded", "mean"])
@@ -81,13 +88,6 @@ def test_measured_and_planned_speeds_differ_only_as_the_steps_do(ranks, tmp_path
         assert step["tokens_per_second"] == pytest.approx(planned / step["seconds"])
 
 
-def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):
-    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8)
-    pace = Measurement.load(tmp_path / "run" / "measurement.json").pace
-    # The second is metered, in the warmup; the last is profiled, behind it.
-    assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 5, 1, 2)
-
-
 calls = WeakKeyDictionary[nn.Module, Iterator[int]]()
 
 
@@ -103,10 +103,13 @@ def test_a_run_that_goes_back_and_over_batches_leaves_one_curve(ranks, tmp_path:
     settings += ("fault_tolerance.on_spike=rollback", f"train.loss={__name__}:not_finite_once")
     ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 12, *settings)
     made = Measurement.load(tmp_path / "run" / "measurement.json")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert not lines[10]["skipped"], "the later step 11"
     assert made.last_step == 12
     assert made.repeated_steps > 0
+    events = [(event.event, event.step) for event in read_events(tmp_path / "run" / EVENTS)]
+    assert {("skip", 11), ("rollback", 11)} <= set(events), "events that a rollback undid stay"
 
 
 def leaves_metrics(directory: str, device: str, settings: tuple[str, ...]) -> None:
@@ -119,13 +122,13 @@ def test_a_run_that_reads_its_figures_later_records_the_same_ones(ranks, tmp_pat
     settings = ("train.validate_every=4", "checkpoint.every=3", "log.every=2")
     for device in ("cpu", "fake"):
         ranks(2).run(leaves_metrics, str(tmp_path / device), device, settings)
-    one, other = (
+    on_cpu, on_fake = (
         [json.loads(line) for line in (tmp_path / device / "metrics.jsonl").read_text().splitlines()]
         for device in ("cpu", "fake")
     )
-    for own, same in zip(one, other, strict=True):
-        timed = {name for name in own if "second" in name or name == "mfu" or "_bytes" in name}
-        assert {k: v for k, v in own.items() if k not in timed} == {
+    for line, same in zip(on_cpu, on_fake, strict=True):
+        timed = {name for name in line if "second" in name or name == "mfu" or "_bytes" in name}
+        assert {k: v for k, v in line.items() if k not in timed} == {
             k: v for k, v in same.items() if k not in timed
         }
     measured = [Measurement.load(tmp_path / device / "measurement.json") for device in ("cpu", "fake")]

@@ -62,10 +62,6 @@ def fail_on_rank_1(run: Run, *, resume: bool, plan: Plan | None, command_started
         time.sleep(FOREVER)
 
 
-def fail_in_user_code(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    raise ValueError("three is not four")
-
-
 def leave_early(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     leave_note(run, "here")
     if rank() == 0:

@@ -108,17 +108,6 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start,
     assert process.returncode == LaunchError.exit_code
 
 
-@pytest.mark.long  # tests/launch/test_outcome.py has its message
-def test_an_error_in_user_code_is_shown_with_its_place_and_on_demand_its_traceback(start: Start) -> None:
-    process = start("fail_in_user_code", FULLSHARD_TRACEBACK="1")
-    _, err = process.communicate(timeout=TIMEOUT)
-    assert "Traceback" in err
-    shown = err[err.index("\nrank ") :].splitlines()
-    assert shown[1].endswith("ValueError: three is not four")
-    assert "tests/launch/jobs.py:" in shown[2]
-    assert process.returncode == 1
-
-
 def test_interrupted_ranks_are_waited_for_until_all_have_saved(interrupted: Interrupted) -> None:
     assert (interrupted.exit_code, interrupted.notes) == (INTERRUPTED_EXIT_CODE, ["saved", "saved"])
     said = "SIGTERM: the ranks finish this step and save (Ctrl-C again ends them now)\n"

@@ -69,11 +69,6 @@ def test_a_config_of_an_impossible_model_is_refused(tmp_path: Path, config: Any,
         build_hf_model(HuggingFaceModel(hf=str(tmp_path)))
 
 
-def test_layers_are_bounded_in_options_too(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="num_hidden_layers is too large"):
-        build_hf_model(section("llama", tmp_path, num_hidden_layers=10**9))
-
-
 def test_a_model_of_too_many_parameters_or_too_large_tables_is_refused_while_it_is_constructed() -> None:
     for construct, says in (
         (lambda: nn.ParameterList(torch.empty(0) for _ in range(10**9)), "too many parameters"),
@@ -122,6 +117,7 @@ def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp
     [
         ({"options": {"num_hidden_layer": 2}}, "model.options.num_hidden_layers"),
         ({"options": {"num_attention_heads": 3}}, "not valid"),
+        ({"options": {"num_hidden_layers": 10**9}}, "num_hidden_layers is too large"),
         ({"architecture": "LlamaForCausalML"}, 'model.architecture = "LlamaForCausalLM"'),
         ({"attention": "none_such"}, "none_such"),
     ],

@@ -99,7 +99,7 @@ def hold(directory: Path, ready: Path) -> None:
     """Has the directory open until it is killed."""
     with opened(directory):
         ready.write_text(str(os.getpid()))
-        sys.stdin.read()
+        time.sleep(200)
 
 
 def leave_a_child(directory: Path, ready: Path) -> None:
@@ -113,12 +113,15 @@ def leave_a_child(directory: Path, ready: Path) -> None:
 
 
 def let_go_beside_a_child(directory: Path, ready: Path) -> None:
-    """Closes the directory, which its child has not; both wait until they are killed, or for a while."""
-    generations = opened(directory)
+    """Closes the directory, which its child has not; waits until it is killed, and its child with it."""
+    generations, parent = opened(directory), os.getpid()
     if os.fork():
         generations.close()
-        ready.write_text(str(os.getpid()))
-    time.sleep(20)
+        ready.write_text(str(parent))
+        time.sleep(200)
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    os._exit(0)
 
 
 if __name__ == "__main__":

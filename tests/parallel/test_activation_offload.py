@@ -15,7 +15,6 @@ from fullshard.parallel.activation_offload import (
     CpuHostCopier,
     FakeReportingCopier,
     HostCopier,
-    choose_host_copier,
     offload_activations,
 )
 from fullshard.parallel.units import find_recompute_blocks, find_units
@@ -370,13 +369,6 @@ def test_without_gradients_nothing_moves() -> None:
     assert copier.log == []
 
 
-def test_copier_follows_the_device_of_the_plan() -> None:
-    assert isinstance(choose_host_copier("cpu", torch.device("cpu")), CpuHostCopier)
-    assert isinstance(
-        choose_host_copier("cuda", torch.device("cpu")), FakeReportingCopier
-    )  # fake tensors, of a dry run
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gradients_on_a_gpu_are_bitwise_equal_with_offload() -> None:
     torch.manual_seed(0)
@@ -435,12 +427,8 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: A
     ("model", "strategy", "accumulation", "extra"),
     [
         ("decoder", "full_shard", (2, "last_microbatch"), ("precision.mode=bf16",)),
-        pytest.param("odd_mixture", "shard_grad_op", (2, "every_microbatch"), (), marks=pytest.mark.long),
         ("tied_decoder", "no_shard", (1, "every_microbatch"), ()),
-        pytest.param("odd_tied", "zero1", (2, "last_microbatch"), (), marks=pytest.mark.long),
-        pytest.param(
-            "odd", "full_shard", (1, "every_microbatch"), ("precision.mode=bf16",), marks=pytest.mark.long
-        ),
+        pytest.param("odd_mixture", "zero1", (2, "every_microbatch"), (), marks=pytest.mark.long),
     ],
 )
 def test_training_with_offload_is_bitwise_equal(

@@ -87,13 +87,6 @@ def test_sharded_gradients_in_the_full_cross_of_modes(name: str, ranks: Any) -> 
     ranks(2).run(check_gradients_in, name, list(itertools.product(POLICIES, RECOMPUTE)))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_sharded_gradients_in_the_full_cross_of_strategies(name: str, strategy: str, ranks: Any) -> None:
-    ranks(4).run(check_gradients, name, STRATEGIES[strategy])
-
-
 def check_gradients_of_unreached_experts() -> list[int]:
     """All tokens of a rank are one token, and so go to one expert of the first block."""
     rank = dist.get_rank()

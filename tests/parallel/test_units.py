@@ -80,23 +80,21 @@ def test_units_are_blocks_with_embeddings_and_heads(name: str, expected: str) ->
     assert " ".join(units_of(on_meta(name))) == expected
 
 
-def test_a_norm_alone_is_no_unit_but_the_roots() -> None:
-    units = units_of(on_meta("encoder"))
-    assert set(units[ROOT].parameters) == {"encoder.norm.weight", "encoder.norm.bias"}
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("encoder", {"encoder.norm.weight", "encoder.norm.bias"}),  # a norm alone is no unit
+        ("t5_module", {"encoder.norm.weight", "encoder.norm.bias"}),  # it stands between two stacks
+        ("vit", {"class_token", "prompts.0", "prompts.1"}),
+    ],
+)
+def test_the_root_has_what_belongs_to_no_other_unit(name: str, parameters: set[str]) -> None:
+    assert set(units_of(on_meta(name))[ROOT].parameters) == parameters
 
 
-def test_parameters_of_the_root_and_in_lists_belong_to_the_root() -> None:
-    assert set(units_of(on_meta("vit"))[ROOT].parameters) == {"class_token", "prompts.0", "prompts.1"}
-
-
-def test_norm_between_two_stacks_belongs_to_the_root() -> None:
-    units = units_of(on_meta("t5_module"))
-    assert units["decoder.norm+head"].keep_until_backward
-    assert set(units[ROOT].parameters) == {"encoder.norm.weight", "encoder.norm.bias"}
-
-
-def test_only_the_last_unit_is_kept_until_backward() -> None:
-    assert [u.name for u in units_of(on_meta("decoder")).values() if u.keep_until_backward] == ["norm+head"]
+@pytest.mark.parametrize(("name", "last"), [("decoder", "norm+head"), ("t5_module", "decoder.norm+head")])
+def test_only_the_last_unit_is_kept_until_backward(name: str, last: str) -> None:
+    assert [unit.name for unit in units_of(on_meta(name)).values() if unit.keep_until_backward] == [last]
 
 
 def test_units_of_experts_are_marked() -> None:
@@ -213,8 +211,8 @@ def trees(draw: st.DrawFn) -> nn.Module:
         nodes.append(Node(children, listed=draw(st.booleans())))
     root = Node(nodes[-3:], listed=True)
     anyone = st.sampled_from([*nodes, root])
-    for one, other in draw(st.lists(st.tuples(anyone, anyone), max_size=3)):
-        one.weight = other.weight
+    for module, other in draw(st.lists(st.tuples(anyone, anyone), max_size=3)):
+        module.weight = other.weight
     return root
 
 

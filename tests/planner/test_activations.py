@@ -27,7 +27,7 @@ from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
 from tests.planner.predict.test_simulate import UNIT
-from tests.planner.search.test_search import bare, best_by_rule, brute_force, prediction_of
+from tests.planner.search.test_search import prediction_of
 
 SHAPE = Shape(layers=9, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 # What a block of SHAPE saves of one sequence: one storage of no power of two, and one.
@@ -200,22 +200,6 @@ def test_activation_offload_is_a_candidate_with_a_known_host(hardware: Hardware,
     modes = {one.recompute.mode for one in iterate_candidates(spec_of(), hardware, run=run)}
     assert ("offload" in modes) == is_there
     assert {"none", "full"} <= modes
-
-
-@pytest.mark.parametrize("rate", [1e9, 1e10, 1e13])
-@pytest.mark.parametrize("spread", [0.2, 0.6])
-def test_the_search_equals_brute_force(rate: float, spread: float):
-    hardware, run = gpus(rate), run_for(SHAPE, "train.global_batch=16", "sharding.strategy=full_shard")
-    everything = brute_force(spec_of(), hardware, run)
-    needs = sorted(one.needed for one in everything)
-    capacity = int(needs[0] / 0.95 + 1 + spread * (needs[-1] - needs[0]))
-    found = search(spec_of(), hardware, run, capacity_bytes=capacity)
-    chosen = best_by_rule([one for one in everything if not one.is_duplicate], run, capacity=capacity)
-    assert chosen is not None
-    assert bare(found.best) == bare(chosen.plan)
-    # In this spec it takes as little as full recompute: so it is taken as soon as its copies are hidden.
-    if rate == 1e13:
-        assert chosen.plan.run.recompute.mode != "full"
 
 
 def test_explanation_names_the_host():

@@ -16,12 +16,6 @@ HYBRID = ["sharding.strategy=hybrid_shard", "sharding.shard_degree=8"]
     ("n", "accumulation", "overrides"),
     [
         pytest.param(2, 3, ["sharding.strategy=zero1", "recompute.mode=full"], marks=pytest.mark.long),
-        pytest.param(
-            4,
-            1,
-            ["sharding.strategy=full_shard", "precision.mode=bf16_pure"],
-            marks=pytest.mark.long,
-        ),
         pytest.param(2, 1, ["recompute.mode=offload"], marks=pytest.mark.long),
         (2, 1, ["model.hf=llama"]),
         pytest.param(2, 1, ["model.hf=llama", "sharding.tensor_parallel=2"], marks=pytest.mark.long),

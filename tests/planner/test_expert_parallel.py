@@ -24,7 +24,6 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from tests.fakes.hardware import cpu_of, hardware_of
-from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import (
     described,
     evenly_routed,
@@ -46,12 +45,9 @@ def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) 
     return plan_of(ranks, *sizes, f"sharding.expert_parallel={experts}", *overrides, **more)
 
 
-@pytest.mark.parametrize(
-    ("mode", "exchanges"), [pytest.param("none", 4, marks=pytest.mark.long), ("full", 6)]
-)
-def test_exchanged_bytes_equal_the_plan(mode: str, exchanges: int, ranks: Any) -> None:
-    """In all; a single rank gets other numbers of rows than it sends."""
-    plan = expert_plan(2, f"recompute.mode={mode}", accumulation=2)
+def test_exchanged_bytes_equal_the_plan(ranks: Any) -> None:
+    """In all; a single rank gets other numbers of rows than it sends. Recompute exchanges twice more."""
+    exchanges, plan = 6, expert_plan(2, "recompute.mode=full", accumulation=2)
     tokens = plan.microbatch * plan.run.data.sequence_length
     rows = 4 * CHOICES * tokens * plan.run.decoder_config.d_model  # bytes of one exchange, fp32
     expected = exchanges * LAYERS * plan.accumulation * rows
@@ -59,22 +55,6 @@ def test_exchanged_bytes_equal_the_plan(mode: str, exchanges: int, ranks: Any) -
     assert sum(own["exchange_rows"] for own in counted) == RANKS * expected
     counts = 8 * EXPERTS * LAYERS * plan.accumulation * (exchanges // 2 - 1)
     assert model_parallel_bytes(plan) == pytest.approx((expected + counts) / 2, rel=1e-9)  # to other ranks
-
-
-@pytest.mark.long  # `tests.planner.test_axes_together` has one beside other axes
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["sharding.strategy=full_shard"],
-        ["sharding.strategy=zero1", "model.shared_experts=1", "precision.mode=bf16"],
-        ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"],
-    ],
-    ids=" ".join,
-)
-def test_predicted_peak_equals_dry_step(settings: list[str]) -> None:
-    """With balanced rows."""
-    plan = expert_plan(2, *settings, "recompute.mode=selective", accumulation=2)
-    assert predicted(plan).total == pytest.approx(dry_peak_bytes(meta_model(plan), plan), rel=0.01)
 
 
 def test_peak_of_real_ranks_is_near_the_plan(ranks: Any) -> None:

@@ -71,15 +71,6 @@ def test_mfu_is_of_one_peak_on_both_sides():
     assert mfu.error_percent == pytest.approx(rate.error_percent)
 
 
-@pytest.mark.parametrize("trained", [0, 20, 100])
-def test_speeds_differ_as_the_steps_differ_whatever_the_loss_counts(trained: int):
-    made = measured(pace=pace(tokens=prediction().tokens_per_step, trained=trained))
-    rate = compare_prediction(prediction(), made).speed[0]
-    assert rate.predicted is not None
-    assert made.pace.step_seconds is not None
-    assert (rate.measured or 0) / rate.predicted == pytest.approx(TIME.total / made.pace.step_seconds)
-
-
 def on_cuda() -> Measurement:
     # The meter counts all gradients as if they were there at the peak, and units in flight as rest.
     peak = PeakBytes(

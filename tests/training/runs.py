@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
@@ -104,6 +105,14 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
     }
+
+
+def advance(state: TrainState, plan: Plan, *, to: int) -> list[float]:
+    """Trains up to a step, with a new loop for each. Returns the losses."""
+    losses: list[float] = []
+    while state.step < to:
+        losses.append(next(train(state, plan, loss=mean_square)).loss)
+    return losses
 
 
 def local_bits(state: TrainState) -> dict[str, Tensor]:

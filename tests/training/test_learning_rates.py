@@ -1,7 +1,6 @@
 """The rates of an optimizer's groups: in proportion to the schedule, or the user's own."""
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -306,18 +305,6 @@ def test_last_step_and_those_beyond_are_at_the_final_ratio(section: ScheduleSect
     end = 1.0 if section.kind == "constant" else section.min_lr_ratio
     assert rates(section, steps)[-1] == pytest.approx(end)
     assert learning_rate_factor(section, step=steps + 5, steps=steps) == pytest.approx(end)
-
-
-@given(any_section, st.integers(2, 200))
-def test_no_step_falls_more_than_the_steepest_slope(section: ScheduleSection, steps: int) -> None:
-    steps += section.warmup_steps
-    after = rates(section, steps)[section.warmup_steps :]
-    length = len(after) - 1
-    if section.kind == "wsd":
-        length = min(length, section.decay_fraction * steps)
-    steepest = (1 - section.min_lr_ratio) * (math.pi / 2 if section.kind == "cosine" else 1) / length
-    for earlier, later in zip(after, after[1:], strict=False):
-        assert earlier - later <= min(steepest, 1 - section.min_lr_ratio) + 1e-9
 
 
 def test_wsd_stays_at_the_peak_until_the_last_fraction_of_all_steps() -> None:

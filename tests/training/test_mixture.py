@@ -21,23 +21,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import balance_experts
-from tests.training.same_numbers import VOCABULARY, Rows, assert_same_numbers, build, make_run, train_sharded
-
-# ranks, model, strategy, and what differs from the default
-CASES: list[tuple[int, str, str, dict[str, Any]]] = [
-    (2, "mixture_decoder", "full_shard", {"recompute": "selective", "loss_chunk": 4}),
-    (3, "biased_mixture_decoder", "zero1", {"accumulation": (2, "last_microbatch"), "recompute": "full"}),
-    (4, "mixture_decoder", "hybrid_shard", {"units": "size", "accumulation": (2, "every_microbatch")}),
-    (2, "biased_mixture_decoder", "no_shard", {}),
-]
-COMPILED = (2, "biased_mixture_decoder", "no_shard", {"extra": ["run.compile=true"]})  # 20 seconds
-
-
-@pytest.mark.parametrize("case", [*CASES, pytest.param(COMPILED, marks=pytest.mark.long)], ids=str)
-def test_the_same_numbers(case: tuple[Any, ...], ranks: Any) -> None:
-    count, model, strategy, more = case
-    run = make_run(model=model, ranks=count, strategy=strategy, **more)
-    assert_same_numbers(model, ranks(count).run(train_sharded, model, run))
+from tests.training.same_numbers import VOCABULARY, Rows, build, make_run
 
 
 def biases_after_each_step() -> list[list[float]]:

@@ -7,10 +7,9 @@ import pytest
 from torch import Tensor
 
 from fullshard.checkpoint import BackgroundSaver, load, save
-from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from fullshard.weights.export import full_state
-from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
+from tests.training.runs import advance, local_bits, run_of, same_bits, sharded
 from tests.training.test_offloaded import TIERS, TINY, Odd
 
 STEPS = 20
@@ -18,19 +17,12 @@ Bits = dict[str, Tensor]
 
 
 def state_on(tier: str, directory: str, *more: str) -> tuple[TrainState, Any]:
-    own = [f"train.steps={STEPS}", "optimizer.clip_norm=0.5", f"offload.tier={tier}", f"run.dir={directory}"]
-    return sharded(run_of(*own, TINY, *more), model=Odd)
-
-
-def advance(state: TrainState, plan: Any, *, to: int) -> list[float]:
-    losses: list[float] = []
-    while state.step < to:
-        losses.append(next(train(state, plan, loss=mean_square)).loss)
-    return losses
+    sets = [f"train.steps={STEPS}", "optimizer.clip_norm=0.5", f"offload.tier={tier}", f"run.dir={directory}"]
+    return sharded(run_of(*sets, TINY, *more), model=Odd)
 
 
 def whole_of(state: TrainState) -> Bits:
-    return {name: one.clone() for name, one in full_state(state) if not name.startswith("rng.")}
+    return {name: tensor.clone() for name, tensor in full_state(state) if not name.startswith("rng.")}
 
 
 def hop(tier: str, to: int, directory: str, saved: str) -> tuple[Bits, list[float], Bits]:
@@ -57,10 +49,10 @@ def test_state_goes_from_any_ranks_and_tier_to_any_others(ranks: Any, tmp_path: 
     before: Bits | None = None
     curve: list[float] = []
     for i, (n, tier) in enumerate(HOPS):
-        found = ranks(n).run(hop, tier, 4 * (i + 1), f"{tmp_path}/{i}", saved)
-        for loaded, _, _ in found:
+        by_rank = ranks(n).run(hop, tier, 4 * (i + 1), f"{tmp_path}/{i}", saved)
+        for loaded, _, _ in by_rank:
             assert before is None or same_bits(loaded, before)
-        _, losses, before = found[0]
+        _, losses, before = by_rank[0]
         curve += losses
     (undisturbed,) = ranks(1).run(undisturbed_curve)
     assert curve == pytest.approx(undisturbed, rel=1e-5)

@@ -26,7 +26,17 @@ from fullshard.training.resume import restore_train_state
 from fullshard.training.shard import close_offloaded_state, offload_settings, shard
 from fullshard.training.state import TrainState
 from fullshard.weights.pretrained import load_pretrained
-from tests.training.runs import WIDTH, Pairs, Regression, local_bits, mean_square, meta, run_of, same_bits
+from tests.training.runs import (
+    WIDTH,
+    Pairs,
+    Regression,
+    advance,
+    local_bits,
+    mean_square,
+    meta,
+    run_of,
+    same_bits,
+)
 
 DRIVE = "params+optimizer:nvme"
 HOST = "params+optimizer:cpu"
@@ -97,20 +107,13 @@ def frozen(bits: Bits) -> Bits:
     return {name: bits[f"model.{name}"] for name in FROZEN}
 
 
-def advance(state: TrainState, plan: Plan, *, to: int) -> list[str]:
-    losses: list[str] = []
-    while state.step < to:
-        losses.append(repr(next(train(state, plan, loss=mean_square)).loss))
-    return losses
-
-
-def trained_on(tier: str, directory: str, *more: str) -> tuple[list[str], Bits, int, bool]:
+def trained_on(tier: str, directory: str, *more: str) -> tuple[list[float], Bits, int, bool]:
     """Losses, this rank's bits, bytes of the frozen shards on the device, and whether they have values."""
     state, plan = state_on(tier, directory, *more)
     losses = advance(state, plan, to=3)
-    own = [p for p in state.model.parameters() if not p.requires_grad]
-    on_device = all(not local_tensor(p).isnan().any() for p in own)
-    return losses, local_bits(state), storage_bytes_of_tensors(local_tensor(p) for p in own), on_device
+    unchanged = [p for p in state.model.parameters() if not p.requires_grad]
+    on_device = all(not local_tensor(p).isnan().any() for p in unchanged)
+    return losses, local_bits(state), storage_bytes_of_tensors(local_tensor(p) for p in unchanged), on_device
 
 
 STRATEGIES = {
@@ -137,18 +140,18 @@ def test_offloaded_base_changes_no_bit(n: int, more: tuple[str, ...], ranks: Any
     expected = ranks(n).run(trained_on, "none", "none", *more)
     assert all(on_device for *_, on_device in expected)
     for tier in (DRIVE, HOST):
-        for found, own in zip(
+        for offloaded, plain in zip(
             ranks(n).run(trained_on, tier, f"{tmp_path}/{tier}", *more), expected, strict=True
         ):
-            assert found[0] == own[0]
-            assert same_bits(found[1], own[1])
-            assert found[2] < own[2] / 10  # an element of each stands for it
-            assert not found[3]
+            assert offloaded[0] == plain[0]
+            assert same_bits(offloaded[1], plain[1])
+            assert offloaded[2] < plain[2] / 10  # an element of each stands for it
+            assert not offloaded[3]
 
 
 def saved_and_loaded(
     tier: str, directory: str, saved: Literal["all", "trained"] = "all"
-) -> tuple[Bits, Bits, Bits, list[str], list[str]]:
+) -> tuple[Bits, Bits, Bits, list[float], list[float]]:
     """Bits when saved, of another seed before it loads, and after; and the losses of both after it."""
     state, plan = state_on(tier, f"{directory}/one", saved=saved)
     advance(state, plan, to=2)
@@ -192,12 +195,12 @@ def test_weights_are_read_into_a_base_wherever_it_is(ranks: Any, tmp_path: Path)
     write_weights(tmp_path)
     expected = ranks(3).run(imported, "none", str(tmp_path))
     for tier in (DRIVE, HOST):
-        for found, own in zip(ranks(3).run(imported, tier, str(tmp_path)), expected, strict=True):
-            assert same_bits(found[0], own[0])
-            assert torch.equal(found[1], own[1])
+        for offloaded, plain in zip(ranks(3).run(imported, tier, str(tmp_path)), expected, strict=True):
+            assert same_bits(offloaded[0], plain[0])
+            assert torch.equal(offloaded[1], plain[1])
 
 
-def resume_on_weights(directory: str) -> tuple[int, bool, list[str], list[str]]:
+def resume_on_weights(directory: str) -> tuple[int, bool, list[float], list[float]]:
     """Returns where a run on weights resumes without a checkpoint, whether bitwise, and both runs' losses."""
 
     def started(name: str) -> tuple[TrainState, Plan]:
@@ -231,7 +234,7 @@ def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
     written: list[int] = []
 
     def pwritev(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        written.append(sum(one.nbytes for one in buffers))
+        written.append(sum(buffer.nbytes for buffer in buffers))
         return SYSTEM.pwritev(descriptor, buffers, offset)
 
     run = run_of(f"offload.tier={tier}", f"run.dir={directory}")
@@ -248,19 +251,19 @@ def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("tier", [DRIVE, pytest.param("optimizer:nvme", marks=pytest.mark.long)])
 def test_unset_parameters_are_neither_written_nor_used(tier: str, ranks: Any, tmp_path: Path) -> None:
-    (found,) = ranks(1).run(without_values, tier, str(tmp_path))
-    written, said = found
+    (result,) = ranks(1).run(without_values, tier, str(tmp_path))
+    written, said = result
     assert written < PAGE_BYTES  # a manifest
-    assert all("no values yet" in one for one in said)
+    assert all("no values yet" in text for text in said)
 
 
-def resume_from_damage(directory: str, weights: str | None) -> tuple[int, list[str], list[str]]:
+def resume_from_damage(directory: str, weights: str | None) -> tuple[int, list[float], list[float]]:
     """Returns the step and losses of a run whose kept step is damaged while it starts, and other losses."""
 
     def made(name: str) -> tuple[TrainState, Plan]:
         return state_on(DRIVE, f"{directory}/{name}", unset=weights is not None)
 
-    def start(state: TrainState, plan: Plan) -> list[str]:
+    def start(state: TrainState, plan: Plan) -> list[float]:
         base = Path(weights) if weights else None
         restore_train_state(state, plan, weights=base, saved=f"{directory}/saved", must_resume=False)
         begun.append(state.step)
@@ -339,8 +342,8 @@ LACKING = "layers.3.up"
 def test_an_import_that_broke_off_can_be_repeated(tier: str, ranks: Any, tmp_path: Path) -> None:
     write_weights(tmp_path, without=LACKING)
     ((_, expected),) = ranks(1).run(imported, tier, str(tmp_path))
-    (found,) = ranks(1).run(loaded_twice, tier, str(tmp_path))
-    assert torch.equal(found, expected)
+    (outputs,) = ranks(1).run(loaded_twice, tier, str(tmp_path))
+    assert torch.equal(outputs, expected)
 
 
 class Tables(Regression):
@@ -357,14 +360,14 @@ class Tables(Regression):
             )
 
 
-def trained_with_tables(tier: str, directory: str) -> tuple[list[str], Bits]:
+def trained_with_tables(tier: str, directory: str) -> tuple[list[float], Bits]:
     run = run_of(
         "precision.mode=bf16", f"offload.tier={DRIVE if tier == HOST else tier}", f"run.dir={directory}"
     )
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     model = shard_on(tier, Tables(), plan)
     state = TrainState(model, build_optimizer(model, plan), data=Pairs())
-    losses = [repr(step.loss) for step in train(state, plan, loss=mean_square)]
+    losses = [step.loss for step in train(state, plan, loss=mean_square)]
     return losses, local_bits(state)
 
 
@@ -390,7 +393,7 @@ def test_integers_are_frozen_outside_as_well(ranks: Any, tmp_path: Path) -> None
         pytest.skip("this torch cannot shard parameters of integers")
     expected = ranks(2).run(trained_with_tables, "none", "none")
     for tier in (DRIVE, HOST):
-        found = ranks(2).run(trained_with_tables, tier, f"{tmp_path}/{tier}")
-        for own, other in zip(found, expected, strict=True):
-            assert own[0] == other[0]
-            assert same_bits(own[1], other[1])
+        offloaded = ranks(2).run(trained_with_tables, tier, f"{tmp_path}/{tier}")
+        for plain, other in zip(offloaded, expected, strict=True):
+            assert plain[0] == other[0]
+            assert same_bits(plain[1], other[1])

@@ -18,6 +18,7 @@ from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.shard import close_offloaded_state, offload_settings, shard
 from fullshard.training.state import TrainState
+from tests.checkpoint.test_verify import flip
 from tests.ranks import RankFailed
 from tests.training.runs import Regression, local_bits, mean_square, meta, run_of, same_bits, sharded
 
@@ -37,15 +38,15 @@ def state_on(directory: str) -> tuple[TrainState, Plan]:
 def undisturbed() -> list[tuple[float, Bits]]:
     """Returns the loss and this rank's bits after each step, from 0, without a tier."""
     state, plan = sharded(run_of(*settings("none", "none")))
-    found = [(0.0, local_bits(state))]
-    return found + [(step.loss, local_bits(state)) for step in train(state, plan, loss=mean_square)]
+    after_steps = [(0.0, local_bits(state))]
+    return after_steps + [(step.loss, local_bits(state)) for step in train(state, plan, loss=mean_square)]
 
 
 def until(step: int, directory: str) -> None:
     """Ends as it should, after so many steps."""
     state, plan = state_on(directory)
-    for one in train(state, plan, loss=mean_square):
-        if one.index == step:
+    for taken in train(state, plan, loss=mean_square):
+        if taken.index == step:
             break
     state.wait_for_updates()
 
@@ -59,8 +60,8 @@ def killed(step: int, directory: str, settled: bool) -> None:
             os._exit(1)
         return mean_square(model, batch)
 
-    for one in train(state, plan, loss=loss):
-        if one.index == step and torch.distributed.get_rank() == 0:
+    for taken in train(state, plan, loss=loss):
+        if taken.index == step and torch.distributed.get_rank() == 0:
             if settled:
                 state.wait_for_updates()
             os._exit(1)
@@ -71,20 +72,20 @@ def resume(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]:
     state, plan = state_on(directory)
     step = state.step if state.restore_newest_generation(at_least=0) else None
     bits = local_bits(state)
-    return step, bits, [(one.loss, local_bits(state)) for one in train(state, plan, loss=mean_square)]
+    return step, bits, [(taken.loss, local_bits(state)) for taken in train(state, plan, loss=mean_square)]
 
 
 def check(n: int, ranks: Any, directory: Path) -> int | None:
     """Resumes, and compares with the undisturbed run. Returns the step that it resumed from."""
     expected = ranks(n).run(undisturbed)
-    found = ranks(n).run(resume, str(directory))
-    (step,) = {one[0] for one in found}
-    for (_, bits, after), own in zip(found, expected, strict=True):
-        assert same_bits(bits, own[step or 0][1])
+    resumed = ranks(n).run(resume, str(directory))
+    (step,) = {rank[0] for rank in resumed}
+    for (_, bits, after), curve in zip(resumed, expected, strict=True):
+        assert same_bits(bits, curve[step or 0][1])
         assert len(after) == STEPS - (step or 0)
-        for (loss, later), (own_loss, own_later) in zip(after, own[(step or 0) + 1 :], strict=True):
-            assert loss == own_loss
-            assert same_bits(later, own_later)
+        for (loss, later), (straight, bits) in zip(after, curve[(step or 0) + 1 :], strict=True):
+            assert loss == straight
+            assert same_bits(later, bits)
     return step
 
 
@@ -94,18 +95,10 @@ def manifests(directory: Path, rank: int) -> dict[int, Path]:
     return {json.loads(path.read_text().splitlines()[0])["step"]: path for path in paths}
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-
-
 # A run that dies #
 @pytest.mark.parametrize(
     ("n", "settled"),
-    [(1, True), (3, False), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, False), (3, True)))],
+    [(1, True), (3, False), *(pytest.param(*x, marks=pytest.mark.long) for x in [(1, False), (3, True)])],
 )
 def test_dead_run_resumes_from_a_step_of_all_ranks(n: int, settled: bool, ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"died \(exit code 1\)"):
@@ -131,20 +124,18 @@ def test_run_that_dies_before_it_resumes_loses_nothing(ranks: Any, tmp_path: Pat
     assert check(2, ranks, tmp_path) == 4
 
 
-def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "steps", "file", "expected"),
+    [(1, (4,), ".data", 3), (1, (3, 4), ".data", None), (0, (4,), ".payload", 3)],
+)
+def test_a_damaged_generation_is_dropped_on_all_ranks(
+    rank: int, steps: tuple[int, ...], file: str, *, expected: int | None, ranks: Any, tmp_path: Path
+) -> None:
     """Then the older one is taken, and where that is damaged too, none: the state is as it began."""
-    for damaged, expected in (({4}, 3), ({3, 4}, None)):
-        directory = tmp_path / str(expected)
-        ranks(2).run(until, 4, str(directory))
-        for step in damaged:
-            flip(manifests(directory, 1)[step].with_suffix(".data"), at=20)
-        assert check(2, ranks, directory) == expected
-
-
-def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(until, 4, str(tmp_path))
-    flip(manifests(tmp_path, 0)[4].with_suffix(".payload"), at=100)
-    assert check(2, ranks, tmp_path) == 3
+    for step in steps:
+        flip(manifests(tmp_path, rank)[step].with_suffix(file), 8 * 100)
+    assert check(2, ranks, tmp_path) == expected
 
 
 def test_run_without_resume_begins_anew(ranks: Any, tmp_path: Path) -> None:
@@ -198,11 +189,11 @@ def skips_all_from(step: int, directory: str) -> None:
 def breaks_in(step: int, directory: str) -> None:
     """The last update of a run that then dies makes the mean of squares negative: 1.1 v - 0.1 g^2."""
     state, plan = state_on(directory)
-    for one in train(state, plan, loss=mean_square):
-        if one.index == step - 1:
+    for taken in train(state, plan, loss=mean_square):
+        if taken.index == step - 1:
             for group in state.optimizer.param_groups:
                 group["betas"] = (0.9, 1.1)
-        if one.index == step:
+        if taken.index == step:
             break
     state.wait_for_updates()
 

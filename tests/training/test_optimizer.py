@@ -39,15 +39,12 @@ def for_each(function: Callable[..., Any], cases: Sequence[Sequence[str]]) -> li
     return [function(*case) for case in cases]
 
 
-def test_adamw_is_fused_and_takes_the_sections_figures(ranks: Any) -> None:
-    name, options = ranks(1).run(described, "optimizer.betas=[0.8, 0.9]", "optimizer.eps=1e-5")[0]
-    assert name == "AdamW"
-    assert options["fused"] is True
-    assert (options["betas"], options["eps"], options["lr"]) == ((0.8, 0.9), 1e-5, 1e-2)
-    assert options["weight_decay"] == 0.1
-
-
 CLASSES: list[tuple[tuple[str, ...], str, dict[str, Any]]] = [
+    (
+        ("adamw", "optimizer.betas=[0.8, 0.9]", "optimizer.eps=1e-5"),
+        "AdamW",
+        {"fused": True, "betas": (0.8, 0.9), "eps": 1e-5, "lr": 1e-2, "weight_decay": 0.1},
+    ),
     (("sgd", "optimizer.options={momentum=0.5}"), "SGD", {"momentum": 0.5}),
     (("torch.optim.SGD", "optimizer.options={nesterov=true, momentum=0.9}"), "SGD", {"nesterov": True}),
     (("torch.optim.NAdam",), "NAdam", {"betas": (0.9, 0.95), "eps": 1e-8}),

@@ -66,12 +66,6 @@ def test_the_fake_device_notes_nothing_else() -> None:
 
 
 # The number of waits in a step #
-def mean_and_item(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss = mean_square(model, batch)
-    assert loss.item() >= 0
-    return loss
-
-
 def waits_of_steps(more: tuple[str, ...], data: Any = None, loss: Any = mean_square) -> list[list[str]]:
     """The waits of each of six steps: from one `next` to the return of the following one."""
     state, plan = sharded(run_of("train.microbatch=2", *more), data=data)
@@ -125,11 +119,6 @@ def test_a_step_on_an_iterable_waits_for_no_more_than_the_comparison_of_the_firs
 def test_the_strict_order_waits_once_for_each_decision(more: tuple[str, ...], ranks: Any) -> None:
     for waits in ranks(2).run(waits_of_steps, more):
         assert [len(step) for step in waits] == [1] * 6, waits
-
-
-def test_a_wait_that_the_loss_adds_is_counted(ranks: Any) -> None:
-    for waits in ranks(2).run(waits_of_steps, (), None, mean_and_item):
-        assert [len(step) for step in waits] == [3] * 6, "one for each microbatch"
 
 
 # The same numbers #

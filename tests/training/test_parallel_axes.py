@@ -1,6 +1,5 @@
 """Ranks that share matmuls or sequences, or divide experts, alone and at once: the numbers of one rank."""
 
-import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import load, save
 from fullshard.errors import PlanError, ShardError, TrainError
@@ -22,10 +20,11 @@ from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
+from tests.fakes.architectures import whole
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.models import VOCABULARY
 from tests.survival.test_replicas import flip
-from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded, train_unsharded
+from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded
 
 LENGTH = 16
 DECODER, TIED, ONE_HEAD = "decoder", "tied_decoder", "one_kv_head_decoder"
@@ -35,7 +34,6 @@ NO_SHARD = 'sharding.units.overrides=[{match="*.experts", strategy="no_shard"}]'
 OFFLOADED = {"extra": ["offload.tier=params+optimizer:cpu"]}
 OPTIMIZER_OFFLOADED = {"extra": ["offload.tier=optimizer:cpu"]}
 COMPILED = {"extra": ["run.compile=true"]}
-TIERS = ("optimizer:cpu", "params+optimizer:cpu", "optimizer:nvme", "params+optimizer:nvme")
 
 
 class Axes(NamedTuple):
@@ -46,7 +44,7 @@ class Axes(NamedTuple):
     expert: int = 1
 
 
-# ranks, axes, model, strategy, and what differs from the default; 13 tokens are divided unevenly
+# ranks, axes, model, strategy, and what differs from the default
 CASES: list[tuple[int, Axes, str, str, dict[str, Any]]] = [
     (2, Axes(tensor=2), DECODER, "full_shard", {"loss_chunk": 4}),
     (4, Axes(tensor=4), ONE_HEAD, "no_shard", {"recompute": "full"}),
@@ -60,19 +58,16 @@ CASES: list[tuple[int, Axes, str, str, dict[str, Any]]] = [
     (4, Axes(context=4), DECODER, "hybrid_shard", {"recompute": "selective", "loss_chunk": 4, "length": 16}),
     (4, Axes(context=2), DECODER, "zero1", {"accumulation": (2, "every_microbatch"), "units": "size"}),
     (3, Axes(context=3), DECODER, "full_shard", {"length": 12}),
-    (2, Axes(expert=2), MIXTURE, "full_shard", {"recompute": "full", "loss_chunk": 4, "length": 9}),
-    (
-        4,
-        Axes(expert=2),
-        MIXTURE,
-        "full_shard",
-        {"accumulation": (2, "last_microbatch")},
-    ),
+    (2, Axes(), MIXTURE, "full_shard", {"recompute": "selective", "loss_chunk": 4}),
+    (3, Axes(), BIASED, "zero1", {"accumulation": (2, "last_microbatch"), "recompute": "full"}),
+    (4, Axes(), MIXTURE, "hybrid_shard", {"units": "size", "accumulation": (2, "every_microbatch")}),
+    (2, Axes(), BIASED, "no_shard", {}),
+    (2, Axes(expert=2), MIXTURE, "full_shard", {"recompute": "full", "loss_chunk": 4}),
+    (4, Axes(expert=2), MIXTURE, "full_shard", {"accumulation": (2, "last_microbatch")}),
     (4, Axes(expert=4), MIXTURE, "no_shard", {"accumulation": (2, "every_microbatch")}),
     (4, Axes(expert=2), MIXTURE, "hybrid_shard", {"recompute": "selective"}),
-    (3, Axes(expert=3), BIASED, "zero1", {"units": "unsharded_head", "length": 9}),
+    (3, Axes(expert=3), BIASED, "zero1", {"units": "unsharded_head"}),
     (4, Axes(expert=2), BIASED, "shard_grad_op", {"extra": [NO_SHARD]}),
-    (2, Axes(expert=2), BIASED, "shard_grad_op", COMPILED),
     (4, Axes(expert=2), MIXTURE, "full_shard", OPTIMIZER_OFFLOADED),
     (4, Axes(2, 2, 1), ONE_HEAD, "zero1", {}),
     (4, Axes(1, 2, 4), MIXTURE, "hybrid_shard_zero2", {}),
@@ -91,51 +86,16 @@ def run_of(ranks: int, axes: Axes, model: str, strategy: str = "full_shard", **m
     return make_run(model=model, ranks=ranks, strategy=strategy, **settings)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# The compiler takes most of a minute, and the case with shared matmuls shows compiled blocks beside an axis.
+LONG_CASE = (2, Axes(expert=2), BIASED, "shard_grad_op", COMPILED)
+
+
+@pytest.mark.parametrize("case", [*CASES, pytest.param(LONG_CASE, marks=pytest.mark.long)], ids=str)
 def test_the_same_numbers(case: tuple[Any, ...], ranks: Any) -> None:
     count, axes, model, strategy, more = case
     run = run_of(count, axes, model, strategy, **more)
     found = ranks(count).run(train_sharded, model, run)
     assert_same_numbers(model, found, length=more.get("length", LENGTH))
-
-
-CROSS = [
-    (axes, strategy)
-    for axes in itertools.starmap(Axes, itertools.product((1, 2, 4), repeat=3))
-    if axes.tensor * axes.context <= 8
-    for strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
-]
-RECOMPUTE = ("none", "full", "selective")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("index", range(len(CROSS)), ids=[str(one) for one in CROSS])
-def test_the_same_numbers_in_the_full_cross(index: int, ranks: Any) -> None:
-    """Recompute and accumulation go round."""
-    axes, strategy = CROSS[index]
-    more = {
-        "recompute": RECOMPUTE[index % 4],
-        "accumulation": ((1, "every_microbatch"), (3, "last_microbatch"))[index % 5 % 2],
-    }
-    model = MIXTURE if axes.tensor < 4 else PLAIN  # 30 columns of its shared expert
-    run = run_of(8, axes, model, strategy, **more)
-    assert_same_numbers(model, ranks(8).run(train_sharded, model, run), length=LENGTH)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "shard_grad_op"])
-def test_same_numbers_from_any_offload_target(tier: str, strategy: str, ranks: Any, tmp_path: Path) -> None:
-    run = run_of(4, Axes(2), ONE_HEAD, strategy, extra=[f"offload.tier={tier}", f"run.dir={tmp_path}"])
-    _, losses, norms = train_unsharded(ONE_HEAD, torch.float64, length=LENGTH)
-    # The parameters themselves are on the drive.
-    for _, own_losses, own_norms in ranks(4).run(train_sharded, ONE_HEAD, run):
-        assert own_losses == pytest.approx(losses, rel=1e-5)
-        assert own_norms == pytest.approx(norms, rel=1e-4)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def state_of(axes: Axes, *extra: str, model: str = MIXTURE) -> tuple[TrainState, Plan]:
@@ -177,10 +137,8 @@ def test_a_checkpoint_passes_through_any_meshes_unchanged(ranks: Any, tmp_path: 
         (4, Axes(2, 2, 1)),
         (4, Axes(1, 4, 1)),
         (3, Axes()),
-        (2, Axes(2, 1, 2)),
         (4, Axes(2, 1, 4)),
-        (1, Axes()),
-        (4, Axes(1, 1, 2)),
+        (2, Axes(1, 1, 2)),
     )
     written, source = dict[str, Tensor](), None
     for index, (count, axes) in enumerate(chain):

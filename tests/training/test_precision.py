@@ -29,18 +29,11 @@ CASES: dict[str, Case] = {
     "full_shard-2": (2, 2, ("sharding.strategy=full_shard",)),
     "shard_grad_op-3": (3, 1, ("sharding.strategy=shard_grad_op",)),
     "hybrid_shard-4": (4, 1, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
-    "full_shard-1": (1, 1, ("sharding.strategy=full_shard",)),
     "full_shard-3-last": (3, 4, ("sharding.strategy=full_shard", "train.gradient_sync=last_microbatch")),
     "full_shard-4-recompute": (4, 2, ("sharding.strategy=full_shard", "recompute.mode=full")),
     "hybrid_shard_zero2-4": (4, 2, ("sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")),
     "no_shard-2": (2, 3, ("sharding.strategy=no_shard",)),
-    "no_shard-4": (4, 1, ("sharding.strategy=no_shard",)),
     "zero1-3": (3, 2, ("sharding.strategy=zero1",)),
-    "shard_grad_op-2-each": (
-        2,
-        6,
-        ("sharding.strategy=shard_grad_op", "train.gradient_sync=every_microbatch"),
-    ),
 }
 
 

@@ -72,18 +72,8 @@ def part(directory: Path, strategy: str, until: int, extra: list[str], model: st
     return train_part(directory, strategy=strategy, until=until, extra=extra, model_name=model)
 
 
-PRECISIONS = ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure")
-
-
 def test_resumed_run_equals_undisturbed_run_bitwise(ranks: Any, tmp_path: Path) -> None:
     assert_bitwise(ranks, tmp_path, "hybrid_shard", "bf16")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_resumed_run_in_the_full_cross(strategy: str, precision: str, ranks: Any, tmp_path: Path) -> None:
-    assert_bitwise(ranks, tmp_path, strategy, precision)
 
 
 def assert_bitwise(ranks: Any, path: Path, strategy: str, precision: str) -> None:

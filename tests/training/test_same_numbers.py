@@ -6,14 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from fullshard.models.loss import next_token_loss
-from fullshard.parallel.materialize import materialize
-from tests.fakes.data import global_batch
-from tests.fakes.models import VOCABULARY
-from tests.training.same_numbers import STRATEGIES, assert_same_numbers, build, make_run, train_sharded
+from tests.training.same_numbers import STRATEGIES, assert_same_numbers, make_run, train_sharded
 
 MODELS = ("decoder", "tied_decoder", "odd", "odd_tied", "odd_mixture")
 RECOMPUTE = ("none", "full", "selective")
@@ -101,30 +95,3 @@ WITHIN = ("units", "loss_chunk")
 def test_sharded_run_equals_unsharded_run_in_the_full_cross(case: dict[str, Any], ranks: Any) -> None:
     for values in itertools.product(*(AXES[axis] for axis in WITHIN)):
         check(case | dict(zip(WITHIN, values, strict=True)), ranks)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("accumulation", ACCUMULATION)
-@pytest.mark.parametrize(
-    ("strategy", "degree"),
-    [
-        ("hybrid_shard", "sharding.shard_degree=3"),
-        ("hybrid_shard_zero2", "sharding.shard_degree=3"),
-    ],
-)
-def test_sharded_run_equals_unsharded_run_on_two_by_three(
-    strategy: str, degree: str, accumulation: tuple[int, str], model: str, ranks: Any
-) -> None:
-    case = {"model": model, "ranks": 6, "strategy": strategy, "accumulation": accumulation}
-    run = make_run(**case, extra=[degree])
-    assert_same_numbers(model, ranks(6).run(train_sharded, model, run))
-
-
-def test_the_loss_is_the_default_one() -> None:
-    model = materialize(build("odd", make_run(model="odd", ranks=1, strategy="no_shard")), seed=0)
-    batch = global_batch(0, sequences=4, length=9, vocabulary=VOCABULARY)
-    total, count = next_token_loss(model, batch)
-    assert count == (batch["labels"] != -100).sum()
-    mean = nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
-    torch.testing.assert_close(total / count, mean)

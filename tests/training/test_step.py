@@ -148,14 +148,7 @@ UNSHARDED_LAYER = 'sharding.units.overrides=[{match="layers.1", strategy="no_sha
 @pytest.mark.parametrize(
     ("n", "model", "more"),
     [
-        pytest.param(1, OddWithUnused, (), marks=pytest.mark.long),
         (3, OddWithUnused, (UNSHARDED_LAYER,)),
-        pytest.param(
-            4,
-            OddWithUnused,
-            ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
-            marks=pytest.mark.long,
-        ),
         (2, MixedOdd, (UNSHARDED_HEAD, "train.microbatch=2")),
         (3, MixedOdd, ("sharding.strategy=no_shard", UNSHARDED_HEAD)),
         (4, MixedOdd, (UNSHARDED_HEAD, "sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")),

@@ -1,20 +1,16 @@
 """Stochastic rounding, and the AdamW that keeps everything in bf16."""
 
-import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.offload.rounding import RoundingSeed, random_halfwords, round_stochastically
-from fullshard.training.loop import train
 from fullshard.training.low_bit_adamw import StochasticAdamW
-from tests.training.runs import mean_square, run_of, sharded
 
 
 def rounded(exact: Tensor, *, seed: int = 0) -> Tensor:
@@ -112,27 +108,6 @@ def test_in_fp32_it_is_adamw() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def trained(*, seed: int, stop_after: int | None = None) -> Tensor:
-    parameter = start(torch.bfloat16)
-    optimizer = StochasticAdamW([parameter], lr=1e-3, seed=seed)
-    if stop_after is not None:
-        descend(optimizer, parameter, steps=stop_after)
-        saved = copy.deepcopy(optimizer.state_dict())
-        parameter = nn.Parameter(parameter.detach().clone())
-        optimizer = StochasticAdamW([parameter], lr=1e-3, seed=seed)
-        optimizer.load_state_dict(saved)
-    descend(optimizer, parameter, steps=20 - (stop_after or 0))
-    return parameter.detach()
-
-
-def test_a_resumed_run_rounds_as_one_that_was_not_stopped() -> None:
-    torch.manual_seed(1)
-    straight = trained(seed=3)
-    torch.manual_seed(2)  # the noise is not the process's
-    assert torch.equal(trained(seed=3, stop_after=7), straight)
-    assert not torch.equal(trained(seed=4), straight)
-
-
 def equal_rows() -> Tensor:
     """This rank's half of a parameter whose rows are all alike, after a step."""
     mesh = init_device_mesh("cpu", (2,))
@@ -146,30 +121,3 @@ def equal_rows() -> Tensor:
 def test_shards_are_rounded_independently(ranks: Any) -> None:
     first, second = ranks(2).run(equal_rows)
     assert 0.1 < (first != second).float().mean() < 0.9
-
-
-def parts_after_a_run(strategy: tuple[str, ...]) -> dict[str, tuple[int, Tensor]]:
-    """(place among the shards, this rank's part) of parameters and optimizer state."""
-    state, plan = sharded(run_of("precision.mode=bf16_pure", *strategy))
-    for step in train(state, plan, loss=mean_square):
-        assert not step.skipped
-    return {
-        name: (dist.get_rank() % plan.shard_degree, tensor.to_local().detach().clone())
-        for name, tensor in state.tensors().items()
-        if isinstance(tensor, DTensor)
-    }
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [("sharding.strategy=no_shard",), ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")],
-    ids=["no_shard", "hybrid_shard"],
-)
-def test_replicas_agree_bit_for_bit(strategy: tuple[str, ...], ranks: Any) -> None:
-    results = ranks(4).run(parts_after_a_run, strategy)
-    assert any("exp_avg_sq" in name for name in results[0])
-    for name in results[0]:
-        parts: dict[int, Tensor] = {}
-        for place, part in (result[name] for result in results):
-            assert part.dtype is torch.bfloat16
-            assert torch.equal(part, parts.setdefault(place, part)), name

@@ -113,27 +113,23 @@ def test_among_ranks_that_wait_the_one_that_does_not_is_named(others: int, at: i
     assert "stack in data" in verdict.stacks
 
 
-def test_of_ranks_in_different_collectives_the_few_are_named() -> None:
-    early, late = report(RunPhase.REDUCE), report(RunPhase.FORWARD, step=5)
-    reports = {0: early, 1: late, 2: early}
-    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
-        "rank 1 left out a collective that ranks 0, 2"
-    )
-    reports = {0: late, 1: early, 2: late}
-    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
-        "rank 1 left out a collective that ranks 0, 2"
-    )
+EARLY, LATE = report(RunPhase.REDUCE), report(RunPhase.FORWARD, step=5)
 
 
-def test_of_as_many_the_one_that_is_further_on_left_something_out() -> None:
-    reports = {0: report(RunPhase.FORWARD, step=5), 1: report(RunPhase.REDUCE)}
-    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
-        "rank 0 left out a collective that rank 1 waits"
-    )
-    reports = {0: report(RunPhase.FORWARD), 1: report(RunPhase.REDUCE)}
-    assert diagnose_hang(reports, {}, now=NOW).error.what.startswith(
-        "rank 1 left out a collective that rank 0 waits"
-    )
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ([EARLY, LATE, EARLY], "rank 1 left out a collective that ranks 0, 2"),
+        ([LATE, EARLY, LATE], "rank 1 left out a collective that ranks 0, 2"),
+        ([LATE, EARLY], "rank 0 left out a collective that rank 1 waits"),
+        ([report(RunPhase.FORWARD), EARLY], "rank 1 left out a collective that rank 0 waits"),
+    ],
+)
+def test_the_few_or_the_one_that_is_further_on_left_something_out(
+    reports: list[RankReport], said: str
+) -> None:
+    verdict = diagnose_hang(dict(enumerate(reports)), {}, now=NOW)
+    assert verdict.error.what.startswith(said)
 
 
 def test_flight_recorder_distinguishes_ranks_in_one_phase() -> None:

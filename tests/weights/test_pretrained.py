@@ -21,7 +21,7 @@ from fullshard.weights.files import open_pretrained_files
 from fullshard.weights.pretrained import LoadReport, fill_selected_tensors, load_pretrained
 from tests.checkpoint.states import assert_same
 from tests.fakes.architectures_hf import CONFIGS
-from tests.fakes.plans import STRATEGIES, plan_of
+from tests.fakes.plans import plan_of
 from tests.fakes.sampling import sampled
 from tests.weights.hugging_face import hugging_face, outcome, whole
 
@@ -40,19 +40,6 @@ def test_three_ranks_hold_the_tensors_of_from_pretrained(ranks, tmp_path, name):
     assert_same(tensors, {n: t.detach() for n, t in model.state_dict().items()})
     assert torch.allclose(logits, outcome(model, name), atol=1e-5)
     assert (loaded.missing, loaded.surplus) == ((), ())
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings"),
-    [
-        pytest.param(name, settings, marks=[] if name == "hybrid_shard" else pytest.mark.long)
-        for name, settings in STRATEGIES.items()
-    ],
-)
-def test_every_strategy_reads_the_same(ranks, tmp_path, strategy, settings):
-    model = hugging_face("mixtral", tmp_path)
-    for _, tensors, _ in ranks(4).run(imported, tmp_path, "mixtral", *settings):
-        assert_same(tensors, {n: t.detach() for n, t in model.state_dict().items()})
 
 
 class Small(nn.Module):
