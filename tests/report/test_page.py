@@ -102,7 +102,7 @@ def test_page_of_a_run_that_died_omits_an_earlier_measurement(tmp_path: Path):
     assert "Predicted and measured" in page.headings
 
 
-def test_a_run_without_a_step_or_without_events_has_a_page(tmp_path: Path):
+def test_a_run_without_a_step_has_a_page(tmp_path: Path):
     page = shown(read(runs.begun(tmp_path / "begun"), is_running=True))
     assert "Running: step 0 of 100 is done." in page.text
     assert not any(tag == "svg" for tag, _ in page.tags)

@@ -80,11 +80,6 @@ class Precision(FrozenModel):
             else None,
         )
 
-    @property
-    def gathers_fp8(self) -> bool:
-        """True if the matrices that are multiplied in fp8 are gathered in fp8, too."""
-        return self.fp8 is not None and self.fp8.scaling == "tensorwise"
-
 
 _MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
     "fp32": ("fp32", "fp32", "fp32"),

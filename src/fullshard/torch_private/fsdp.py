@@ -49,11 +49,6 @@ def unit_state(module: FSDPModule) -> Any:
     return module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
 
 
-def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
-    """Returns the modules of a unit, of which `module` is one."""
-    return unit_state(module)._modules
-
-
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """Returns the parameter groups of a unit: one; several with several meshes; none without parameters."""
     state = unit_state(module)
