@@ -13,13 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from fullshard.distributed.agreement import (
-    Group,
-    all_gather_object,
-    raise_on_all_ranks,
-    rank,
-    run_on_rank_zero,
-)
+from fullshard.distributed import agreement
 from fullshard.quantities import format_bytes
 from fullshard.system.direct_io import DirectFileWriter
 from fullshard.system.files import fsync_path, open_regular_file
@@ -94,18 +88,18 @@ class RanksSharingDisk:
 
     @property
     def is_leader(self) -> bool:
-        return self.leader == rank()
+        return self.leader == agreement.rank()
 
-    def run_on_leader(self, act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+    def run_on_leader(self, act: Callable[[], T], *, doing: str, group: agreement.Group = None) -> T:
         """Runs `act()` on the leader of every disk, and returns the leader's result on each rank of the disk.
 
         Collective. The result is pickled. Raises CheckpointError on all ranks if a leader failed.
         """
         if self.nodes == 1:
-            return run_on_rank_zero(act, doing=doing, group=group)
-        with raise_on_all_ranks(doing, group=group):
+            return agreement.run_on_rank_zero(act, doing=doing, group=group)
+        with agreement.raise_on_all_ranks(doing, group=group):
             results = [act()] if self.is_leader else []
-        return all_gather_object(results, group=group)[self.leader][0]
+        return agreement.all_gather_object(results, group=group)[self.leader][0]
 
 
 @dataclass(frozen=True)

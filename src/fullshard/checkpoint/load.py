@@ -13,14 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from fullshard.checkpoint import storage
+from fullshard.checkpoint import location, storage
 from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk
-from fullshard.checkpoint.location import (
-    CheckpointLocation,
-    is_checkpoint_listed,
-    iterate_complete_checkpoints,
-    location_of,
-)
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -50,7 +44,7 @@ logger = logging.getLogger("fullshard")
 
 
 def load(
-    state: Checkpointable, directory: str | Path | CheckpointLocation, *, missing_ok: bool = False
+    state: Checkpointable, directory: str | Path | location.CheckpointLocation, *, missing_ok: bool = False
 ) -> bool:
     """Loads the newest complete checkpoint of `directory` into `state`, and returns True.
 
@@ -68,7 +62,7 @@ def load(
     >>> state.step
     3
     """
-    place = location_of(directory)
+    place = location.location_of(directory)
     refused: dict[str, str] = {}
     for attempt in itertools.count(1):
         disk = place.recover_and_group_ranks()
@@ -102,7 +96,7 @@ def load(
     raise AssertionError("the loop ends by itself")
 
 
-def _check_attempts_left(attempt: int, place: CheckpointLocation) -> None:
+def _check_attempts_left(attempt: int, place: location.CheckpointLocation) -> None:
     if attempt == _TRIES:
         raise CheckpointError(
             f"{place} changes faster than it can be read.",
@@ -111,7 +105,9 @@ def _check_attempts_left(attempt: int, place: CheckpointLocation) -> None:
         )
 
 
-def _is_removed_or_replaced(place: CheckpointLocation, files: CheckpointFiles, *, manifest: Manifest) -> bool:
+def _is_removed_or_replaced(
+    place: location.CheckpointLocation, files: CheckpointFiles, *, manifest: Manifest
+) -> bool:
     """Returns whether a checkpoint that was found in `place` was removed or replaced since.
 
     A checkpoint that is `place` itself never counts as removed.
@@ -119,26 +115,30 @@ def _is_removed_or_replaced(place: CheckpointLocation, files: CheckpointFiles, *
     if files.name == place.root_as_checkpoint().name:
         return False
     try:
-        return not is_checkpoint_listed(place, files) or read_manifest(files) != manifest
+        return not location.is_checkpoint_listed(place, files) or read_manifest(files) != manifest
     except CheckpointError:
-        return not is_checkpoint_listed(place, files)
+        return not location.is_checkpoint_listed(place, files)
 
 
-def resolve_checkpoint(directory: str | Path | CheckpointLocation) -> tuple[CheckpointFiles, Manifest]:
+def resolve_checkpoint(
+    directory: str | Path | location.CheckpointLocation,
+) -> tuple[CheckpointFiles, Manifest]:
     """Returns the checkpoint `directory`, or the newest complete one in it, or raises CheckpointError."""
-    found = _find_newest_checkpoint(location_of(directory), RanksSharingDisk(), missing_ok=False, refused={})
+    found = _find_newest_checkpoint(
+        location.location_of(directory), RanksSharingDisk(), missing_ok=False, refused={}
+    )
     assert found is not None, "missing_ok is False"
     return found
 
 
 def call_with_newest_checkpoint(
-    directory: str | Path | CheckpointLocation, act: Callable[[CheckpointFiles, Manifest], T]
+    directory: str | Path | location.CheckpointLocation, act: Callable[[CheckpointFiles, Manifest], T]
 ) -> T:
     """Returns `act(files, manifest)` of the checkpoint that `resolve_checkpoint` returns.
 
     Repeats this if the checkpoint is removed meanwhile. See [Note: a reader beside a writer].
     """
-    place = location_of(directory)
+    place = location.location_of(directory)
     for attempt in itertools.count(1):
         files, manifest = resolve_checkpoint(place)
         try:
@@ -173,7 +173,7 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
         state.load_values(manifest.state_values, receivers)
 
 
-def _quarantine_and_describe(place: CheckpointLocation, files: CheckpointFiles) -> str:
+def _quarantine_and_describe(place: location.CheckpointLocation, files: CheckpointFiles) -> str:
     try:
         return f"renamed to {place.quarantine(files)}"
     except OSError as error:  # a read-only location
@@ -181,7 +181,11 @@ def _quarantine_and_describe(place: CheckpointLocation, files: CheckpointFiles) 
 
 
 def _find_newest_checkpoint(
-    place: CheckpointLocation, disk: RanksSharingDisk, *, missing_ok: bool, refused: Mapping[str, str]
+    place: location.CheckpointLocation,
+    disk: RanksSharingDisk,
+    *,
+    missing_ok: bool,
+    refused: Mapping[str, str],
 ) -> tuple[CheckpointFiles, Manifest] | None:
     complete, newest = disk.complete_steps, None
     # Listed before the search, so that what a run commits during it does not count as damaged.
@@ -194,7 +198,7 @@ def _find_newest_checkpoint(
             return files, manifest
     if complete is not None:  # all disks load the same step
         newest = next((step for step in complete if step_name(step) not in refused), -1)
-    for files, manifest in iterate_complete_checkpoints(place):
+    for files, manifest in location.iterate_complete_checkpoints(place):
         if files.name not in refused and newest in (None, manifest.step):
             return files, manifest
     others = [name for name in listed if name not in refused]

@@ -42,13 +42,7 @@ from fullshard.checkpoint.manifest import (
     read_manifest_and_check_sizes,
     step_name,
 )
-from fullshard.distributed.agreement import (
-    Group,
-    all_gather_object,
-    raise_on_all_ranks,
-    rank,
-    run_on_rank_zero,
-)
+from fullshard.distributed import agreement
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import (
     check_disk_space,
@@ -79,7 +73,7 @@ class CheckpointLocation(Protocol):
 
     def __str__(self) -> str: ...
 
-    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
+    def recover_and_group_ranks(self, *, group: agreement.Group = None) -> RanksSharingDisk:
         """Completes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
         ...
 
@@ -141,7 +135,7 @@ class LocalLocation:
     def __str__(self) -> str:
         return str(self.path)
 
-    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
+    def recover_and_group_ranks(self, *, group: agreement.Group = None) -> RanksSharingDisk:
         return RanksSharingDisk()
 
     def exists(self) -> bool:
@@ -387,25 +381,29 @@ class NodeLocalDirectory(LocalLocation):
     def __str__(self) -> str:
         return f"{self.path} of each node"
 
-    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
+    def recover_and_group_ranks(self, *, group: agreement.Group = None) -> RanksSharingDisk:
         """Finds the ranks that share a disk: each writes a file, and sees those of ranks on the same disk.
 
         The lowest rank of a disk leads. Then commits, on every disk, the drafts of steps that all nodes
         prepared. See [Note: prepared, then committed].
         """
-        token = run_on_rank_zero(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
-        doing, sign = f"looking who shares {self.path}", self.path / f".seat-{token}-{rank()}"
-        with raise_on_all_ranks(doing, group=group):
+        token = agreement.run_on_rank_zero(
+            lambda: secrets.token_hex(4), doing="choosing a token", group=group
+        )
+        doing, sign = f"looking who shares {self.path}", self.path / f".seat-{token}-{agreement.rank()}"
+        with agreement.raise_on_all_ranks(doing, group=group):
             make_durable_directory(self.path)
             sign.touch()
-        with raise_on_all_ranks(doing, group=group):
+        with agreement.raise_on_all_ranks(doing, group=group):
             leader = min(int(one.name.rpartition("-")[2]) for one in self.path.glob(f".seat-{token}-*"))
-        leaders = sorted(set(all_gather_object(leader, group=group)))
+        leaders = sorted(set(agreement.all_gather_object(leader, group=group)))
         sign.unlink()
-        with raise_on_all_ranks(f"looking for checkpoints in {self.path}", group=group):
-            mine = list_node_checkpoints(self) if leader == rank() else []
-        known = steps_on_all_disks([one for many in all_gather_object(mine, group=group) for one in many])
-        with raise_on_all_ranks(f"committing what was prepared in {self.path}", group=group):
+        with agreement.raise_on_all_ranks(f"looking for checkpoints in {self.path}", group=group):
+            mine = list_node_checkpoints(self) if leader == agreement.rank() else []
+        known = steps_on_all_disks(
+            [one for many in agreement.all_gather_object(mine, group=group) for one in many]
+        )
+        with agreement.raise_on_all_ranks(f"committing what was prepared in {self.path}", group=group):
             for one in mine:
                 target = self.path / step_name(one.step)
                 if (one.step, one.attempt) in known and one.name != target.name:

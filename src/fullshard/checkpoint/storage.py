@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from fullshard.checkpoint import shard_file
 from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.manifest import (
     METADATA,
@@ -43,15 +44,6 @@ from fullshard.checkpoint.manifest import (
     read_failure_error,
     read_verified_file,
     write_small_file,
-)
-from fullshard.checkpoint.shard_file import (
-    SUFFIX,
-    ShardFileTable,
-    ShardFileWriter,
-    ShardRecord,
-    parse_checkpoint_json,
-    read_verified_part_into,
-    shard_offsets,
 )
 from fullshard.distributed.agreement import ErrorCapture, Group, is_distributed, rank, world_size
 from fullshard.distributed.ranges import TimedRange
@@ -105,7 +97,9 @@ class DcpCheckpointWriter(StorageWriter):
             # One at a time: a shard on a GPU is on the host only while it is written.
             planned = {(one.index.fqn, tuple(one.index.offset or ())): one for one in plan.items}
             shards = ((*place, cast(Tensor, planner.resolve_data(one))) for place, one in planned.items())
-            besides = {(fqn, shard_offsets(tensor)): tensor for fqn, tensor in self.besides.items()}
+            besides = {
+                (fqn, shard_file.shard_offsets(tensor)): tensor for fqn, tensor in self.besides.items()
+            }
             copies = ((*at, detached_local_tensor(t)) for at, t in besides.items() if at not in planned)
             every = itertools.chain(shards, copies)
             pieces, self.written = write_shards(self.draft, name, shards=every, check=self.check)
@@ -133,7 +127,7 @@ class DcpCheckpointWriter(StorageWriter):
 
 def write_shards(
     draft: CheckpointFiles, name: str, *, shards: Iterable[tuple[str, Sequence[int], Tensor]], check: Check
-) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
+) -> tuple[Sequence[shard_file.ShardRecord], dict[str, SavedFile]]:
     """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
 
     shards: (name of the tensor, position of the shard in the tensor, shard) of each
@@ -146,14 +140,21 @@ def write_shards(
     some = next(shards, None)
     if some is None:
         return (), {}
-    with draft.create_file(name) as file, ShardFileWriter(file) as pieces, _without_zip_checksums():
+    with (
+        draft.create_file(name) as file,
+        shard_file.ShardFileWriter(file) as pieces,
+        _without_zip_checksums(),
+    ):
         for tensor_name, index, shard in itertools.chain([some], shards):
             on_cpu = shard.detach().cpu()
             check(tensor_name, on_cpu)
             pieces.write_tensor(tensor_name, on_cpu, index=index)
     table = pieces.table
-    described = write_small_file(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
-    return table.pieces, {name: SavedFile(size_bytes=table.data_file_bytes), f"{name}{SUFFIX}": described}
+    described = write_small_file(draft, f"{name}{shard_file.SUFFIX}", data=table.model_dump_json().encode())
+    return table.pieces, {
+        name: SavedFile(size_bytes=table.data_file_bytes),
+        f"{name}{shard_file.SUFFIX}": described,
+    }
 
 
 class DcpCheckpointReader(StorageReader):
@@ -163,7 +164,7 @@ class DcpCheckpointReader(StorageReader):
         self.files, self.manifest = files, manifest
         self.attempt = ErrorCapture()
         self._metadata: Metadata | None = None
-        self._tables: dict[str, ShardFileTable] = {}
+        self._tables: dict[str, shard_file.ShardFileTable] = {}
         self._buffer = memoryview(b"")
 
     def reset(self, checkpoint_id: object = None) -> None: ...
@@ -174,7 +175,7 @@ class DcpCheckpointReader(StorageReader):
             source = f"{self.files}/{SHARDS}"
             if SHARDS in self.manifest.files:
                 data = read_verified_file(self.files, self.manifest, name=SHARDS)
-                index = parse_checkpoint_json(ShardIndex, data, source=source)
+                index = shard_file.parse_checkpoint_json(ShardIndex, data, source=source)
             else:  # saved by a version without an index
                 tables = {name: self.read_table(name) for name in self.manifest.all_data_file_names}
                 index = ShardIndex.from_shard_file_tables(tables)
@@ -220,7 +221,7 @@ class DcpCheckpointReader(StorageReader):
         tables = {name: self.read_table(name) for name in self.manifest.data_file_names_on_this_disk}
         return {(p.name, p.index): (name, p.offset) for name, table in tables.items() for p in table.pieces}
 
-    def read_table(self, name: str) -> ShardFileTable:
+    def read_table(self, name: str) -> shard_file.ShardFileTable:
         """Returns the table of a data file. Raises CheckpointError for a file on another node's disk."""
         if name in self.manifest.files and name not in self.manifest.files_on_this_disk:
             raise CheckpointError(
@@ -230,8 +231,10 @@ class DcpCheckpointReader(StorageReader):
                 fix=GATHER,
             )
         if name not in self._tables:
-            data = read_verified_file(self.files, self.manifest, name=f"{name}{SUFFIX}")
-            table = parse_checkpoint_json(ShardFileTable, data, source=f"{self.files}/{name}{SUFFIX}")
+            data = read_verified_file(self.files, self.manifest, name=f"{name}{shard_file.SUFFIX}")
+            table = shard_file.parse_checkpoint_json(
+                shard_file.ShardFileTable, data, source=f"{self.files}/{name}{shard_file.SUFFIX}"
+            )
             if len(self._buffer) < table.block_bytes:
                 self._buffer = memoryview(bytearray(table.block_bytes))
             self._tables[name] = table
@@ -247,13 +250,13 @@ class DcpCheckpointReader(StorageReader):
             raise read_failure_error(error, f"{self.files} cannot be read.", name=name) from error
 
     def read_piece_part_into(
-        self, file: BinaryIO, piece: ShardRecord | None, *, offsets: Sequence[int], target: Tensor
+        self, file: BinaryIO, piece: shard_file.ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
         """Fills `target` as `shard_file.read_verified_part_into` does. Checks the dtype of `piece`."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
             differ = f"{SHARDS} and the tables of pieces differ"
             raise DamagedCheckpointError(f"{self.files} is damaged.", got=differ)
-        read_verified_part_into(file, piece, offsets=offsets, target=target, scratch=self._buffer)
+        shard_file.read_verified_part_into(file, piece, offsets=offsets, target=target, scratch=self._buffer)
 
 
 def write_with_dcp(
@@ -383,7 +386,7 @@ class ShardIndex(FrozenModel):
         )
 
     @classmethod
-    def from_shard_file_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
+    def from_shard_file_tables(cls, tables: Mapping[str, shard_file.ShardFileTable]) -> Self:
         """Builds the index of a checkpoint that has none, from the tables of its data files, by file name."""
         pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
         return cls._from_places([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])

@@ -7,36 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
+from fullshard.convert import rules
 from fullshard.convert.deepspeed import convert_deepspeed
 from fullshard.convert.huggingface import convert_accelerate, convert_axolotl, convert_trainer
-from fullshard.convert.rules import (
-    AUTO,
-    ConfigFormat,
-    ConversionState,
-    KeyResult,
-    KeyVerdict,
-    default_run_setting,
-    iterate_leaves,
-)
 from fullshard.convert.torchtitan import convert_torchtitan
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel
-from fullshard.system.small_files import (
-    ForeignErrorTranslator,
-    check_integer_sizes,
-    check_nesting_depth,
-    parse_json,
-    parse_toml,
-    toml_text,
-)
+from fullshard.system import small_files
 
-_READERS: dict[ConfigFormat, Callable[[ConversionState], None]] = {
-    ConfigFormat.ACCELERATE: convert_accelerate,
-    ConfigFormat.AXOLOTL: convert_axolotl,
-    ConfigFormat.DEEPSPEED: convert_deepspeed,
-    ConfigFormat.TORCHTITAN: convert_torchtitan,
-    ConfigFormat.TRAINER: convert_trainer,
+_READERS: dict[rules.ConfigFormat, Callable[[rules.ConversionState], None]] = {
+    rules.ConfigFormat.ACCELERATE: convert_accelerate,
+    rules.ConfigFormat.AXOLOTL: convert_axolotl,
+    rules.ConfigFormat.DEEPSPEED: convert_deepspeed,
+    rules.ConfigFormat.TORCHTITAN: convert_torchtitan,
+    rules.ConfigFormat.TRAINER: convert_trainer,
 }
 
 
@@ -53,21 +38,21 @@ _YAML_LETTERS = 1 << 17  # the YAML parser takes about one second for this many 
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 # Keys of which one suffices to recognise a format, in the order in which formats are tried.
 _FORMAT_KEYS = {
-    ConfigFormat.AXOLOTL: {"sequence_len", "val_set_size"},
-    ConfigFormat.TRAINER: {
+    rules.ConfigFormat.AXOLOTL: {"sequence_len", "val_set_size"},
+    rules.ConfigFormat.TRAINER: {
         "per_device_train_batch_size",
         "model_name_or_path",
         "num_train_epochs",
         "lr_scheduler_type",
     },
-    ConfigFormat.ACCELERATE: {
+    rules.ConfigFormat.ACCELERATE: {
         "compute_environment",
         "distributed_type",
         "deepspeed_config",
         "num_machines",
         "num_processes",
     },
-    ConfigFormat.DEEPSPEED: {
+    rules.ConfigFormat.DEEPSPEED: {
         *_DEEPSPEED,
         "gradient_accumulation_steps",
         "gradient_clipping",
@@ -86,7 +71,7 @@ _STRING_OR_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)
 _STRING_OR_TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\$\{|\{\{|\{%|\$\w+\Z")
 
-ParsedConfig = tuple[ConfigFormat, dict[str, Any]]
+ParsedConfig = tuple[rules.ConfigFormat, dict[str, Any]]
 
 
 class Conversion(FrozenModel):
@@ -101,8 +86,8 @@ class Conversion(FrozenModel):
     """
 
     name: str
-    format: ConfigFormat
-    key_results: tuple[KeyResult, ...]
+    format: rules.ConfigFormat
+    key_results: tuple[rules.KeyResult, ...]
     notes: tuple[str, ...]
     settings: dict[str, Any]
     origins: dict[str, str]
@@ -119,11 +104,11 @@ class Conversion(FrozenModel):
         lost = (f"\nLOST: {one.key} = {one.value!r}: {one.why}" for one in self.key_results if one.is_lost)
         head += "".join(lost)
         tables = _nested_tables(self.settings)
-        return toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
+        return small_files.toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
 
 
 def convert_config(
-    text: str, *, name: str, format: ConfigFormat | None = None, ranks: int | None = None
+    text: str, *, name: str, format: rules.ConfigFormat | None = None, ranks: int | None = None
 ) -> Conversion:
     """Converts the config `text` of a file called `name`.
 
@@ -134,7 +119,7 @@ def convert_config(
     run.toml does not allow.
     """
     found, tree = parse_config(text, name=name, format=format)
-    state = ConversionState(tree, ranks=ranks)
+    state = rules.ConversionState(tree, ranks=ranks)
     _check_no_nan(state)
     _READERS[found](state)
     offloads = state.settings.get("offload.tier", "none") != "none"
@@ -142,7 +127,7 @@ def convert_config(
         state.settings["precision.mode"] = "fp8_rowwise"
         state.notes.append('precision.mode = "fp8_rowwise": "fp8" does not go with offload')
     length = state.settings.get("data.sequence_length")
-    most = state.settings.get("model.max_sequence", default_run_setting("model.max_sequence"))
+    most = state.settings.get("model.max_sequence", rules.default_run_setting("model.max_sequence"))
     if isinstance(length, int) and length > most and "model.hf" not in state.settings:
         state.settings["model.max_sequence"] = length
         state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
@@ -160,7 +145,7 @@ def convert_config(
     )
 
 
-def _check_no_nan(state: ConversionState) -> None:
+def _check_no_nan(state: rules.ConversionState) -> None:
     """Raises SpecError for NaN, which JSON, YAML and TOML can express."""
     for key, value in state.leaves.items():
         for one in cast(list[Any], value) if isinstance(value, list) else [value]:
@@ -168,17 +153,17 @@ def _check_no_nan(state: ConversionState) -> None:
                 raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
 
 
-def _final_key_result(state: ConversionState, result: KeyResult) -> KeyResult:
+def _final_key_result(state: rules.ConversionState, result: rules.KeyResult) -> rules.KeyResult:
     """Returns `result` with the key's name in the config, and for an open value, the one that counts here."""
     changes = {"key": state.original_names.get(result.key, result.key)}
     target = result.misses
-    if result.verdict is KeyVerdict.OPEN:
-        default = default_run_setting(target)
+    if result.verdict is rules.KeyVerdict.OPEN:
+        default = rules.default_run_setting(target)
         if target in state.settings:
             here = f"{target} = {state.settings[target]!r} here, from {state.origins[target]}"
             if state.origins[target] in state.leaves:  # another key has the value
                 changes["misses"] = ""
-        elif default in (None, AUTO):
+        elif default in (None, rules.AUTO):
             here = f"{target} is left open here too"
         else:
             here = f"{target} = {default!r} here, its default"
@@ -186,7 +171,7 @@ def _final_key_result(state: ConversionState, result: KeyResult) -> KeyResult:
     return result.model_copy(update=changes)
 
 
-def _note_default_model_and_data(state: ConversionState) -> None:
+def _note_default_model_and_data(state: rules.ConversionState) -> None:
     """Adds a note if the config does not say what to train, or on what: run.toml then has the defaults."""
     given = {target.partition(".")[0] for target in state.settings if target not in _SIZES_OF_SEQUENCES}
     missing = [f"[{section}] {key}" for section, key in _WHAT_IS_TRAINED.items() if section not in given]
@@ -213,7 +198,7 @@ def _nested_tables(settings: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> ParsedConfig:
+def parse_config(text: str, *, name: str, format: rules.ConfigFormat | None) -> ParsedConfig:
     """Returns (format, nested settings) of `text`. Raises SpecError if it has no known format."""
     if name.endswith(".py"):
         raise SpecError(
@@ -236,21 +221,26 @@ def parse_config(text: str, *, name: str, format: ConfigFormat | None) -> Parsed
     )
 
 
-def _try_parse_json(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
+def _try_parse_json(text: str, format: rules.ConfigFormat | None) -> ParsedConfig | None:
     if format not in _MAPPING_FORMATS:
         return None
     for form in (text, _STRING_OR_TRAILING_COMMA.sub(r"\1", _STRING_OR_COMMENT.sub(r"\1", text))):
         with suppress(ValueError):
-            return _recognize_mapping_format(parse_json(form), format)
+            return _recognize_mapping_format(small_files.parse_json(form), format)
     return None
 
 
-def _try_parse_yaml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
+def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfig | None:
     if format not in _MAPPING_FORMATS:
         return None
     found = _recognize_mapping_format(_load_yaml(text), format)
     # DeepSpeed's are JSON; a YAML with one of its common names, such as `optimizer`, is another tool's.
-    if format is None and found and found[0] is ConfigFormat.DEEPSPEED and not _DEEPSPEED & found[1].keys():
+    if (
+        format is None
+        and found
+        and found[0] is rules.ConfigFormat.DEEPSPEED
+        and not _DEEPSPEED & found[1].keys()
+    ):
         return None
     return found
 
@@ -262,15 +252,15 @@ def _load_yaml(text: str) -> Any:
     if len(text) > _YAML_LETTERS:
         return None
     try:
-        with ForeignErrorTranslator(lambda got: SpecError("it is not YAML.", got=got)):
+        with small_files.ForeignErrorTranslator(lambda got: SpecError("it is not YAML.", got=got)):
             tree: Any = yaml.safe_load(text)
-            check_nesting_depth(tree, most=len(text))
+            small_files.check_nesting_depth(tree, most=len(text))
     except SpecError:
         return None
     return tree
 
 
-def _recognize_mapping_format(tree: Any, format: ConfigFormat | None) -> ParsedConfig | None:
+def _recognize_mapping_format(tree: Any, format: rules.ConfigFormat | None) -> ParsedConfig | None:
     """Returns a config of `format`, or of the format that its keys belong to; None if no format has them."""
     if not isinstance(tree, Mapping) or not tree:
         return None
@@ -283,13 +273,13 @@ def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedC
     """Returns `source` with JSON types only. Raises SpecError for values that no run.toml can have."""
     format, tree = source
     try:
-        check_nesting_depth(tree, most=len(text))
-        check_integer_sizes(tree)
+        small_files.check_nesting_depth(tree, most=len(text))
+        small_files.check_integer_sizes(tree)
         plain = {key: _plain_json_value(value) for key, value in tree.items()}
         json.dumps(plain, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except ValueError as error:
         raise SpecError(f"{name} has values that no run has.", got=str(error)) from error
-    leaves = list(iterate_leaves(plain))
+    leaves = list(rules.iterate_leaves(plain))
     if len(leaves) > _MOST_KEYS:
         raise SpecError(f"{name} is not a config.", got=f"more than {_MOST_KEYS:,} keys")
     for key, value in leaves:
@@ -313,11 +303,11 @@ def _template_error(name: str, got: str) -> SpecError:
     return SpecError(f"{name} is a template.", got=got, fix="fill in its placeholders first")
 
 
-def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> ParsedConfig | None:
-    if format not in (None, ConfigFormat.TORCHTITAN):
+def _try_parse_torchtitan_toml(text: str, format: rules.ConfigFormat | None) -> ParsedConfig | None:
+    if format not in (None, rules.ConfigFormat.TORCHTITAN):
         return None
     try:
-        tree = parse_toml(text)
+        tree = small_files.parse_toml(text)
     except ValueError:
         return None
     sections = {key for key, value in tree.items() if isinstance(value, dict)}
@@ -326,7 +316,7 @@ def _try_parse_torchtitan_toml(text: str, format: ConfigFormat | None) -> Parsed
             "this is a run.toml already.", got=f"[{'], ['.join(sections)}]", fix="fullshard train"
         )
     if format is not None or _TORCHTITAN & sections:
-        return ConfigFormat.TORCHTITAN, tree
+        return rules.ConfigFormat.TORCHTITAN, tree
     return None
 
 
@@ -334,9 +324,9 @@ def _syntax_error_text(text: str, name: str) -> str | None:
     """Returns the parser's error if `name` ends in .json or .toml and `text` is not that; else None."""
     try:
         if name.endswith(".json"):
-            parse_json(text)
+            small_files.parse_json(text)
         elif name.endswith(".toml"):
-            parse_toml(text)
+            small_files.parse_toml(text)
     except (ValueError, RecursionError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     return None

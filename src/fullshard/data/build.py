@@ -9,28 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from fullshard.data import packing, token_store
 from fullshard.data.batches import TrainingData
 from fullshard.data.packed import PackedData, ShufflePool
-from fullshard.data.packing import (
-    build_rows_from_arrays,
-    build_source_interleaving,
-    count_tokens_in_row_arrays,
-    pack_spans_into_rows,
-    shuffle_spans,
-    split_training_and_held_out,
-)
 from fullshard.data.sources import open_token_stores
-from fullshard.data.token_store import (
-    Heartbeat,
-    Integers,
-    TokenStore,
-    TokenStream,
-    cache_key,
-    get_or_build_entry,
-    memory_map_npy,
-    no_heartbeat,
-    read_manifest,
-)
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.run import Run
@@ -41,7 +23,7 @@ from fullshard.system.dotted import import_callable
 _PARTS = ("training", "held-out")
 
 
-def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> TrainingData:
+def build_data(run: Run, *, alive: token_store.Heartbeat = token_store.no_heartbeat) -> TrainingData:
     """Builds the data of `run`.
 
     Tokenizes the sources that are not in the cache yet, and calls `alive` regularly while it works. Raises
@@ -100,7 +82,7 @@ def tokenizer_vocabulary_size(section: DataSection) -> int | None:
     return open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
 
 
-def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
+def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no_heartbeat) -> PackedData:
     """Builds the data of a run whose source is not `python`. See `build_data`."""
     check_data_is_given(run)
     section, root = run.data, Path(run.data.cache)
@@ -114,10 +96,10 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
     seeds = [f"{run.run.seed} {i}" for i in range(len(stores))] if len(stores) > 1 else [run.run.seed]
     return PackedData(
         pools=tuple(
-            _build_shuffle_pool(TokenStream(tuple(group)), run, alive=alive, seed=seed)
+            _build_shuffle_pool(token_store.TokenStream(tuple(group)), run, alive=alive, seed=seed)
             for group, seed in zip(stores, seeds, strict=True)
         ),
-        pattern=build_source_interleaving(weights),
+        pattern=packing.build_source_interleaving(weights),
         sequence_length=section.sequence_length,
         document_mask=section.document_mask,
         packing=section.packing,
@@ -125,7 +107,9 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
     )
 
 
-def _open_matching_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
+def _open_matching_tokenizer(
+    section: DataSection, stores: Sequence[token_store.TokenStore]
+) -> Tokenizer | None:
     """Opens the tokenizer that decodes the tokens of `stores`; None if only another program knows them.
 
     Raises DataError if a store holds tokens that the tokenizer does not have.
@@ -149,7 +133,9 @@ def _open_matching_tokenizer(section: DataSection, stores: Sequence[TokenStore])
     return tokenizer
 
 
-def _build_shuffle_pool(stream: TokenStream, run: Run, *, alive: Heartbeat, seed: int | str) -> ShufflePool:
+def _build_shuffle_pool(
+    stream: token_store.TokenStream, run: Run, *, alive: token_store.Heartbeat, seed: int | str
+) -> ShufflePool:
     """Packs the documents of `stream` into rows, which are kept in the cache unless tokens are in memory."""
     section, root = run.data, Path(run.data.cache)
     keys = [store.key for store in stream.stores]
@@ -170,11 +156,13 @@ def _build_shuffle_pool(stream: TokenStream, run: Run, *, alive: Heartbeat, seed
                 np.save(draft / f"{name}.npy", array)
             return facts
 
-        entry = get_or_build_entry(root, f"layout-{cache_key(settings)}", build=write_layout, alive=alive)
-        arrays = {path.stem: memory_map_npy(path) for path in entry.glob("*.npy")}
-        facts = read_manifest(entry)
+        entry = token_store.get_or_build_entry(
+            root, f"layout-{token_store.cache_key(settings)}", build=write_layout, alive=alive
+        )
+        arrays = {path.stem: token_store.memory_map_npy(path) for path in entry.glob("*.npy")}
+        facts = token_store.read_manifest(entry)
     training, held_out = (
-        build_rows_from_arrays(
+        packing.build_rows_from_arrays(
             {name.rpartition("-")[2]: array for name, array in arrays.items() if name.startswith(part)},
             tokens=facts["tokens"][part],
             sequence_length=section.sequence_length,
@@ -188,20 +176,22 @@ def _build_shuffle_pool(stream: TokenStream, run: Run, *, alive: Heartbeat, seed
 
 
 def _pack_training_and_held_out(
-    stream: TokenStream, run: Run
-) -> tuple[Mapping[str, Integers], Mapping[str, Any]]:
+    stream: token_store.TokenStream, run: Run
+) -> tuple[Mapping[str, token_store.Integers], Mapping[str, Any]]:
     """Returns (row arrays of both parts, number of tokens per part and of the longest training document)."""
     section = run.data
-    training, held_out = split_training_and_held_out(
+    training, held_out = packing.split_training_and_held_out(
         *stream.document_begins_and_lengths(), fraction=section.validation_fraction
     )
     if section.packing == "concat":
-        training = shuffle_spans(training, seed=run.run.seed)
-    arrays, tokens = dict[str, Integers](), dict[str, int]()
+        training = packing.shuffle_spans(training, seed=run.run.seed)
+    arrays, tokens = dict[str, token_store.Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
-        rows = pack_spans_into_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
+        rows = packing.pack_spans_into_rows(
+            spans, packing=section.packing, sequence_length=section.sequence_length
+        )
         arrays |= {f"{part}-{name}": array for name, array in rows.items()}
-        tokens[part] = count_tokens_in_row_arrays(rows)
+        tokens[part] = packing.count_tokens_in_row_arrays(rows)
     return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
 
 

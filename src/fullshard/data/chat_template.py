@@ -28,14 +28,9 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data import tokenizer
 from fullshard.data.conversation import Conversation, Message, function_of_call
 from fullshard.data.row_fields import UntokenizableRecordError
-from fullshard.data.tokenizer import (
-    EncodedText,
-    list_tokenizer_files,
-    locate_tokenizer_file,
-    read_tokenizer_text,
-)
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.system.small_files import SETTINGS_BYTES, ForeignErrorTranslator, read_text
 
@@ -92,9 +87,9 @@ class ChatTemplate:
             raise MissingExtraError("hf", package="transformers", needed_for='data.records = "messages"')
         from transformers import AutoTokenizer
 
-        directory = locate_tokenizer_file(path).parent
-        for file in list_tokenizer_files(path):
-            read_tokenizer_text(file)  # rejects a file without end, which transformers would read
+        directory = tokenizer.locate_tokenizer_file(path).parent
+        for file in tokenizer.list_tokenizer_files(path):
+            tokenizer.read_tokenizer_text(file)  # rejects a file without end, which transformers would read
         what = f"the tokenizer in {directory} cannot be loaded."
         with ForeignErrorTranslator(lambda got: DataError(what, got=got)):
             try:
@@ -217,7 +212,7 @@ class ChatTemplate:
         """Returns (tokens of `text`, mask of those within `spans` of characters)."""
         with _convert_template_errors():
             coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        encoded = EncodedText.from_offsets(coded["input_ids"], coded["offset_mapping"])
+        encoded = tokenizer.EncodedText.from_offsets(coded["input_ids"], coded["offset_mapping"])
         trained = np.zeros(len(encoded.tokens), dtype=np.bool_)
         for begin, end in spans:
             trained |= encoded.mask_tokens_in(begin, end)

@@ -9,19 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data import token_store
 from fullshard.data.files import list_matching_files, stat_files, unreadable_path_error
-from fullshard.data.token_store import (
-    Heartbeat,
-    Integers,
-    TokenizeNotes,
-    TokenStore,
-    cache_key,
-    get_or_build_entry,
-    memory_map_npy,
-    memory_map_numbers,
-    read_manifest,
-    source_file_digests,
-)
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.small_files import ForeignErrorTranslator
@@ -36,7 +25,9 @@ Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(index of each document's first token, index behind its last token)."""
 
 
-def open_memmap_stores(fields: DataSourceFields, *, root: Path, alive: Heartbeat) -> list[TokenStore]:
+def open_memmap_stores(
+    fields: DataSourceFields, *, root: Path, alive: token_store.Heartbeat
+) -> list[token_store.TokenStore]:
     """Returns a store for each token file that matches `fields.paths`; an .idx stands for its .bin.
 
     The tokens stay in their files. The document boundaries and the largest token are cached in `root`. Raises
@@ -47,7 +38,9 @@ def open_memmap_stores(fields: DataSourceFields, *, root: Path, alive: Heartbeat
     return [_open_memmap_store(path, fields, root=root, alive=alive) for path in sorted(paths)]
 
 
-def _open_memmap_store(path: str, fields: DataSourceFields, *, root: Path, alive: Heartbeat) -> TokenStore:
+def _open_memmap_store(
+    path: str, fields: DataSourceFields, *, root: Path, alive: token_store.Heartbeat
+) -> token_store.TokenStore:
     index = path.removesuffix(".bin") + ".idx"
     has_index = path.endswith(".bin") and os.path.exists(index)
     files = stat_files([path, index] if has_index else [path])
@@ -74,28 +67,30 @@ def _open_memmap_store(path: str, fields: DataSourceFields, *, root: Path, alive
 
     facts = {
         "kind": "memmap",
-        "files": source_file_digests(files, root=root, alive=alive),
+        "files": token_store.source_file_digests(files, root=root, alive=alive),
         "dtype": str(tokens.dtype),
         "eod_token": fields.eod_token,
         "rows": bounds is not None,
         "checked": None,  # of earlier versions, whose entries have the same names
     }
-    entry = get_or_build_entry(root, f"index-{cache_key(facts)}", build=write_document_bounds, alive=alive)
-    manifest = read_manifest(entry)
-    return TokenStore(
+    entry = token_store.get_or_build_entry(
+        root, f"index-{token_store.cache_key(facts)}", build=write_document_bounds, alive=alive
+    )
+    manifest = token_store.read_manifest(entry)
+    return token_store.TokenStore(
         name=path.rpartition("/")[2],
         key=entry.name,
         tokens=tokens,
-        begins=memory_map_npy(entry / _BEGINS),
-        ends=memory_map_npy(entry / _ENDS),
+        begins=token_store.memory_map_npy(entry / _BEGINS),
+        ends=token_store.memory_map_npy(entry / _ENDS),
         trained_token_count=len(tokens),
         vocabulary_size=manifest["vocabulary"],
-        notes=TokenizeNotes(empty=manifest.get("empty", 0)),
+        notes=token_store.TokenizeNotes(empty=manifest.get("empty", 0)),
     )
 
 
 def _max_token_and_document_ends(
-    tokens: Integers, path: str, *, eod_token: int | None, alive: Heartbeat
+    tokens: token_store.Integers, path: str, *, eod_token: int | None, alive: token_store.Heartbeat
 ) -> tuple[int, NDArray[np.int64]]:
     """Returns (largest token, index behind each `eod_token` and behind the last token, sorted)."""
     largest, ends = -1, [np.array([len(tokens)])]
@@ -110,7 +105,7 @@ def _max_token_and_document_ends(
     return largest, np.unique(np.concatenate(ends)).astype(np.int64)
 
 
-def _open_npy_tokens(path: str) -> tuple[Integers, Bounds | None]:
+def _open_npy_tokens(path: str) -> tuple[token_store.Integers, Bounds | None]:
     """Returns (tokens of an .npy file, bounds of its rows if it has two dims)."""
     what = f"{path} is not an array of tokens."
     with ForeignErrorTranslator(lambda got: DataError(what, got=got)):
@@ -132,7 +127,7 @@ def _open_npy_tokens(path: str) -> tuple[Integers, Bounds | None]:
     return array.reshape(-1), (ends - array.shape[1], ends)
 
 
-def _open_bin_tokens(path: str, dtype: str | None) -> Integers:
+def _open_bin_tokens(path: str, dtype: str | None) -> token_store.Integers:
     if dtype is None:
         raise DataError(
             f"{path} does not state its dtype.",
@@ -147,16 +142,16 @@ def _open_bin_tokens(path: str, dtype: str | None) -> Integers:
             got=f"{size} bytes, for a dtype of {each} ({dtype})",
             fix="the dtype that it was written with, or a file that is whole",
         )
-    return memory_map_numbers(Path(path), dtype)
+    return token_store.memory_map_numbers(Path(path), dtype)
 
 
-def _open_megatron_tokens(path: str, index: str) -> tuple[Integers, Bounds]:
+def _open_megatron_tokens(path: str, index: str) -> tuple[token_store.Integers, Bounds]:
     """Returns (tokens of a .bin, bounds of the documents in its .idx).
 
     The index holds a header, sizes (int32), byte offsets (int64), and the first sequence of each document
     (int64).
     """
-    data = memory_map_numbers(Path(index), "uint8")  # only the bytes that are accessed are read
+    data = token_store.memory_map_numbers(Path(index), "uint8")  # only the bytes that are accessed are read
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     start = bytes(data[:head])
     if not start.startswith(_MAGIC) or len(start) < head:

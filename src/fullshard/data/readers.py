@@ -8,14 +8,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, BinaryIO, Literal
 
+from fullshard.data import files
 from fullshard.data.conversation import drop_null_members
-from fullshard.data.files import (
-    SourceFile,
-    is_compressed,
-    open_source_file,
-    path_of_content,
-    unreadable_path_error,
-)
 from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.settings.data_section import DataSourceFields
@@ -78,7 +72,7 @@ class CorruptRecord:
     why: str
 
 
-def split_file_into_parts(kind: RecordKind, file: SourceFile) -> list[FilePart]:
+def split_file_into_parts(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
     """Cuts `file` into parts of about SHARD_BYTES; parquet into its row groups.
 
     Raises DataError for a broken parquet file.
@@ -89,7 +83,7 @@ def split_file_into_parts(kind: RecordKind, file: SourceFile) -> list[FilePart]:
         return [FilePart(kind, path, i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
     if kind == "jsonl" and _is_json_array(path):
         return [FilePart("json_array", path, 0, size, size, last=True)]
-    if is_compressed(path):  # cannot be read from the middle
+    if files.is_compressed(path):  # cannot be read from the middle
         return [FilePart(kind, path, 0, size, size, last=True)]
     cuts = [*range(0, size, SHARD_BYTES), size]
     return [
@@ -129,7 +123,7 @@ def open_parquet_file(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except OSError as error:
-        raise unreadable_path_error(path, error) from error
+        raise files.unreadable_path_error(path, error) from error
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a parquet file.", got=str(error).splitlines()[0]) from error
 
@@ -176,8 +170,8 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
 def _read_part_as_one_text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the lines that begin within the part, as one piece of the file's single document."""
     before = after = text = ""
-    with open_source_file(shard.path) as file:
-        if is_compressed(shard.path):
+    with files.open_source_file(shard.path) as file:
+        if files.is_compressed(shard.path):
             data, begin = file.read(), 0
         else:
             data, begin = _read_block_of_whole_lines(file, shard)
@@ -213,7 +207,7 @@ def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
 
 
 def _read_array_of_objects(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
-    with open_source_file(shard.path) as file:
+    with files.open_source_file(shard.path) as file:
         try:
             values = json.loads(file.read())
         except (ValueError, RecursionError) as error:
@@ -250,7 +244,7 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
                 yield _record_of(value, lambda row=row: f"{place} row {row}", fields=fields)
                 row += 1
     except FileNotFoundError as error:
-        raise unreadable_path_error(shard.path, error) from error
+        raise files.unreadable_path_error(shard.path, error) from error
     except (OSError, pyarrow.ArrowException) as error:
         yield CorruptRecord(lambda: place, str(error).splitlines()[0])
 
@@ -313,8 +307,8 @@ def _record_of(
 
 def _iterate_lines(shard: FilePart) -> Iterator[tuple[int, bytes]]:
     """Yields (byte at which the line begins, line) for the lines that begin within the part."""
-    with open_source_file(shard.path) as file:
-        if is_compressed(shard.path):
+    with files.open_source_file(shard.path) as file:
+        if files.is_compressed(shard.path):
             begin = 0
             for line in file:
                 yield begin, line
@@ -354,16 +348,16 @@ def _is_json_array(path: str) -> bool:
 
     Spark and others also write one object per line into .json files.
     """
-    if not path_of_content(path).endswith(".json"):
+    if not files.path_of_content(path).endswith(".json"):
         return False
-    with open_source_file(path) as file:
+    with files.open_source_file(path) as file:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _format_line_location(path: str, begin: int) -> str:
     """Returns path and number (from 1) of the line that begins at byte `begin`, for messages."""
     lines, left = 1, begin
-    with open_source_file(path) as file:
+    with files.open_source_file(path) as file:
         while left and (block := file.read(min(left, SHARD_BYTES))):
             lines += block.count(b"\n")
             left -= len(block)

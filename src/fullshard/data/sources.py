@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data import token_store
 from fullshard.data.chat_template import read_chat_template
 from fullshard.data.files import SourceFile, is_compressed, list_matching_files, list_stdlib_files
 from fullshard.data.memmaps import open_memmap_stores
@@ -24,18 +25,6 @@ from fullshard.data.readers import (
     split_file_into_parts,
 )
 from fullshard.data.row_fields import TOKEN_LIMIT
-from fullshard.data.token_store import (
-    Heartbeat,
-    TokenizeNotes,
-    TokenStore,
-    cache_key,
-    get_or_build_entry,
-    make_token_store,
-    memory_map_npy,
-    memory_map_numbers,
-    read_manifest,
-    source_file_digests,
-)
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import (
     list_tokenizer_files,
@@ -95,8 +84,8 @@ class _SourceFiles:
 
 
 def open_token_stores(
-    source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Heartbeat
-) -> list[TokenStore]:
+    source: DataSource | DataSection, section: DataSection, *, root: Path, alive: token_store.Heartbeat
+) -> list[token_store.TokenStore]:
     """Returns the token stores of `source`, tokenized with the settings of `section`.
 
     They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES, and the tokens of token files.
@@ -135,31 +124,35 @@ def open_token_stores(
         offsets, facts = _tokenize_to_callback(files, settings, processes=1, write=tasks.append)
         tokens = np.concatenate([task.tokens for task in tasks])
         facts |= {"vocabulary": vocabulary}
-        store = make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
+        store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
     else:
-        digests = [*source_file_digests(files.files, root=root, alive=alive), *files.fingerprints]
-        key = cache_key({"files": digests, "kind": files.kind, **_settings_cache_facts(settings)})
+        digests = [*token_store.source_file_digests(files.files, root=root, alive=alive), *files.fingerprints]
+        key = token_store.cache_key({"files": digests, "kind": files.kind, **_settings_cache_facts(settings)})
         processes = section.processes or count_usable_cores()
 
         def write_token_files(draft: Path) -> Mapping[str, Any]:
             facts = _tokenize_into_draft(draft, files, settings=settings, processes=processes, alive=alive)
             return {**facts, "vocabulary": vocabulary or facts["largest"] + 1}
 
-        entry = get_or_build_entry(root, f"tokens-{key}", build=write_token_files, alive=alive)
+        entry = token_store.get_or_build_entry(root, f"tokens-{key}", build=write_token_files, alive=alive)
         store = _open_cached_store(entry, name=files.name)
     _check_has_trained_tokens(store, section)
     return [store]
 
 
-def _open_cached_store(entry: Path, *, name: str) -> TokenStore:
-    facts, trained = read_manifest(entry), entry / _TRAINED
-    tokens = memory_map_numbers(entry / _TOKENS, facts["dtype"])
-    offsets = memory_map_npy(entry / _OFFSETS)
-    store = make_token_store(name, entry.name, tokens=tokens, offsets=offsets, facts=facts)
-    return replace(store, loss_mask=memory_map_numbers(trained, "uint8")) if trained.exists() else store
+def _open_cached_store(entry: Path, *, name: str) -> token_store.TokenStore:
+    facts, trained = token_store.read_manifest(entry), entry / _TRAINED
+    tokens = token_store.memory_map_numbers(entry / _TOKENS, facts["dtype"])
+    offsets = token_store.memory_map_npy(entry / _OFFSETS)
+    store = token_store.make_token_store(name, entry.name, tokens=tokens, offsets=offsets, facts=facts)
+    return (
+        replace(store, loss_mask=token_store.memory_map_numbers(trained, "uint8"))
+        if trained.exists()
+        else store
+    )
 
 
-def _check_has_trained_tokens(store: TokenStore, section: DataSection) -> None:
+def _check_has_trained_tokens(store: token_store.TokenStore, section: DataSection) -> None:
     """Raises DataError for a store without a document, or without a token that is trained on."""
     if not store.document_count:
         skipped, messages = store.notes.skipped, "; ".join(store.notes.skip_messages)
@@ -215,7 +208,12 @@ def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
 
 
 def _tokenize_into_draft(
-    draft: Path, files: _SourceFiles, *, settings: TokenizeSettings, processes: int, alive: Heartbeat
+    draft: Path,
+    files: _SourceFiles,
+    *,
+    settings: TokenizeSettings,
+    processes: int,
+    alive: token_store.Heartbeat,
 ) -> Mapping[str, Any]:
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
@@ -243,7 +241,7 @@ def _tokenize_to_callback(
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
     ends, tokens, trained, largest = [np.zeros(1, dtype=np.int64)], 0, 0, -1
-    notes = TokenizeNotes()
+    notes = token_store.TokenizeNotes()
     for one in tokenize_tasks(_group_parts_into_tasks(files.split()), settings, processes=processes):
         write(one)
         ends.append(one.ends + tokens)
@@ -282,7 +280,7 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     }
     if settings.tokenizer is not None:
         files = list_tokenizer_files(settings.tokenizer)
-        facts["tokenizer"] = [cache_key({"text": read_tokenizer_text(file)}) for file in files]
+        facts["tokenizer"] = [token_store.cache_key({"text": read_tokenizer_text(file)}) for file in files]
         facts["tokenizers"] = version("tokenizers")
     if settings.fields.records == "messages":
         facts["transformers"] = version("transformers")
@@ -290,7 +288,9 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
             facts["chat_template"] = read_chat_template(settings.chat_template)
         if settings.trust_remote_code and settings.tokenizer is not None:
             beside = sorted(locate_tokenizer_file(settings.tokenizer).parent.glob("*.py"))
-            facts["code"] = [cache_key({"text": file.read_text(encoding="utf-8")}) for file in beside]
+            facts["code"] = [
+                token_store.cache_key({"text": file.read_text(encoding="utf-8")}) for file in beside
+            ]
     return facts
 
 

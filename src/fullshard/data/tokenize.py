@@ -20,20 +20,10 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data import row_fields
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import read_conversation
 from fullshard.data.readers import CorruptRecord, FilePart, TextRecord, read_records
-from fullshard.data.row_fields import (
-    ABSENT,
-    TOKEN_LIMIT,
-    UntokenizableRecordError,
-    absent_field_error,
-    check_unused_marks,
-    look_up_field,
-    read_token_row,
-    unused_content_names,
-    used_field_names,
-)
 from fullshard.data.token_store import TokenizeNotes
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
@@ -156,7 +146,7 @@ class TaskTokenizer:
         for part in task:
             for record in read_records(part, self.settings.fields):
                 if isinstance(record, CorruptRecord):
-                    self._skip_or_raise(record.where, UntokenizableRecordError(record.why))
+                    self._skip_or_raise(record.where, row_fields.UntokenizableRecordError(record.why))
                 else:
                     yield record
 
@@ -176,7 +166,7 @@ class TaskTokenizer:
         texts: list[tuple[TextRecord, RowText]] = []
         for record in batch:
             try:
-                with ForeignErrorTranslator(UntokenizableRecordError):
+                with ForeignErrorTranslator(row_fields.UntokenizableRecordError):
                     if self.settings.fields.records in ("text", "completion"):
                         texts.append((record, self._read_text(record)))
                         continue
@@ -203,9 +193,11 @@ class TaskTokenizer:
         known, name = self.settings.tokenizer is not None, self.settings.fields.tokens_field
         tokens, size = (
             self._record_field(record, name),
-            self._tokenizer.vocabulary_size if known else TOKEN_LIMIT,
+            self._tokenizer.vocabulary_size if known else row_fields.TOKEN_LIMIT,
         )
-        return EncodedRecord(*read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size))
+        return EncodedRecord(
+            *row_fields.read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size)
+        )
 
     def _encode_texts_by_record(self, rows: Sequence[tuple[TextRecord, RowText]]) -> Iterator[EncodedRecord]:
         """Yields the tokens of each text, without those that are skipped."""
@@ -253,31 +245,33 @@ class TaskTokenizer:
             before, after = record.context  # bytes are the same in any context
             return RowText(record.value[before : len(record.value) - after])
         texts: list[str] = []
-        names = used_field_names(self.settings.fields).required
+        names = row_fields.used_field_names(self.settings.fields).required
         self._check_other_fields(record)
         for name in names:
             text = self._record_field(record, name)
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
-                raise UntokenizableRecordError(f"{name!r} is not text but {kind}")
+                raise row_fields.UntokenizableRecordError(f"{name!r} is not text but {kind}")
             texts.append(text)
         *prompt, _ = texts
         return RowText("".join(texts), len("".join(prompt)) if self.settings.needs_loss_mask else 0)
 
     def _check_other_fields(self, record: TextRecord) -> None:
         """Raises UntokenizableRecordError for marks that are not used; counts content that is not used."""
-        check_unused_marks(record.value, used_field_names(self.settings.fields).required[0])
+        row_fields.check_unused_marks(
+            record.value, row_fields.used_field_names(self.settings.fields).required[0]
+        )
         self._notes.unwritten.update(
-            name for name in unused_content_names(self.settings.fields) if record.value.get(name)
+            name for name in row_fields.unused_content_names(self.settings.fields) if record.value.get(name)
         )
 
     def _record_field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
-        if (found := look_up_field(row, name)) is not ABSENT:
+        if (found := row_fields.look_up_field(row, name)) is not row_fields.ABSENT:
             return found
         if self.settings.on_error == "stop":
-            raise absent_field_error(name, row, where=record.where())
-        raise UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
+            raise row_fields.absent_field_error(name, row, where=record.where())
+        raise row_fields.UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
 
 
 def _select_own_tokens(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask]:

@@ -8,22 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.errors import PlanError, SpecError, TraceError
+from fullshard.launch import environment
 from fullshard.launch.detect import detect_hardware
-from fullshard.launch.environment import (
-    is_started_by_torchelastic,
-    is_started_by_torchrun,
-    prepare_rank_environment,
-)
 from fullshard.launch.gc import disable_gc, freeze_imports_in_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.predict.offload import with_infinitely_fast_drive
-from fullshard.planner.search.parallel_degrees import (
-    iterate_expert_degrees,
-    may_pay_to_share_matmuls,
-    search_parallel_degrees,
-)
+from fullshard.planner.search import parallel_degrees
 from fullshard.planner.search.search import no_plan_fits_error, predict, require_best, search
 from fullshard.quantities import format_bytes
 from fullshard.report.plan import differing_settings
@@ -116,7 +108,7 @@ def _newest_step_and_rows(run: Run) -> tuple[int, int]:
 
 def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType]:
     """Returns the number of ranks that the request will run on, and their device type."""
-    if not prepare_rank_environment():
+    if not environment.prepare_rank_environment():
         return choose_rank_count_and_device(request)
     from fullshard.parallel.mesh import choose_device_type
 
@@ -130,7 +122,7 @@ def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     """
     if plan.device != device:
         raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
-    if plan.world_size != ranks and not is_started_by_torchelastic():
+    if plan.world_size != ranks and not environment.is_started_by_torchelastic():
         raise PlanError(
             f"the plan is for {plan.world_size} ranks.",
             got=f"{ranks} ranks",
@@ -148,7 +140,9 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
     """
     try:
         # Under torchrun, it finds the ranks per node in the environment.
-        hardware = detect_hardware(plain.device, ranks=None if is_started_by_torchrun() else plain.world_size)
+        hardware = detect_hardware(
+            plain.device, ranks=None if environment.is_started_by_torchrun() else plain.world_size
+        )
         if run.offload.is_on_drive and hardware.disk_bytes_per_second is None:
             hardware = with_infinitely_fast_drive(hardware)
         if chosen is not None:
@@ -157,7 +151,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         quick = _find_plan_without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
-        _, spec, found = search_parallel_degrees(
+        _, spec, found = parallel_degrees.search_parallel_degrees(
             lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
         )
     except (PlanError, SpecError, TraceError) as error:
@@ -218,12 +212,12 @@ def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
     spec = _describe_on(hardware, plain, model=model)
     is_open = run.sharding.expert_parallel == "auto"
-    if is_open and any(iterate_expert_degrees(hardware, spec.experts)):
+    if is_open and any(parallel_degrees.iterate_expert_degrees(hardware, spec.experts)):
         return None
     found = search(spec, hardware, plain)
     if found.best is None or found.best != found.fastest:
         return None
-    if may_pay_to_share_matmuls(found.best, hardware):
+    if parallel_degrees.may_pay_to_share_matmuls(found.best, hardware):
         return None
     return found.best
 
@@ -264,7 +258,9 @@ def fitting_settings_text(run: Run, plan: Plan, *, failures: Sequence[RunEvent])
         train = {name: getattr(plan.run.train, name) for name in ("steps", "epochs")}  # resolved since
         settings = {"precision": plan.run.precision, "train": run.train.model_copy(update=train)}
         run = run.model_copy(update=settings)
-        hardware = detect_hardware(plan.device, ranks=None if is_started_by_torchrun() else plan.world_size)
+        hardware = detect_hardware(
+            plan.device, ranks=None if environment.is_started_by_torchrun() else plan.world_size
+        )
         spec = describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
         return choose_fitting_settings(spec, hardware, run=run, plan=plan, failures=failures)
     except (PlanError, SpecError, TraceError, MemoryError):

@@ -18,20 +18,7 @@ from typing import Literal, Self
 
 from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.plan import Plan
-from fullshard.spec.records.run_files import (
-    CHECKPOINTS,
-    EVENTS,
-    EXPORT,
-    LAUNCH,
-    LIVE,
-    MEASUREMENT,
-    METRICS,
-    OUT_OF_MEMORY,
-    PLAN,
-    PROFILES,
-    SPANS,
-    TRACKERS,
-)
+from fullshard.spec.records import run_files
 from fullshard.spec.value import FrozenModel
 from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock, write_file_atomically
 from fullshard.system.process import read_stat_fields_after_comm
@@ -40,11 +27,20 @@ from fullshard.system.process import read_stat_fields_after_comm
 _NAMELESS = ("", "none")
 _LOCK = ".lock"
 
-_RECORDS = {LAUNCH, PLAN, METRICS, EVENTS, LIVE, MEASUREMENT, EXPORT, TRACKERS}
-_WRITTEN = {CHECKPOINTS, SPANS, PROFILES, OUT_OF_MEMORY, *_RECORDS}
+_RECORDS = {
+    run_files.LAUNCH,
+    run_files.PLAN,
+    run_files.METRICS,
+    run_files.EVENTS,
+    run_files.LIVE,
+    run_files.MEASUREMENT,
+    run_files.EXPORT,
+    run_files.TRACKERS,
+}
+_WRITTEN = {run_files.CHECKPOINTS, run_files.SPANS, run_files.PROFILES, run_files.OUT_OF_MEMORY, *_RECORDS}
 # A run's own directories, including those of trackers and schedulers.
 _TOOLS = {"tensorboard", "wandb", "mlruns", "trackers", "logs"}
-_DIRECTORIES = {CHECKPOINTS, SPANS, PROFILES, OUT_OF_MEMORY, *_TOOLS}
+_DIRECTORIES = {run_files.CHECKPOINTS, run_files.SPANS, run_files.PROFILES, run_files.OUT_OF_MEMORY, *_TOOLS}
 _REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
 # Programs, settings and texts that people write.
 _USER_SUFFIXES = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}
@@ -173,10 +169,10 @@ class RunDirectory:
 
     def record_run_end(self, *, interrupted: bool) -> None:
         """Writes into launch.json whether the run was interrupted or is finished, and so never resumed."""
-        record = LaunchRecord.load(self.root / LAUNCH)
+        record = LaunchRecord.load(self.root / run_files.LAUNCH)
         if record is not None:
             ended = "interrupted" if interrupted else "finished"
-            record.model_copy(update={"ended": ended}).save(self.root / LAUNCH)
+            record.model_copy(update={"ended": ended}).save(self.root / run_files.LAUNCH)
 
 
 @contextmanager
@@ -202,7 +198,7 @@ def open_run_directory(
     other files than a run's.
     """
     parse_run_directory(str(root))
-    there = (root / LAUNCH).exists() if kept else (root / CHECKPOINTS).is_dir()
+    there = (root / run_files.LAUNCH).exists() if kept else (root / run_files.CHECKPOINTS).is_dir()
     if resume and not saved_to and not there:
         raise CheckpointError(
             f"{root} holds no run to resume.",
@@ -210,7 +206,7 @@ def open_run_directory(
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
     launch = launch or LaunchId()
-    before = launch.find_earlier_attempt(root / LAUNCH)
+    before = launch.find_earlier_attempt(root / run_files.LAUNCH)
     if not (resume or before):
         check_directory_is_free(root, offload_path=offload_path)  # a refused directory stays unchanged
     with convert_os_errors(root):
@@ -221,8 +217,8 @@ def open_run_directory(
             aside = None if resume or before else set_aside_earlier_run(root, offload_path=offload_path)
         make_run_directory(root)  # the lock moved with the directory that was set aside
         with hold_run_lock(root):
-            launch.make_record().save(root / LAUNCH)
-            yield RunDirectory(root, saved_to or root / CHECKPOINTS, aside, before)
+            launch.make_record().save(root / run_files.LAUNCH)
+            yield RunDirectory(root, saved_to or root / run_files.CHECKPOINTS, aside, before)
 
 
 def parse_run_directory(name: str) -> Path:
@@ -258,7 +254,7 @@ def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> Non
         if taken:
             raise SpecError(
                 f"{root} holds {', '.join(taken)}, and is not the directory of a run.",
-                got=f"neither a {LAUNCH} nor a {PLAN} that a run has written",
+                got=f"neither a {run_files.LAUNCH} nor a {run_files.PLAN} that a run has written",
                 why="a run would write over them",
                 fix=f"{_ANOTHER}; or --resume, to continue from the checkpoints that are there",
             )
@@ -308,10 +304,10 @@ def _check_no_foreign_checkpoints(saved_to: str) -> None:
 
 def _has_run_record(root: Path) -> bool:
     """Returns whether `root` holds a launch record or a plan. Other programs write a launch.json, too."""
-    if LaunchRecord.load(root / LAUNCH) is not None:
+    if LaunchRecord.load(root / run_files.LAUNCH) is not None:
         return True
     with suppress(SpecError):
-        Plan.load(root / PLAN)
+        Plan.load(root / run_files.PLAN)
         return True
     return False
 

@@ -17,13 +17,8 @@ from fullshard.errors import CheckpointError, PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import LaunchId, RunDirectory, open_run_directory
+from fullshard.models import build
 from fullshard.models.adapters import log_adapter_places
-from fullshard.models.build import (
-    build_model,
-    check_sequence_length,
-    check_vocabulary,
-    decoder_flops_per_token,
-)
 from fullshard.models.loss import Loss, choose_loss
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
@@ -36,13 +31,7 @@ from fullshard.parallel.mesh import RankInfo
 from fullshard.quantities import format_bytes, format_count
 from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.records.measurement import (
-    MatmulPeak,
-    PeakBytes,
-    StepSeconds,
-    Throughput,
-    peak_tokens_per_second,
-)
+from fullshard.spec.records import measurement
 from fullshard.spec.records.run_files import LAUNCH
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
@@ -74,13 +63,13 @@ class TrainJob:
     data: TrainingData
     loss: Loss
     log: RunLog
-    matmul_peak: MatmulPeak
+    matmul_peak: measurement.MatmulPeak
     command_started: float
     first_step: int
     checkpoints: RunCheckpointSaver
     profiler: StepProfiler
     stragglers: StragglerWatch
-    pace: Throughput
+    pace: measurement.Throughput
     skipped_before: int
     compiler: CompilerTally
     reported_compilations: int = 0
@@ -91,8 +80,8 @@ class TrainJob:
     unrecorded: Step | None = None  # the last step, until its figures are read
     unrecorded_memory: Mapping[str, float] = field(default_factory=dict[str, float])  # at its end
     validation: float | None = None
-    peak_bytes: PeakBytes | None = None
-    profiled: list[StepSeconds] = field(default_factory=list[StepSeconds])
+    peak_bytes: measurement.PeakBytes | None = None
+    profiled: list[measurement.StepSeconds] = field(default_factory=list[measurement.StepSeconds])
     slowed: set[int] = field(default_factory=set[int])  # steps that measuring slows down
     startup_seconds: float | None = None
     repeated_steps: int = 0
@@ -159,7 +148,7 @@ def prepare_job(
         checkpoints=stack.enter_context(saver),
         profiler=_make_profiler(plan, directory, ranks=ranks, log=log, first_step=first),
         stragglers=StragglerWatch(where.clock, log=log, device=ranks.device),
-        pace=Throughput(trained_tokens=0),
+        pace=measurement.Throughput(trained_tokens=0),
         skipped_before=state.skipped,
         compiler=compiler,
     )
@@ -169,15 +158,15 @@ def prepare_job(
 
 def flops_per_token(plan: Plan, model: nn.Module) -> float | None:
     """Returns FLOPs per token: by formula for the reference decoder, else the plan's prediction, if any."""
-    own = decoder_flops_per_token(model, plan.run)
+    own = build.decoder_flops_per_token(model, plan.run)
     return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
 
 
 def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
-    model = build_model(run)
+    model = build.build_model(run)
     log_adapter_places(model, run.adapter)
-    check_sequence_length(model, run)
-    check_vocabulary(run, tokens=data.vocabulary, model=model)
+    build.check_sequence_length(model, run)
+    build.check_vocabulary(run, tokens=data.vocabulary, model=model)
     return model
 
 
@@ -265,11 +254,11 @@ def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: Trainin
 
 
 def _open_log(
-    state: TrainState, plan: Plan, *, ranks: RankInfo, peak: MatmulPeak
+    state: TrainState, plan: Plan, *, ranks: RankInfo, peak: measurement.MatmulPeak
 ) -> AbstractContextManager[RunLog]:
     flops, size, at_peak = flops_per_token(plan, state.model), ranks.world_size, None
     if flops:
-        at_peak = peak_tokens_per_second(peak, flops_per_token=flops, world_size=size)
+        at_peak = measurement.peak_tokens_per_second(peak, flops_per_token=flops, world_size=size)
     return open_run_log(
         plan.run,
         rank=ranks.rank,

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
-from fullshard.spec.machine.catalog import (
-    catalog_chip_hardware,
-    default_cpu_rates,
-    find_catalog_entry_of_chip,
-    find_chip_by_device_name,
-    link_from_catalog,
-    read_default_rates,
-)
+from fullshard.spec.machine import catalog
 from fullshard.spec.machine.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
 from fullshard.system.process import count_usable_cores
 
@@ -93,7 +86,7 @@ def detect_hardware(
     if saved is not None and _is_same_chip(saved, gpus) and (gpus.number or saved.ranks_per_node == each):
         return saved.with_rank_counts(nodes=max(1, count // each), ranks_per_node=each)
     found = catalog_hardware_of_machine(gpus, ranks=count, ranks_per_node=each, environment=environment)
-    if gpus.number and find_catalog_entry_of_chip(found.chip) is None:
+    if gpus.number and catalog.find_catalog_entry_of_chip(found.chip) is None:
         raise SpecError(
             "this GPU is not in the catalog.",
             got=gpus.name,
@@ -115,12 +108,12 @@ def catalog_hardware_of_machine(
         share = _cpu_hardware_per_rank(ranks_per_node)
         cpu = share.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
         return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
-    chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
-    entry = find_catalog_entry_of_chip(chip) if chip is not None else None
+    chip = catalog.find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
+    entry = catalog.find_catalog_entry_of_chip(chip) if chip is not None else None
     host_memory_bytes = _host_memory_bytes() // ranks_per_node
     kernel = gpus.attention_kernel(environment)
     if entry is not None:
-        one = catalog_chip_hardware(entry, attention_kernel=kernel)
+        one = catalog.catalog_chip_hardware(entry, attention_kernel=kernel)
         known = one.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
         return known.model_copy(update={"host_memory_bytes": host_memory_bytes})
     return Hardware(
@@ -137,9 +130,9 @@ def catalog_hardware_of_machine(
         attention_kernel=kernel,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        rates=default_cpu_rates(1),
-        within=link_from_catalog("pcie4"),
-        across=link_from_catalog("nic-100"),
+        rates=catalog.default_cpu_rates(1),
+        within=catalog.link_from_catalog("pcie4"),
+        across=catalog.link_from_catalog("nic-100"),
         source="not in the catalog",
         host_memory_bytes=host_memory_bytes,
     )
@@ -162,7 +155,7 @@ def cpu_name_with_core_count() -> str:
 def _is_same_chip(saved: Hardware, gpus: DetectedGpus) -> bool:
     if not gpus.number:
         return saved.device == "cpu" and saved.chip.name == cpu_name_with_core_count()
-    chip = find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
+    chip = catalog.find_chip_by_device_name(gpus.name, memory_bytes=gpus.memory_bytes)
     return saved.device == "cuda" and saved.chip.name == (chip.name if chip is not None else gpus.name)
 
 
@@ -194,7 +187,7 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
 
 def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
-    table = read_default_rates()["cpu"]
+    table = catalog.read_default_rates()["cpu"]
     cores = max(count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
     bandwidth = table["collective_bytes_per_second"]
     rate = CollectiveRate(
@@ -220,7 +213,7 @@ def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
         name=chip.name,
         device="cpu",
         chip=chip,
-        rates=default_cpu_rates(cores),
+        rates=catalog.default_cpu_rates(cores),
         within=link,
         across=link,
         overlap=0.0,  # compute and communication threads share the cores

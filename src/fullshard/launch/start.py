@@ -12,17 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
-from fullshard.errors import (
-    INTERRUPTED_EXIT_CODE,
-    CheckpointError,
-    DamagedOffloadError,
-    DataError,
-    LaunchError,
-    OffloadError,
-    PlanError,
-    ShardError,
-    SpecError,
-)
+from fullshard import errors
 from fullshard.launch.detect import may_have_gpus
 from fullshard.launch.environment import prepare_rank_environment, set_default_log_levels
 from fullshard.launch.gc import disable_gc
@@ -40,10 +30,17 @@ _POLL_SECONDS = 0.1
 # collective do not react to SIGTERM, and are killed.
 _GRACE_SECONDS = 3.0
 # Errors that would recur with the same run, plan, data, checkpoints and drive.
-_WRONG = (SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError)
+_WRONG = (
+    errors.SpecError,
+    errors.PlanError,
+    errors.ShardError,
+    errors.DataError,
+    errors.CheckpointError,
+    errors.OffloadError,
+)
 _SAME_AGAIN = {error.exit_code for error in _WRONG}
 # An exception to these: the next attempt discards a damaged generation.
-_MENDED = {DamagedOffloadError.__name__}
+_MENDED = {errors.DamagedOffloadError.__name__}
 
 
 @dataclass(frozen=True)
@@ -98,13 +95,15 @@ class RestartBudget:
             return RestartOrEnd(("ended at once; unsaved steps are lost",), CTRL_C_EXIT_CODE)
         if found is None:
             codes = {one.ending.exit_code for one in ended if one.ending}
-            return RestartOrEnd((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
+            return RestartOrEnd(
+                (), errors.INTERRUPTED_EXIT_CODE if errors.INTERRUPTED_EXIT_CODE in codes else 0
+            )
         rank, failure = found
         outcome, text = ended[rank], failure.user_message(rank)
         if interrupted_by is not None and outcome.ending is None and outcome.exit_code == -signal.SIGTERM:
             said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
             # A restarted run has trained before, so a scheduler should requeue it.
-            return RestartOrEnd((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + interrupted_by)
+            return RestartOrEnd((said,), errors.INTERRUPTED_EXIT_CODE if self.done else 128 + interrupted_by)
         exit_code: int | None = failure.exit_code
         if not self.restarts:
             return RestartOrEnd((text,), exit_code, found)
@@ -114,7 +113,7 @@ class RestartBudget:
             said = "not restarted: it would fail again"
         elif interrupted_by is not None:
             said = f"{interrupted_by.name}: not restarted; the next start resumes from the newest checkpoint"
-            exit_code = INTERRUPTED_EXIT_CODE
+            exit_code = errors.INTERRUPTED_EXIT_CODE
         else:
             self.done += 1
             said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
@@ -157,7 +156,7 @@ def _failure_of_rank(rank: RankOutcome) -> tuple[_RootCauseOrder, FailureReport]
     ending, code = rank.ending, rank.exit_code
     if ending is not None and ending.failure is not None:
         return _RootCauseOrder.PEER_LOST if ending.failure.peer_lost else _RootCauseOrder.OWN, ending.failure
-    if ending is not None and ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
+    if ending is not None and ending.exit_code in (0, errors.INTERRUPTED_EXIT_CODE):
         return None  # errors during teardown no longer matter
     if rank.killed_by_launcher:
         return None
@@ -166,7 +165,7 @@ def _failure_of_rank(rank: RankOutcome) -> tuple[_RootCauseOrder, FailureReport]
         error = _killed_by_signal_error(rank.rank, -code)
     else:
         cause = _RootCauseOrder.OWN
-        error = LaunchError(
+        error = errors.LaunchError(
             f"rank {rank.rank} left early.",
             got=f"exit code {code if ending is None else ending.exit_code}",
             why="something in it called sys.exit or os._exit, or a signal came to it alone",
@@ -174,7 +173,7 @@ def _failure_of_rank(rank: RankOutcome) -> tuple[_RootCauseOrder, FailureReport]
     return cause, replace(FailureReport.from_exception(error), at=rank.seen_gone_at, traceback="")
 
 
-def _killed_by_signal_error(rank: int, number: int) -> LaunchError:
+def _killed_by_signal_error(rank: int, number: int) -> errors.LaunchError:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     why, fix = "it came from outside of fullshard", None
     if number == signal.SIGKILL:
@@ -186,7 +185,7 @@ def _killed_by_signal_error(rank: int, number: int) -> LaunchError:
     elif number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
         why = "native code crashed (torch, NCCL, a driver or an extension)"
         fix = "PYTHONFAULTHANDLER=1 shows where"
-    return LaunchError(f"rank {rank} was killed by {name}.", why=why, fix=fix)
+    return errors.LaunchError(f"rank {rank} was killed by {name}.", why=why, fix=fix)
 
 
 def temporary_private_directory() -> tempfile.TemporaryDirectory[str]:
@@ -219,7 +218,7 @@ def choose_rank_count_and_device(request: LaunchRequest) -> tuple[int, DeviceTyp
         gpus = torch.cuda.device_count()
     if run.run.device == "cuda" and not gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-        raise LaunchError(
+        raise errors.LaunchError(
             "this machine has no CUDA device that torch can use.",
             got=f'run.device = "cuda"{", CUDA_VISIBLE_DEVICES is empty" if hidden else ""}',
             fix='run.device = "cpu", or a CUDA build of torch',
@@ -227,7 +226,7 @@ def choose_rank_count_and_device(request: LaunchRequest) -> tuple[int, DeviceTyp
     device: DeviceType = "cuda" if gpus else "cpu"
     ranks = run.run.ranks or (plan.world_size if plan else gpus or CPU_RANKS)
     if gpus and ranks > gpus:
-        raise LaunchError(
+        raise errors.LaunchError(
             f"{ranks} ranks need a GPU each.",
             got=f"run.ranks = {ranks}, {gpus} GPUs",
             why="NCCL refuses two ranks on one device",
@@ -307,7 +306,7 @@ class _LocalRanks:
                     self._start_rank(address | _rank_variables(rank, ranks=ranks, launch=launch))
             except (OSError, RuntimeError) as error:
                 got = f"{type(error).__name__}: {error}"
-                raise LaunchError(f"{ranks} ranks could not be started.", got=got) from error
+                raise errors.LaunchError(f"{ranks} ranks could not be started.", got=got) from error
             while self._running():
                 time.sleep(_POLL_SECONDS)
                 self._poll_ranks_and_signals()

@@ -7,15 +7,10 @@ import torch
 from torch import nn
 
 from fullshard.errors import SpecError
+from fullshard.models import huggingface
 from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention import use_document_attention
-from fullshard.models.huggingface import (
-    build_hf_model,
-    has_balance_loss,
-    is_causal_lm,
-    weight_dtype_in_config,
-)
 from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
 from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.records.measurement import GradientShares, model_flops_per_token
@@ -32,17 +27,17 @@ def build_model(run: Run) -> nn.Module:
             return insert_adapters(DecoderModel(section), run.adapter)
     if isinstance(section, PythonModel):
         return insert_adapters(build_python_model(section), run.adapter)
-    model = build_hf_model(section)
+    model = huggingface.build_hf_model(section)
     _check_balance_loss_of_documents(model, run)
     if run.data.document_mask and section.attention == "auto":
         use_document_attention(model)
-    return insert_adapters(model, run.adapter, own_dtype=weight_dtype_in_config(section))
+    return insert_adapters(model, run.adapter, own_dtype=huggingface.weight_dtype_in_config(section))
 
 
 def _check_balance_loss_of_documents(model: nn.Module, run: Run) -> None:
     """Raises SpecError if a mixture's own balance loss would be given a mask of documents."""
     attention = str(getattr(model.config, "_attn_implementation", ""))
-    if run.data.document_mask and has_balance_loss(model) and not attention.startswith("flash"):
+    if run.data.document_mask and huggingface.has_balance_loss(model) and not attention.startswith("flash"):
         raise SpecError(
             f"{type(model).__name__} cannot compute its balance loss of sequences with several documents.",
             got="output_router_logits = true in its config or model.options, and data.document_mask = true",
@@ -118,7 +113,7 @@ _POSITIONS = "max_position_embeddings"
 
 def check_sequence_length(model: nn.Module, run: Run) -> None:
     """Raises SpecError if the run's sequences are longer than the `max_position_embeddings` of the config."""
-    if not is_causal_lm(model):
+    if not huggingface.is_causal_lm(model):
         return  # other models take unknown batches; the reference decoder was checked when the run was read
     config: Any = model.config
     text = config.get_text_config()

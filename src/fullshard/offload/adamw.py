@@ -24,14 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import OffloadError
+from fullshard.offload import rounding
 from fullshard.offload.gather_source import ShardCopies, dtensor_like, master_dtype
-from fullshard.offload.rounding import (
-    AdamOptions,
-    RoundingSeed,
-    adamw_with_stochastic_rounding,
-    rounding_key,
-    shard_index,
-)
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import MasterAndMoments, allocate_host_memory, master_and_moment_dtypes
 from fullshard.spec.groups import OffloadGroup, ShardSegment, copy_chunk_elements
@@ -271,7 +265,7 @@ class _UpdateInputs:
 
     gradient: Tensor
     step: Tensor
-    options: AdamOptions
+    options: rounding.AdamOptions
     seed: int
 
 
@@ -297,7 +291,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         offloaded: OffloadedState,
         *,
         gradients: GradientStore,
-        defaults: AdamOptions,
+        defaults: rounding.AdamOptions,
         seed: int = 0,
         on_device: DeviceUpdate | None = None,
     ) -> None:
@@ -339,9 +333,11 @@ class StreamingAdamW(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), dtype=torch.float32)
             state["step"] += 1
             beta1, beta2 = group["betas"]
-            options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-            step, shard = int(state["step"].item()), shard_index(parameter)
-            seed = rounding_key(self.seed, step=step, parameter=place, shard=shard)
+            options = rounding.AdamOptions(
+                float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
+            )
+            step, shard = int(state["step"].item()), rounding.shard_index(parameter)
+            seed = rounding.rounding_key(self.seed, step=step, parameter=place, shard=shard)
             job = _UpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
@@ -406,7 +402,7 @@ def _update_group(  # signature: bound arguments, and those of `state.Update`
     gradient: Tensor | None = None,
 ) -> None:
     """Updates one group. `gradient` is laid out like each part; if None, each job's own gradient is used."""
-    alike: dict[AdamOptions, list[tuple[_UpdateInputs, ShardSegment]]] = defaultdict(list)
+    alike: dict[rounding.AdamOptions, list[tuple[_UpdateInputs, ShardSegment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
         if job is not None:
@@ -431,8 +427,8 @@ def _update_and_round(
     """Updates elements `begin` and following of a shard of which something is kept in bf16."""
     if factor != 1.0:  # not `mul_`, which rounds the factor to bf16
         foreach_multiply([gradient], factor)
-    step, seed = int(job.step.item()), RoundingSeed(job.seed, begin)
-    adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, seed=seed)
+    step, seed = int(job.step.item()), rounding.RoundingSeed(job.seed, begin)
+    rounding.adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, seed=seed)
 
 
 def _step_count_on_device(job: _UpdateInputs, device: torch.device) -> Tensor:
@@ -447,7 +443,7 @@ def _run_fused_adamw(
     gradients: list[Tensor],
     *,
     steps: list[Tensor],
-    options: AdamOptions,
+    options: rounding.AdamOptions,
     factor: float,
 ) -> None:
     """Runs torch's fused kernel. `state` lists the values, the first moments and the second moments.

@@ -25,15 +25,8 @@ from fullshard.offload.drive import CHECK_DRIVE, SYSTEM, DriveSystemCalls, offlo
 from fullshard.quantities import format_bytes
 from fullshard.spec.groups import page_aligned_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+from fullshard.system import files
 from fullshard.system.direct_io import ALIGNMENT
-from fullshard.system.files import (
-    atomic_replace_context,
-    fsync_path,
-    hold_exclusive_file_lock,
-    make_durable_directory,
-    open_regular_file,
-    xxh3_digest,
-)
 from fullshard.system.small_files import read_bytes
 
 IDENTITY = "identity.json"
@@ -62,8 +55,8 @@ def lock_directory(directory: Path) -> Generator[None]:
     """Makes `directory`, and locks it until the context ends. Raises OffloadError if it is locked."""
     with ExitStack() as stack:
         try:
-            make_durable_directory(directory)
-            lock = hold_exclusive_file_lock(
+            files.make_durable_directory(directory)
+            lock = files.hold_exclusive_file_lock(
                 directory / LOCK,
                 held_error=lambda holder: OffloadError(
                     f"another process keeps its state in {directory}.",
@@ -97,14 +90,14 @@ def remove_file_and_flush(path: Path, *, system: DriveSystemCalls = SYSTEM) -> N
     """Removes a file, if it exists, and flushes the removal to the drive."""
     path.unlink(missing_ok=True)
     # Flushed even if the file does not exist: an earlier removal may have failed before its flush.
-    fsync_path(path.parent, fsync=system.fsync)
+    files.fsync_path(path.parent, fsync=system.fsync)
 
 
 def replace_file_atomically(path: Path, data: bytes, *, system: DriveSystemCalls) -> None:
     """Replaces a file atomically: after a crash it has its old content, or all of `data`."""
-    with atomic_replace_context(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
+    with files.atomic_replace_context(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
         write_file_start_and_flush(draft, data, system=system)
-    fsync_path(path.parent, fsync=system.fsync)
+    files.fsync_path(path.parent, fsync=system.fsync)
 
 
 def write_file_start_and_flush(path: Path, data: bytes, *, system: DriveSystemCalls) -> None:
@@ -197,7 +190,7 @@ def check_aligned_and_disjoint(records: Sequence[DataFileRegion]) -> None:
 def json_with_digest(value: FrozenModel) -> bytes:
     """Returns the value as JSON, followed by a line with the digest of this JSON."""
     text = value.model_dump_json().encode()
-    return text + b"\n" + xxh3_digest(text).encode() + b"\n"
+    return text + b"\n" + files.xxh3_digest(text).encode() + b"\n"
 
 
 def claim_directory(directory: Path, identity: RunRankIdentity, *, system: DriveSystemCalls) -> None:
@@ -307,12 +300,12 @@ def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) ->
     path = payload_path(directory, slot)
     if not path.exists():
         raise DamagedOffloadError(f"{path} is missing.")
-    with open(path, "rb", opener=open_regular_file) as file:
+    with open(path, "rb", opener=files.open_regular_file) as file:
         data = file.read(min(manifest.payload_bytes, os.fstat(file.fileno()).st_size))
     if len(data) < manifest.payload_bytes:
         got = f"{len(data)} bytes, {manifest.payload_bytes} expected"
         raise DamagedOffloadError(f"{path} is truncated.", got=got)
-    if xxh3_digest(data) != manifest.payload_digest:
+    if files.xxh3_digest(data) != manifest.payload_digest:
         raise digest_mismatch_error(path, f"all {len(data)} bytes")
     return data
 
@@ -331,6 +324,6 @@ def _verified_json_bytes(path: Path) -> bytes:
     """Returns the JSON of a file that `json_with_digest` made. Raises OSError or DamagedOffloadError."""
     text = read_bytes(path, most_bytes=_MOST_BYTES)
     body, _, stated = text.removesuffix(b"\n").rpartition(b"\n")
-    if text != body + b"\n" + xxh3_digest(body).encode() + b"\n":
+    if text != body + b"\n" + files.xxh3_digest(body).encode() + b"\n":
         raise DamagedOffloadError(f"{path} is damaged.", got=f"its own digest is another ({stated[:40]!r})")
     return body

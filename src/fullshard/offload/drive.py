@@ -22,13 +22,7 @@ from typing import Self
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
 from fullshard.spec.records.measurement import DriveTrafficBytes
-from fullshard.system.direct_io import (
-    ALIGNMENT,
-    clear_o_direct_flag,
-    has_o_direct_flag,
-    memory_address,
-    open_direct,
-)
+from fullshard.system import direct_io
 from fullshard.system.files import atomic_replace_context, free_disk_bytes, os_error_reason_and_fix
 
 logger = logging.getLogger("fullshard")
@@ -145,7 +139,7 @@ class DriveFile:
         self.path, self.size_bytes = path, size_bytes
         self._descriptor, self._system = descriptor, system
         self._leaving = threading.Lock()
-        self.direct = has_o_direct_flag(descriptor)
+        self.direct = direct_io.has_o_direct_flag(descriptor)
         if not self.direct:
             _warn_no_direct_io(path.parent)
 
@@ -157,7 +151,7 @@ class DriveFile:
         has another size, or if there is no room; then no new file is left behind.
         """
         assert size_bytes > 0, "a file of no bytes holds nothing"
-        assert size_bytes % ALIGNMENT == 0, "the last block would be a part of one"
+        assert size_bytes % direct_io.ALIGNMENT == 0, "the last block would be a part of one"
         where = f"{format_bytes(size_bytes)} to allocate"
         with translate_os_errors(f"{path} cannot be made.", where=where):
             if not os.path.lexists(path):
@@ -170,7 +164,7 @@ class DriveFile:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         with translate_os_errors(f"{path} cannot be opened."):
             try:
-                descriptor = open_direct(path, flags, mode=0o600, opener=system.open)
+                descriptor = direct_io.open_direct(path, flags, mode=0o600, opener=system.open)
             except FileNotFoundError as error:
                 why = "something else removed it"
                 raise DamagedOffloadError(f"{path} is missing.", why=why, fix=_START_AGAIN) from error
@@ -227,8 +221,8 @@ class DriveFile:
                 ) from error
             if not count:
                 raise self._no_progress_error(doing, offset=offset)
-            if direct and count % ALIGNMENT:  # the file system ended a transfer within a block
-                count -= count % ALIGNMENT
+            if direct and count % direct_io.ALIGNMENT:  # the file system ended a transfer within a block
+                count -= count % direct_io.ALIGNMENT
                 if not count:
                     self._disable_direct_io()
             left, offset = left[count:], offset + count
@@ -242,7 +236,11 @@ class DriveFile:
                 got=f"{data.nbytes} bytes at offset {offset} of {self.size_bytes}",
                 why="the file has the size that was planned, and never another",
             )
-        is_aligned = not (offset % ALIGNMENT or data.nbytes % ALIGNMENT or memory_address(data) % ALIGNMENT)
+        is_aligned = not (
+            offset % direct_io.ALIGNMENT
+            or data.nbytes % direct_io.ALIGNMENT
+            or direct_io.memory_address(data) % direct_io.ALIGNMENT
+        )
         assert is_aligned, "transfers are of whole blocks, from memory that begins at a page"
 
     def _no_progress_error(self, doing: str, *, offset: int) -> OffloadError:
@@ -254,7 +252,7 @@ class DriveFile:
 
     def _disable_direct_io(self) -> None:
         with self._leaving:
-            clear_o_direct_flag(self._descriptor)
+            direct_io.clear_o_direct_flag(self._descriptor)
             self.direct = False
         _warn_no_direct_io(self.path.parent)
 

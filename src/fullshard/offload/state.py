@@ -22,30 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import OffloadError
+from fullshard.offload import gather_source
 from fullshard.offload.drive import DriveCounters
-from fullshard.offload.gather_source import (
-    GatherSource,
-    MasterCastingSource,
-    OffloadedFrozenParameters,
-    SeparateShardSource,
-    ShardCopies,
-    dtensor_like,
-    iterate_sharded_parameters,
-    master_dtype,
-    redirect_all_gather,
-)
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments, master_and_moment_dtypes
-from fullshard.spec.groups import (
-    OffloadGroup,
-    ShardSegment,
-    ShardSizes,
-    group_shards,
-    join_groups_of_split_parameters,
-)
+from fullshard.spec import groups
 from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 from fullshard.torch_private.tensors import local_part, set_local_part
 
-Update = Callable[[OffloadGroup, MasterAndMoments], None]
+Update = Callable[[groups.OffloadGroup, MasterAndMoments], None]
 
 
 class DriveShardsFactory(Protocol):
@@ -57,7 +41,7 @@ class DriveShardsFactory(Protocol):
 
     def __call__(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
-    ) -> SeparateShardSource: ...
+    ) -> gather_source.SeparateShardSource: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,7 @@ class OffloadSettings:
     sub_group_parameters: int
     shards_outside: bool = False
     moments: torch.dtype | None = None
-    on_drive: Callable[[Sequence[OffloadGroup]], GroupStore] | None = None
+    on_drive: Callable[[Sequence[groups.OffloadGroup]], GroupStore] | None = None
     shards_on_drive: DriveShardsFactory | None = None
     traffic: DriveCounters = field(default_factory=DriveCounters)
 
@@ -92,13 +76,18 @@ class OffloadSettings:
 
     def make_shard_source(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
-    ) -> SeparateShardSource:
+    ) -> gather_source.SeparateShardSource:
         """Makes the source from which parameters are gathered. Arguments: see `DriveShardsFactory`."""
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
-        pinned, dtype_of = self.has_gpu and self.shards_outside, master_dtype if frozen else compute_dtype
-        return ShardCopies(engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of)
+        pinned, dtype_of = (
+            self.has_gpu and self.shards_outside,
+            gather_source.master_dtype if frozen else compute_dtype,
+        )
+        return gather_source.ShardCopies(
+            engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of
+        )
 
 
 class OffloadedState:
@@ -116,7 +105,7 @@ class OffloadedState:
 
     def __init__(self, settings: OffloadSettings) -> None:
         self.settings = settings
-        self.groups: tuple[OffloadGroup, ...] = ()
+        self.groups: tuple[groups.OffloadGroup, ...] = ()
         self.engine: dict[str, Any] = {}
         self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
@@ -127,9 +116,9 @@ class OffloadedState:
 
     def set_up_for_model(self, model: nn.Module, *, unset: bool = False) -> None:
         """Sets up stores for the model, whose parameters have no values yet. If `unset`, a load sets them."""
-        held: list[ShardSizes] = []
+        held: list[groups.ShardSizes] = []
         frozen: dict[str, Any] = {}
-        for unit, name, one in iterate_sharded_parameters(model):
+        for unit, name, one in gather_source.iterate_sharded_parameters(model):
             if self._units.setdefault(name, unit) != unit:
                 continue
             if not one.sharded_param.requires_grad:
@@ -137,10 +126,10 @@ class OffloadedState:
                 continue
             self.engine[name] = one
             numel, most = shard_shape(one).numel(), padded_shard_shape(one).numel()
-            held.append(ShardSizes(name, numel=numel, max_numel=most, dtype=_master_dtype_name(one)))
+            held.append(groups.ShardSizes(name, numel=numel, max_numel=most, dtype=_master_dtype_name(one)))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
-        self.groups = group_shards(held, sub_group_parameters=self.settings.sub_group_parameters)
+        self.groups = groups.group_shards(held, sub_group_parameters=self.settings.sub_group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
         self._make_stores_and_thread(frozen)
         self._filling: _InitialValueWriter | None = None
@@ -159,7 +148,7 @@ class OffloadedState:
             self.frozen.store_unit_shards(own)
         for name in own:
             source = partial(self._shard_for_gather, name)
-            redirect_all_gather(engine[name], source, local=self.masters.get(name))
+            gather_source.redirect_all_gather(engine[name], source, local=self.masters.get(name))
 
     def finish_offloading_shards(self) -> None:
         """Completes the stores after the last unit, and waits until all values are stored."""
@@ -225,7 +214,7 @@ class OffloadedState:
         self.updates.unusable = half_loaded_error
         self.shards.announce_update()
         stream = self.store.stream_for_update(fresh=True)
-        for portion in join_groups_of_split_parameters(self.groups):
+        for portion in groups.join_groups_of_split_parameters(self.groups):
             names = dict.fromkeys(name for group in portion for name in group.names)
             new = {name: self.store.parameter_state_to_fill(name) for name in names}
             yield {name: self._parts_as_dtensors(name, parts) for name, parts in new.items()}
@@ -260,19 +249,21 @@ class OffloadedState:
         self.masters: dict[str, Tensor] = {}
         for name, one in engine.items() if settings.is_state_on_device else ():
             parts = self.store.read_parameter_state(name)
-            empty = torch.empty(0, dtype=master_dtype(one))
+            empty = torch.empty(0, dtype=gather_source.master_dtype(one))
             self.masters[name] = empty if parts is None else parts.master
         with ExitStack() as closing:
             closing.callback(self.store.close)
             if settings.is_state_on_device:
-                self.shards: GatherSource = MasterCastingSource(self.masters, engine)
+                self.shards: gather_source.GatherSource = gather_source.MasterCastingSource(
+                    self.masters, engine
+                )
             else:
                 self.shards = settings.make_shard_source(engine, self._units)
             closing.callback(self.shards.make_close_function())
             stays = settings.is_state_on_device or not settings.shards_outside
             others = dict[str, Any]() if stays else frozen
             kept = settings.make_shard_source(others, self._units, frozen=True)
-            self.frozen = OffloadedFrozenParameters(others, self._units, shards=kept)
+            self.frozen = gather_source.OffloadedFrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.make_close_function())
             self.updates = UpdateThread((self.store, self.shards))
             closing.callback(self.updates.thread.shutdown)
@@ -285,9 +276,9 @@ class OffloadedState:
         if parts is None:
             dtypes = master_and_moment_dtypes(_master_dtype_name(one), self.settings.moments)
             parts = MasterAndMoments(*(torch.empty(0, dtype=dtype) for dtype in dtypes))
-        return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
+        return {key: gather_source.dtensor_like(one, part) for key, part in parts._asdict().items()}
 
-    def _publish_segment(self, segment: ShardSegment, parts: MasterAndMoments) -> None:
+    def _publish_segment(self, segment: groups.ShardSegment, parts: MasterAndMoments) -> None:
         values = parts.master[segment.slice_in_group]
         self.shards.publish_shard_elements(segment.name, segment.begin, values=values)
 
@@ -337,7 +328,9 @@ def iterate_parameters_to_load(offloaded: OffloadedState) -> Iterator[set[Tensor
 class _InitialValueWriter:
     """Writes initial values into a new store, in the order of its groups. Moments are zero."""
 
-    def __init__(self, store: GroupStore, publish: Callable[[ShardSegment, MasterAndMoments], None]) -> None:
+    def __init__(
+        self, store: GroupStore, publish: Callable[[groups.ShardSegment, MasterAndMoments], None]
+    ) -> None:
         stream = store.stream_for_update(fresh=True)
         self._segments = ((segment, parts) for group, parts in stream for segment in group.segments)
         self._next, self._publish = next(self._segments, None), publish
@@ -353,7 +346,9 @@ class _InitialValueWriter:
         assert self._next is None, "every unit was offered, in the order of use"
 
 
-def _copy_segment(new: MasterAndMoments | None, parts: MasterAndMoments, *, segment: ShardSegment) -> None:
+def _copy_segment(
+    new: MasterAndMoments | None, parts: MasterAndMoments, *, segment: groups.ShardSegment
+) -> None:
     assert new is not None, "the rank has rows of it"
     for source, target in zip(new, parts, strict=True):
         own, into = source[segment.slice_in_shard], target[segment.slice_in_group]
@@ -362,7 +357,7 @@ def _copy_segment(new: MasterAndMoments | None, parts: MasterAndMoments, *, segm
 
 
 def _master_dtype_name(one: Any) -> str:
-    return str(master_dtype(one)).removeprefix("torch.")
+    return str(gather_source.master_dtype(one)).removeprefix("torch.")
 
 
 _ATTRIBUTE = "_fullshard_offloaded"  # attribute of the model
@@ -389,7 +384,7 @@ class UpdateThread:
     frozen_unusable: makes this error for frozen parameters; or None
     """
 
-    def __init__(self, stores: Sequence[GroupStore | GatherSource]) -> None:
+    def __init__(self, stores: Sequence[GroupStore | gather_source.GatherSource]) -> None:
         self._stores = stores
         self.unusable: Lacking | None = None
         self.frozen_unusable: Lacking | None = None

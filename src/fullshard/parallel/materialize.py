@@ -30,13 +30,8 @@ from fullshard.parallel.model_parameters import TORCH_DTYPE, Rank0Values, replac
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.parallel.units import Unit
 from fullshard.spec.plan import Plan
+from fullshard.torch_private import tensors
 from fullshard.torch_private.fake_tensors import TorchDispatchMode
-from fullshard.torch_private.tensors import (
-    compute_local_shape_and_global_offset,
-    parametrization_cache,
-    registered_buffers,
-    registered_parameters,
-)
 
 Initialise = Callable[[nn.Module], object]
 
@@ -88,7 +83,7 @@ def replace_parameters_by_meta(model: nn.Module, units: Sequence[Unit], *, plan:
                     parameter, device="meta", dtype=dtype, memory_format=torch.contiguous_format
                 )
                 replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            registered_parameters(module)[name] = replaced[id(parameter)]
+            tensors.registered_parameters(module)[name] = replaced[id(parameter)]
     for unit in units:
         unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
 
@@ -211,7 +206,7 @@ class _ModelValueSetter:
         """Registers `parameters`, by name, in all modules that hold the parameter of that name."""
         for name, parameter in parameters.items():
             for module, key in self.slots[name]:
-                registered_parameters(module)[key] = parameter
+                tensors.registered_parameters(module)[key] = parameter
 
     def parameter_names_in_unit(self, unit: Unit) -> list[str]:
         """Returns the names of the unit's parameters; for the root, also of scalars, which are in no unit."""
@@ -256,7 +251,7 @@ class _ModelValueSetter:
         for name in names:
             module, key = self.slots[name][0]
             # Read from the module: an initialiser may have replaced the parameter.
-            whole[name] = cast(Tensor, registered_parameters(module)[key]).detach()
+            whole[name] = cast(Tensor, tensors.registered_parameters(module)[key]).detach()
         self.register_parameters(self.stand_ins)
         self._check_initialised(whole)
         return whole
@@ -320,7 +315,7 @@ class _ModelValueSetter:
         again = getattr(module, "reset_buffers", None) or getattr(module, "reset_running_stats", None)
         for key, buffer in meta.items():
             empty = torch.empty_like(buffer, device=self.device)
-            registered_buffers(module)[key] = _fill_nan(empty)
+            tensors.registered_buffers(module)[key] = _fill_nan(empty)
         if again is not None:
             with torch.no_grad():
                 again()
@@ -385,7 +380,7 @@ def _write_through_parametrizations(
     }
     with parametrize.cached() if lists else nullcontext():
         computed = {place: _compute_with_buffers_as_they_are(one) for place, one in lists.items()}
-        parametrization_cache().update(
+        tensors.parametrization_cache().update(
             {(id(module), key): value for (module, key), value in computed.items()}
         )
         yield
@@ -398,7 +393,7 @@ def _compute_with_buffers_as_they_are(parametrizations: parametrize.Parametrizat
     """Returns the tensor, on meta if its parameters are. Spectral norm would change its buffers."""
     is_meta = any(parameter.is_meta for parameter in parametrizations.parameters())
     buffers = [
-        (registered_buffers(module), key, buffer)
+        (tensors.registered_buffers(module), key, buffer)
         for module in parametrizations.modules()
         for key, buffer in module.named_buffers(recurse=False)
     ]
@@ -427,7 +422,7 @@ def _cut_local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)
     local, mesh, placements = whole, parameter.device_mesh, parameter.placements
-    shape, offsets = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    shape, offsets = tensors.compute_local_shape_and_global_offset(whole.shape, mesh, placements)
     for dim, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
         local = local.narrow(dim, min(begin, local.shape[dim]), length)
     # A copy: a view would keep the whole tensor's storage alive.

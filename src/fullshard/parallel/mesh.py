@@ -20,11 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.distributed.loopback import (
-    all_ranks_are_local,
-    bind_local_groups_to_loopback,
-    start_or_join_loopback_store,
-)
+from fullshard.distributed import loopback
 from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import DeviceType, Plan
@@ -89,7 +85,7 @@ def process_group(
     if dist.is_initialized():
         yield _make_rank_info(local_rank, own_device)
         return
-    with bind_local_groups_to_loopback():
+    with loopback.bind_local_groups_to_loopback():
         _init_process_group(kind, timedelta(seconds=timeout_seconds))
         clean = False
         try:
@@ -139,7 +135,7 @@ def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
     # Set by torchrun if the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _connect_to_agent_store(timeout)
-    elif all_ranks_are_local() and "MASTER_PORT" in os.environ:
+    elif loopback.all_ranks_are_local() and "MASTER_PORT" in os.environ:
         store = _open_loopback_store(rank, timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
@@ -151,7 +147,7 @@ def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
 def _open_loopback_store(rank: int, timeout: timedelta) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     try:
-        return start_or_join_loopback_store(port, rank=rank, timeout=timeout)
+        return loopback.start_or_join_loopback_store(port, rank=rank, timeout=timeout)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
             "the ranks of this machine cannot find each other.",

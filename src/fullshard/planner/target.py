@@ -15,17 +15,10 @@ from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.search.candidates import LONG_RUN_STEPS
 from fullshard.planner.search.parallel_degrees import sequences_for_sharing_ranks
 from fullshard.quantities import format_count
+from fullshard.spec import pretrained
 from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.pretrained import (
-    CONFIG_NAME,
-    check_config_limits,
-    find_cached_config,
-    preset_or_none,
-    read_config,
-    similar_preset_names,
-)
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
 
@@ -77,36 +70,38 @@ def resolve_plan_target(name: str | None) -> PlanTarget:
         return _target_from_file(path)
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
         raise SpecError(f"{name} cannot be read.", got="no such file")
-    cached = find_cached_config(name) if "/" in name else None
+    cached = pretrained.find_cached_config(name) if "/" in name else None
     if cached is not None:
         return _target_from_hf_config(cached, name=name)
-    preset = preset_or_none(name)
+    preset = pretrained.preset_or_none(name)
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
         return PlanTarget(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
-    cached = find_cached_config(name)
+    cached = pretrained.find_cached_config(name)
     if cached is not None:
         return _target_from_hf_config(cached, name=name)
     raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
-        fix=f"{', '.join(similar_preset_names(name))}; or the path of a config.json or run.toml",
+        fix=f"{', '.join(pretrained.similar_preset_names(name))}; or the path of a config.json or run.toml",
     )
 
 
 def _target_from_file(path: Path) -> PlanTarget:
     if path.is_dir():
-        if not (path / CONFIG_NAME).is_file():
-            raise SpecError(f"{path} is a directory without a {CONFIG_NAME}.", fix="a preset, or a file")
-        return _target_from_hf_config(path / CONFIG_NAME, name=path.resolve().name)
+        if not (path / pretrained.CONFIG_NAME).is_file():
+            raise SpecError(
+                f"{path} is a directory without a {pretrained.CONFIG_NAME}.", fix="a preset, or a file"
+            )
+        return _target_from_hf_config(path / pretrained.CONFIG_NAME, name=path.resolve().name)
     if path.suffix == ".toml":
         return PlanTarget(name=f"the model of {path}", run_path=path, chosen_here=False)
     return _target_from_hf_config(path, name=str(path))
 
 
 def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
-    config = read_config(path)
-    check_config_limits(config, source=str(path))
+    config = pretrained.read_config(path)
+    pretrained.check_config_limits(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
         raise SpecError(
             f"{path} is not a config.json of a model.",

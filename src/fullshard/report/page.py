@@ -12,15 +12,9 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from fullshard.quantities import format_bytes, format_seconds
+from fullshard.report import kernels
 from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_run, comparison_rows
-from fullshard.report.kernels import (
-    KERNEL_HEADER,
-    WARNING,
-    kernel_sentences,
-    kernel_table,
-    summarise_last_profile,
-)
 from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.step_traces import read_last_step
@@ -65,14 +59,14 @@ def _comparison_table(run: RunRecord) -> str:
 
 
 def _kernel_section(directory: Path) -> str:
-    summary = summarise_last_profile(directory)
+    summary = kernels.summarise_last_profile(directory)
     if summary is None:
         return ""
     sentences = "".join(
-        f'<p class="{"bad" if one.startswith(WARNING) else "dim"}">{escape_html(one)}'
-        for one in kernel_sentences(summary)
+        f'<p class="{"bad" if one.startswith(kernels.WARNING) else "dim"}">{escape_html(one)}'
+        for one in kernels.kernel_sentences(summary)
     )
-    return html_table(KERNEL_HEADER, kernel_table(summary)) + sentences
+    return html_table(kernels.KERNEL_HEADER, kernels.kernel_table(summary)) + sentences
 
 
 def _step_section(directory: Path) -> str:

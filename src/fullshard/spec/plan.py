@@ -9,14 +9,7 @@ from pydantic import model_validator
 from fullshard.errors import PlanError
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, PrecisionSection, Run, Strategy, UnitOverride
-from fullshard.spec.settings.run_checks import (
-    check_experts_are_divisible,
-    check_offload_supports_optimizer,
-    check_sequence_is_divisible,
-    check_settings_work_together,
-    count_groups,
-    divisors,
-)
+from fullshard.spec.settings import run_checks
 from fullshard.spec.value import FrozenModel, PositiveInt
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -182,7 +175,7 @@ class Plan(FrozenModel):
 
         Raises PlanError if degrees or batches do not divide, and for settings that do not work together.
         """
-        check_offload_supports_optimizer(run)
+        run_checks.check_offload_supports_optimizer(run)
         return cls.from_run_for_prediction(
             run, world_size=world_size, device=device, bf16_hardware=bf16_hardware
         )
@@ -192,17 +185,19 @@ class Plan(FrozenModel):
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
         """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
-        check_settings_work_together(run)
+        run_checks.check_settings_work_together(run)
         run = _resolve_auto_settings(run)
         tensor = run.sharding.tensor_degree
         context = run.sharding.context_degree
-        ranks = count_groups(world_size, tensor, key="tensor_parallel", shared="the matmuls")
-        groups = count_groups(ranks, context, key="context_parallel", shared="a sequence")
+        ranks = run_checks.count_groups(world_size, tensor, key="tensor_parallel", shared="the matmuls")
+        groups = run_checks.count_groups(ranks, context, key="context_parallel", shared="a sequence")
         experts = run.sharding.expert_degree
-        count_groups(world_size, experts, key="expert_parallel", shared="experts")
-        check_sequence_is_divisible(run)
+        run_checks.count_groups(world_size, experts, key="expert_parallel", shared="experts")
+        run_checks.check_sequence_is_divisible(run)
         replicate, shard = _replicate_and_shard_degrees(run, ranks)
-        check_experts_are_divisible(run, group=1 if shard == 1 and replicate > 1 else shard * tensor)
+        run_checks.check_experts_are_divisible(
+            run, group=1 if shard == 1 and replicate > 1 else shard * tensor
+        )
         microbatch, accumulation = _microbatch_and_accumulation(run, groups)
         mode = run.precision.mode
         if mode == "auto":
@@ -332,7 +327,7 @@ def _replicate_and_shard_degrees(run: Run, world_size: int) -> tuple[int, int]:
         return 1, world_size
     if degree is not None and world_size % degree == 0:
         return world_size // degree, degree
-    fix = f"sharding.shard_degree = one of {divisors(world_size)}"
+    fix = f"sharding.shard_degree = one of {run_checks.divisors(world_size)}"
     if degree is None:
         what = f"{strategy} needs to know over how many ranks it shards."
         raise PlanError(what, got="no sharding.shard_degree", fix=fix)

@@ -8,19 +8,10 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.errors import SpecError
+from fullshard.spec.settings import train_section
 from fullshard.spec.settings.data_section import DataSection
 from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
-from fullshard.spec.settings.train_section import (
-    AdapterSection,
-    CheckpointSection,
-    FaultToleranceSection,
-    OptimizerSection,
-    PlanSection,
-    RecomputeSection,
-    ScheduleSection,
-    TrainSection,
-)
 from fullshard.spec.value import (
     Count,
     FrozenModel,
@@ -280,18 +271,18 @@ class Run(FrozenModel):
 
     run: RunSetupSection = RunSetupSection()
     model: ModelSection = DecoderConfig()
-    adapter: AdapterSection = AdapterSection()
+    adapter: train_section.AdapterSection = train_section.AdapterSection()
     data: DataSection = DataSection()
-    train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    schedule: ScheduleSection = ScheduleSection()
+    train: train_section.TrainSection = train_section.TrainSection()
+    optimizer: train_section.OptimizerSection = train_section.OptimizerSection()
+    schedule: train_section.ScheduleSection = train_section.ScheduleSection()
     sharding: ShardingSection = ShardingSection()
     precision: PrecisionSection = PrecisionSection()
-    recompute: RecomputeSection = RecomputeSection()
+    recompute: train_section.RecomputeSection = train_section.RecomputeSection()
     offload: OffloadSection = OffloadSection()
-    plan: PlanSection = PlanSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    fault_tolerance: FaultToleranceSection = FaultToleranceSection()
+    plan: train_section.PlanSection = train_section.PlanSection()
+    checkpoint: train_section.CheckpointSection = train_section.CheckpointSection()
+    fault_tolerance: train_section.FaultToleranceSection = train_section.FaultToleranceSection()
     log: LogSection = LogSection()
 
     @classmethod

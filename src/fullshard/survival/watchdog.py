@@ -32,15 +32,7 @@ import torch.distributed as dist
 
 from fullshard.errors import TrainError
 from fullshard.spec.settings.train_section import SLOW_PHASE_FACTOR, FaultToleranceSection
-from fullshard.survival.diagnosis import (
-    Diagnosis,
-    RankReport,
-    UnresponsiveRank,
-    diagnose_hang,
-    diagnose_lost_store,
-    host_and_namespace_id,
-    process_state_letter,
-)
+from fullshard.survival import diagnosis
 from fullshard.survival.phase import SLOW_PHASES, Heartbeat, PhaseTracker, RunPhase
 from fullshard.system.process import watchdog_exit_receivers
 from fullshard.system.terminal import escape_control_characters
@@ -119,15 +111,15 @@ class _StatusBoard:
     def has_report_request(self) -> bool:
         return self._call_store(lambda store: store.check(["called"]))
 
-    def publish_report(self, report: RankReport) -> None:
+    def publish_report(self, report: diagnosis.RankReport) -> None:
         self._call_store(lambda store: store.set(f"report/{self.rank}", json.dumps(asdict(report))))
 
     def read_heartbeats(self) -> dict[int, Heartbeat]:
         return {rank: Heartbeat(**one) for rank, one in self._read_from_all_ranks("seen").items()}
 
-    def read_reports(self) -> dict[int, RankReport]:
+    def read_reports(self) -> dict[int, diagnosis.RankReport]:
         return {
-            rank: RankReport(**one | {"seen": Heartbeat(**one["seen"])})
+            rank: diagnosis.RankReport(**one | {"seen": Heartbeat(**one["seen"])})
             for rank, one in self._read_from_all_ranks("report").items()
         }
 
@@ -197,7 +189,7 @@ class _Watchdog:
         self._board = _StatusBoard(answer_seconds=answer_seconds + slack_seconds)
         self._tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
         self._trainer = threading.get_ident()
-        self._host = host_and_namespace_id()
+        self._host = diagnosis.host_and_namespace_id()
         self._moves, self._unmoved, self._looked_at = where.changes, 0.0, time.monotonic()
         self._excused = 0.0  # of the unmoved seconds, those in which another rank was in a slow phase
         self._stopped = threading.Event()
@@ -273,11 +265,11 @@ class _Watchdog:
             at=time.time(),
         )
 
-    def _make_report(self) -> RankReport:
+    def _make_report(self) -> diagnosis.RankReport:
         # With a GPU, backward runs on autograd's own threads.
         threads = _other_thread_ids() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
         clock = self._where.clock
-        return RankReport(
+        return diagnosis.RankReport(
             seen=self._make_heartbeat(),
             # The reduction's sums are read in this phase: on a GPU, a rank waits for the reduction there.
             waits=self._where.phase is RunPhase.REDUCE or any(map(_is_in_collective, threads)),
@@ -312,9 +304,9 @@ class _Watchdog:
         sys.stderr.flush()
         os._exit(error.exit_code)
 
-    def _diagnose_from_reports(self, own: RankReport) -> Diagnosis:
+    def _diagnose_from_reports(self, own: diagnosis.RankReport) -> diagnosis.Diagnosis:
         """Diagnoses the hang from this rank's own report and those of the other ranks that arrive in time."""
-        others, sightings = dict[int, RankReport](), dict[int, Heartbeat]()
+        others, sightings = dict[int, diagnosis.RankReport](), dict[int, Heartbeat]()
         deadline = time.monotonic() + self._grace
         try:
             while len(others) < self._board.world_size and time.monotonic() < deadline:
@@ -322,13 +314,15 @@ class _Watchdog:
                 others = self._board.read_reports()
             sightings = self._board.read_heartbeats()
         except RuntimeError:
-            return diagnose_lost_store(self._board.rank, own)
+            return diagnosis.diagnose_lost_store(self._board.rank, own)
         known = {**others, self._board.rank: own}
-        silent: dict[int, UnresponsiveRank] = {}
+        silent: dict[int, diagnosis.UnresponsiveRank] = {}
         for rank in set(range(self._board.world_size)) - known.keys():
             last = sightings.get(rank)
-            silent[rank] = UnresponsiveRank(last, None if last is None else process_state_letter(last))
-        return diagnose_hang(known, silent, now=time.time())
+            silent[rank] = diagnosis.UnresponsiveRank(
+                last, None if last is None else diagnosis.process_state_letter(last)
+            )
+        return diagnosis.diagnose_hang(known, silent, now=time.time())
 
     def _wait_for_verdict(self) -> TrainError | None:
         deadline = time.monotonic() + 2 * self._grace + self._slack

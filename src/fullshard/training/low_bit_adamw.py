@@ -22,13 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.errors import MissingExtraError
-from fullshard.offload.rounding import (
-    AdamOptions,
-    RoundingSeed,
-    adamw_with_stochastic_rounding,
-    rounding_key,
-    shard_index,
-)
+from fullshard.offload import rounding
 from fullshard.system.dotted import import_quietly
 
 
@@ -144,7 +138,13 @@ class StochasticAdamW(torch.optim.Optimizer):
         step = int(state["step"].item())
         kept = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
         value, first, second, g = map(local_tensor, kept)
-        seed = RoundingSeed(rounding_key(self.seed, step=step, parameter=index, shard=shard_index(parameter)))
+        seed = rounding.RoundingSeed(
+            rounding.rounding_key(
+                self.seed, step=step, parameter=index, shard=rounding.shard_index(parameter)
+            )
+        )
         beta1, beta2 = group["betas"]
-        options = AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        adamw_with_stochastic_rounding((value, first, second), g, step=step, options=options, seed=seed)
+        options = rounding.AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        rounding.adamw_with_stochastic_rounding(
+            (value, first, second), g, step=step, options=options, seed=seed
+        )

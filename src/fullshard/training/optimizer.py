@@ -1,10 +1,10 @@
 """The optimizer of a sharded model."""
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -106,13 +106,12 @@ def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[
 
 
 def _names_without_decay(model: nn.Module) -> set[str]:
-    methods = ((path, getattr(module, "no_weight_decay", None)) for path, module in model.named_modules())
-    return {
-        f"{path}.{name}" if path else name
-        for path, method in methods
-        if callable(method)
-        for name in method()
-    }
+    names = set[str]()
+    for path, module in model.named_modules():
+        method: Any = getattr(module, "no_weight_decay", None)
+        if callable(method):
+            names |= {f"{path}.{name}" if path else name for name in cast(Iterable[str], method())}
+    return names
 
 
 def _has_decay(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:

@@ -14,14 +14,7 @@ from torch import nn
 
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
-from fullshard.offload import directories
-from fullshard.offload.adamw import (
-    DeviceGradients,
-    DeviceUpdate,
-    GradientStore,
-    HostGradients,
-    StreamingAdamW,
-)
+from fullshard.offload import adamw, directories
 from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
 from fullshard.offload.drive_store import DriveStore, check_generation
 from fullshard.offload.gather_source import DriveShards, master_dtype
@@ -34,21 +27,11 @@ from fullshard.offload.state import (
     set_offload_attribute,
 )
 from fullshard.offload.store import GroupLayout as GroupRecord
-from fullshard.parallel.apply import (
-    apply_recompute_and_fsdp,
-    prepare_sharding,
-    sort_units_in_forward_order,
-)
+from fullshard.parallel import apply, model_parameters
 from fullshard.parallel.fp8 import gather_in_fp8
 from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, local_device
 from fullshard.parallel.mesh import build_axis_group
 from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.model_parameters import (
-    CarriedOver,
-    collect_rank0_values,
-    warn_of_missing_weights,
-    warn_of_modules_to_keep_in_fp32,
-)
 from fullshard.parallel.unit_events import reshard_after_evaluation
 from fullshard.parallel.units import Predicate
 from fullshard.spec.groups import OffloadGroup
@@ -100,18 +83,21 @@ def shard(
     split = divide_model(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
-    prepared = prepare_sharding(model, plan, units=units, methods=methods, split=split)
-    warn_of_modules_to_keep_in_fp32(model, plan.precision)
-    given, carried = collect_rank0_values(model), CarriedOver.of_model(model)
+    prepared = apply.prepare_sharding(model, plan, units=units, methods=methods, split=split)
+    model_parameters.warn_of_modules_to_keep_in_fp32(model, plan.precision)
+    given, carried = (
+        model_parameters.collect_rank0_values(model),
+        model_parameters.CarriedOver.of_model(model),
+    )
     if init != "none":
-        warn_of_missing_weights(model, given, stacklevel=2)
-    unit_order = apply_recompute_and_fsdp(model, prepared)
+        model_parameters.warn_of_missing_weights(model, given, stacklevel=2)
+    unit_order = apply.apply_recompute_and_fsdp(model, prepared)
     state, order, keep = None, prepared.units, None
     if plan.run.offload.offloads_optimizer:
         state = OffloadedState(offload or offload_settings(plan, SYSTEM))
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
         state.set_up_for_model(model, unset=init == "none" and not given_some)
-        order, keep = sort_units_in_forward_order(model, order), state.offload_unit_shards
+        order, keep = apply.sort_units_in_forward_order(model, order), state.offload_unit_shards
     allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if state is not None:
         state.finish_offloading_shards()
@@ -123,7 +109,9 @@ def shard(
     return model
 
 
-def build_streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:
+def build_streaming_adamw(
+    model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan
+) -> adamw.StreamingAdamW:
     """Returns the AdamW that updates the model's offloaded state. Raises ShardError if it has none."""
     offloaded = find_offloaded_state(model)
     if offloaded is None:
@@ -133,15 +121,15 @@ def build_streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, pla
             fix="model = fullshard.shard(model, plan), which keeps its state outside",
         )
     section, settings = plan.run.optimizer, offloaded.settings
-    gradients: GradientStore
+    gradients: adamw.GradientStore
     if settings.has_gpu:
-        gradients = HostGradients(offloaded.engine, pinned=True)
+        gradients = adamw.HostGradients(offloaded.engine, pinned=True)
     else:
-        gradients = DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})
+        gradients = adamw.DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})
     on_device = None
     if plan.run.offload.update == "device":
-        on_device = DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
-    return StreamingAdamW(
+        on_device = adamw.DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
+    return adamw.StreamingAdamW(
         groups,
         offloaded,
         gradients=gradients,

@@ -19,16 +19,7 @@ from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
-from fullshard.training import learning_rates
-from fullshard.training.extra_state import (
-    encode_extra_state,
-    extra_state_targets,
-    generator_states,
-    saved_generator_states,
-    set_extra_state,
-    set_generator_states,
-    warn_of_unsaved_module_state,
-)
+from fullshard.training import extra_state, learning_rates
 from fullshard.training.figures import PendingResult
 from fullshard.training.low_bit_adamw import dequantize, quantize_state_for_optimizer
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
@@ -114,7 +105,7 @@ class TrainState:
         _check_optimizer_has_model_params(model, optimizer)
         _check_step_takes_no_closure(optimizer)
         _warn_of_unsaved_optimizer_state(optimizer)
-        warn_of_unsaved_module_state(model)
+        extra_state.warn_of_unsaved_module_state(model)
 
     @property
     def trained_tokens(self) -> int:
@@ -132,8 +123,8 @@ class TrainState:
         """Returns the tensors to save: of the model, its extra state, the optimizer, and this rank's RNGs."""
         self.wait_for_updates()
         tensors = _model_tensors(self.model, frozen=self.saved == "all")
-        tensors |= _optimizer_tensors(self.model, self.optimizer) | generator_states()
-        tensors |= encode_extra_state(self.model)[1]
+        tensors |= _optimizer_tensors(self.model, self.optimizer) | extra_state.generator_states()
+        tensors |= extra_state.encode_extra_state(self.model)[1]
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
@@ -161,7 +152,7 @@ class TrainState:
             "optimizer_groups": learning_rates.changed_entries(
                 self.model, self.optimizer, initial=self._initial_entries
             ),
-            "extra_state": encode_extra_state(self.model)[0],
+            "extra_state": extra_state.encode_extra_state(self.model)[0],
             "tied": dict(_tied_parameter_names(self.model)),
             "huggingface": full_transformers_config(self.model),
         }
@@ -193,7 +184,7 @@ class TrainState:
                 own = _empty_optimizer_tensor(self.optimizer, parameters[owner], key=key, info=info)
                 tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        return tensors | saved_generator_states(saved) | extra_state_targets(saved)
+        return tensors | extra_state.saved_generator_states(saved) | extra_state.extra_state_targets(saved)
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
@@ -222,8 +213,8 @@ class TrainState:
         learning_rates.restore_entries(
             self.model, self.optimizer, saved=entries, initial=self._initial_entries
         )
-        set_generator_states(received)
-        set_extra_state(self.model, values.get("extra_state"), received=received)
+        extra_state.set_generator_states(received)
+        extra_state.set_extra_state(self.model, values.get("extra_state"), received=received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.rollbacks = read["step"], read["rollbacks"]
         self.trained_with = TrainedWith.from_values(values)
@@ -295,9 +286,11 @@ class TrainState:
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
         small = (
-            _saved_buffers(self.model) | _optimizer_tensors(self.model, self.optimizer) | generator_states()
+            _saved_buffers(self.model)
+            | _optimizer_tensors(self.model, self.optimizer)
+            | extra_state.generator_states()
         )
-        small |= encode_extra_state(self.model)[1]
+        small |= extra_state.encode_extra_state(self.model)[1]
         return NonOffloadedState(self.values(), scalars | small)
 
 

@@ -47,15 +47,7 @@ from fullshard.survival import fingerprint
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.torch_private.groups import count_issued_collectives
 from fullshard.torch_private.tensors import tree_leaves, tree_map_only
-from fullshard.training.figures import (
-    HostCopy,
-    PendingResult,
-    StepDecision,
-    StepResult,
-    copy_to_device,
-    decide_step,
-    step_result,
-)
+from fullshard.training import figures
 from fullshard.training.gradients import (
     average_scalar_gradients,
     clear_gradients,
@@ -92,7 +84,7 @@ class _Totals:
 
 def run_step(
     state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, stop: bool = False
-) -> PendingResult:
+) -> figures.PendingResult:
     """Trains `state` on `microbatches`, exactly `plan.accumulation` of this rank. Collective.
 
     stop: whether this rank was asked to stop
@@ -135,8 +127,8 @@ def run_step(
     return result
 
 
-def _decide(totals: _Totals, *, nominal: float, state: TrainState, plan: Plan) -> StepDecision:
-    return decide_step(
+def _decide(totals: _Totals, *, nominal: float, state: TrainState, plan: Plan) -> figures.StepDecision:
+    return figures.decide_step(
         totals.numbers[:_SUMS],
         # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
         nominal=nominal * plan.averaging_ranks / state.loss_scale.scale,
@@ -147,7 +139,7 @@ def _decide(totals: _Totals, *, nominal: float, state: TrainState, plan: Plan) -
 
 
 def _finish_update(
-    state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter], decision: StepDecision
+    state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter], decision: figures.StepDecision
 ) -> None:
     """Clears the gradients of `parameters`. Changes the biases of experts unless the step is skipped."""
     clear_gradients(parameters, state.optimizer)
@@ -157,19 +149,19 @@ def _finish_update(
         balance_experts(state.model, rate=section.balance_bias_rate * (1 - decision.found_inf))
 
 
-def _copy_result_to_host(decision: StepDecision, totals: _Totals) -> PendingResult:
+def _copy_result_to_host(decision: figures.StepDecision, totals: _Totals) -> figures.PendingResult:
     """Returns the result, whose `read` raises TrainError if the ranks were not in the same step."""
     count = len(decision.figures)
-    copy = HostCopy(torch.cat([decision.figures, totals.numbers[_SUMS:]]))
+    copy = figures.HostCopy(torch.cat([decision.figures, totals.numbers[_SUMS:]]))
 
-    def read_result() -> StepResult:
+    def read_result() -> figures.StepResult:
         numbers = copy.read()
         if (own := totals.own) is not None:
             size, events = totals.world_size, totals.events
             fingerprint.check_same_fingerprints(own, numbers[count:], world_size=size, events=events)
-        return step_result(numbers[:count])
+        return figures.step_result(numbers[:count])
 
-    return PendingResult(read_result, must_wait=not copy.is_ready)
+    return figures.PendingResult(read_result, must_wait=not copy.is_ready)
 
 
 def _all_reduce(
@@ -199,7 +191,9 @@ def _all_reduce(
             units=events.checksum,
         )
         numbers = own.summable_numbers(plan.world_size)
-    known_here = copy_to_device(torch.tensor([float(stop), *numbers], dtype=torch.float64), sums.device)
+    known_here = figures.copy_to_device(
+        torch.tensor([float(stop), *numbers], dtype=torch.float64), sums.device
+    )
     totals = torch.cat([sums, known_here])
     if plan.world_size > 1:
         with TimedRange("all_reduce"):
@@ -332,7 +326,7 @@ def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 def move_batch_to_device(batch: Any, device: torch.device) -> Any:
     """Returns `batch` with all tensors in it on `device`, copied without waiting for the device."""
-    return tree_map_only(Tensor, lambda tensor: copy_to_device(tensor, device), batch)
+    return tree_map_only(Tensor, lambda tensor: figures.copy_to_device(tensor, device), batch)
 
 
 @torch.no_grad()

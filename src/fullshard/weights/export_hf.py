@@ -28,12 +28,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Naming
 from fullshard.system.small_files import read_bytes
-from fullshard.weights.export import (
-    check_holds_no_weights,
-    check_shard_bytes,
-    names_without_wrappers,
-    write_export,
-)
+from fullshard.weights import export
 from fullshard.weights.names import (
     build_meta_model,
     full_transformers_config,
@@ -102,8 +97,8 @@ def export_hf(
     >>> transformers.AutoModelForCausalLM.from_pretrained("llama").config.hidden_size
     32
     """
-    check_shard_bytes(shard_bytes)
-    check_holds_no_weights(Path(directory))
+    export.check_shard_bytes(shard_bytes)
+    export.check_holds_no_weights(Path(directory))
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings
     recorded = manifest.values.get("huggingface")
@@ -115,7 +110,7 @@ def export_hf(
         beside.setdefault(_GENERATION, known.generation_config)
     add_end_tokens(config, beside, ends=find_end_tokens(run))
     beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-    write_export(
+    export.write_export(
         checkpoint,
         Path(directory),
         naming=known.naming,
@@ -184,7 +179,7 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None) -> dict[str, Lay
 
     Raises CheckpointError if a merged model would not compute what the trained one does.
     """
-    plain = names_without_wrappers(manifest.model_tensors)
+    plain = export.names_without_wrappers(manifest.model_tensors)
     saved = {name.partition(ADDED)[0]: plain[name].partition(ADDED)[0] for name in plain if ADDED in name}
     if not saved:
         return None

@@ -15,13 +15,7 @@ from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.distributed.agreement import run_alone_or_raise
 from fullshard.errors import CheckpointError, SpecError
-from fullshard.models.adapters import (
-    ADAPTER,
-    has_transposed_weight,
-    import_peft,
-    iterate_adapted_layers,
-    make_lora_config,
-)
+from fullshard.models import adapters
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
@@ -98,10 +92,10 @@ def _describe_for_peft(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[
 
     Raises CheckpointError if peft would not load all that is trained into `base`, which it changes.
     """
-    layers = dict(iterate_adapted_layers(model))
-    turned = any(has_transposed_weight(layer.base_layer) for layer in layers.values())
+    layers = dict(adapters.iterate_adapted_layers(model))
+    turned = any(adapters.has_transposed_weight(layer.base_layer) for layer in layers.values())
     trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
-    config: Any = make_lora_config(run.adapter, targets=sorted(layers), turned=turned)
+    config: Any = adapters.make_lora_config(run.adapter, targets=sorted(layers), turned=turned)
     config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
     config.inference_mode = True
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None
@@ -151,7 +145,9 @@ def _map_trained_tensors(shapes: Mapping[str, Shape], *, trained: set[str]) -> W
 
     Names in files lack the adapter's name, which peft's names in a model contain.
     """
-    names = {f"{_WITHIN}{name.replace(f'.{ADAPTER}', '')}": name for name in shapes if name in trained}
+    names = {
+        f"{_WITHIN}{name.replace(f'.{adapters.ADAPTER}', '')}": name for name in shapes if name in trained
+    }
     return WeightMap(
         parts={new: map_unchanged_tensor(name, shapes[name]) for new, name in names.items()},
         shapes={new: shapes[name] for new, name in names.items()},
@@ -163,7 +159,7 @@ def _check_peft_loads(base: nn.Module, config: Any, *, tensors: Mapping[str, Sha
 
     config: peft's LoraConfig, as exported; tensors: shape of each tensor by its name in the file
     """
-    peft = import_peft()
+    peft = adapters.import_peft()
     values = {name: torch.empty(shape, device="meta") for name, shape in tensors.items()}
     try:
         model = peft.PeftModel(base, config, low_cpu_mem_usage=True)

@@ -14,15 +14,8 @@ from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.device import BenchmarkTask, RateMeter, mean_over_ranks
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.parallel.mesh import RankInfo, process_group
+from fullshard.spec.machine import hardware
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
-from fullshard.spec.machine.hardware import (
-    CollectiveRate,
-    ComputeDtype,
-    Curve,
-    Hardware,
-    Link,
-    Rates,
-)
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
@@ -52,7 +45,7 @@ def run_calibration(
             found.save(out)
 
 
-def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardware:
+def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardware.Hardware:
     """Measures this hardware with all ranks. Collective.
 
     seconds: approximate duration
@@ -85,21 +78,21 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> Hardwar
         peak = max(point.rate for point in rates.memory)
         measured = {"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
         updated["chip"] = known.chip.model_copy(update=measured)
-    return Hardware.model_validate(known.model_copy(update=updated).model_dump())
+    return hardware.Hardware.model_validate(known.model_copy(update=updated).model_dump())
 
 
-def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
+def _measure_rates(meter: RateMeter, known: hardware.Rates, *, share: float) -> hardware.Rates:
     """Measures rates. Those of grouped matmuls, by the width of heads and of FSDP2's hooks are `known`."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
-    matmul: dict[ComputeDtype, Curve] = {}
-    forward: dict[ComputeDtype, Curve] = {}
-    backward: dict[ComputeDtype, Curve] = {}
+    matmul: dict[hardware.ComputeDtype, hardware.Curve] = {}
+    forward: dict[hardware.ComputeDtype, hardware.Curve] = {}
+    backward: dict[hardware.ComputeDtype, hardware.Curve] = {}
     for dtype in dtypes:
         part = share / len(dtypes)
         matmul[dtype] = meters.measure_matmul(meter, dtype, seconds=_MATMUL * part)
         forward[dtype], backward[dtype] = meters.measure_attention(meter, dtype, seconds=_ATTENTION * part)
     memory, half_memory = meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share)
-    return Rates(
+    return hardware.Rates(
         matmul=matmul,
         attention=forward,
         attention_backward=backward,
@@ -116,7 +109,7 @@ def _measure_rates(meter: RateMeter, known: Rates, *, share: float) -> Rates:
     )
 
 
-def _measure_links(ranks: RankInfo, meter: RateMeter, *, share: float) -> dict[str, Link]:
+def _measure_links(ranks: RankInfo, meter: RateMeter, *, share: float) -> dict[str, hardware.Link]:
     """Measures collectives within a node and across nodes; returns the links, by the field of Hardware."""
     local = ranks.local_world_size
     nodes = ranks.world_size // local
@@ -126,7 +119,7 @@ def _measure_links(ranks: RankInfo, meter: RateMeter, *, share: float) -> dict[s
     return {axis: measure_link(mesh[axis], meter, name=axis, seconds=part) for axis in axes}
 
 
-def measure_link(mesh: DeviceMesh, meter: RateMeter, *, name: str, seconds: float) -> Link:
+def measure_link(mesh: DeviceMesh, meter: RateMeter, *, name: str, seconds: float) -> hardware.Link:
     """Returns the link between the ranks of `mesh` (one axis). Collective.
 
     On CPU meshes these are fullshard's own collectives; on CUDA, NCCL's.
@@ -134,7 +127,7 @@ def measure_link(mesh: DeviceMesh, meter: RateMeter, *, name: str, seconds: floa
     kinds = _build_collectives(mesh)
     part = seconds / len(kinds)
     rates = {kind: _measure_collective(work, mesh, meter=meter, seconds=part) for kind, work in kinds.items()}
-    return Link(
+    return hardware.Link(
         name=name,
         bytes_per_second=max(rate.bytes_per_second for rate in rates.values()),
         source=f"measured over {mesh.size()} ranks, {'gloo' if mesh.device_type == 'cpu' else 'NCCL'}",
@@ -144,7 +137,7 @@ def measure_link(mesh: DeviceMesh, meter: RateMeter, *, name: str, seconds: floa
 
 def _measure_collective(
     collective: Collective, mesh: DeviceMesh, *, meter: RateMeter, seconds: float
-) -> CollectiveRate:
+) -> hardware.CollectiveRate:
     """Returns the rate of a collective, by the bytes that a rank receives.
 
     A single number of ranks cannot separate the latency of a collective, the time of its smallest size, from
@@ -158,7 +151,7 @@ def _measure_collective(
         return BenchmarkTask(lambda: collective(whole), size=received, amount=received)
 
     curve = meter.measure_rate_curve(make_task, _SIZES[meter.kind], seconds=seconds)
-    return CollectiveRate(
+    return hardware.CollectiveRate(
         base_seconds=0.0,
         hop_seconds=curve[0].size / curve[0].rate / (ranks - 1),
         bytes_per_second=max(point.rate for point in curve),

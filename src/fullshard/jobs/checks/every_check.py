@@ -4,41 +4,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fullshard.distributed.agreement import ErrorCapture
-from fullshard.jobs.checks.data import (
-    check_duplicates,
-    check_labels,
-    check_order,
-    check_vocabulary_range,
-)
+from fullshard.jobs.checks import data, model
 from fullshard.jobs.checks.machine import CHECKS_WITHOUT_TORCH, name_finding
-from fullshard.jobs.checks.model import (
-    check_first_loss,
-    check_gradients,
-    check_initial_values,
-    check_microbatches,
-    check_row_independence,
-    check_sees_future,
-    check_tied_parameters,
-)
 from fullshard.spec.records.finding import Finding
 
 # Name of a group -> its checks, each with a public report of a fault that it finds.
 CHECKS: Mapping[str, Sequence[Callable[[Any], Finding]]] = {
     **CHECKS_WITHOUT_TORCH,
     "model": (
-        check_first_loss,  # google-research/t5x#1093
-        check_sees_future,  # huggingface/transformers#48745
-        check_row_independence,  # huggingface/transformers#47394
-        check_gradients,  # pytorch/pytorch#65195
-        check_tied_parameters,  # NVIDIA-NeMo/Automodel#2213
-        check_microbatches,  # huggingface/blog#2414
-        check_initial_values,  # fla-org/flame#9
+        model.check_first_loss,  # google-research/t5x#1093
+        model.check_sees_future,  # huggingface/transformers#48745
+        model.check_row_independence,  # huggingface/transformers#47394
+        model.check_gradients,  # pytorch/pytorch#65195
+        model.check_tied_parameters,  # NVIDIA-NeMo/Automodel#2213
+        model.check_microbatches,  # huggingface/blog#2414
+        model.check_initial_values,  # fla-org/flame#9
     ),
     "data": (
-        check_vocabulary_range,  # huggingface/transformers#24698
-        check_labels,  # huggingface/trl#6668
-        check_duplicates,  # k2-fsa/icefall#1616
-        check_order,  # modelscope/ms-swift#10050
+        data.check_vocabulary_range,  # huggingface/transformers#24698
+        data.check_labels,  # huggingface/trl#6668
+        data.check_duplicates,  # k2-fsa/icefall#1616
+        data.check_order,  # modelscope/ms-swift#10050
     ),
 }
 

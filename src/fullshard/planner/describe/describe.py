@@ -30,15 +30,9 @@ from fullshard.models.build import gradient_shares
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.parallel.recompute import check_recomputed_blocks
 from fullshard.parallel.units import Predicate, Unit, find_recompute_blocks, find_units
+from fullshard.planner.describe import recordings
 from fullshard.planner.describe.emulation import CompiledPrograms, emulate_cuda_kernels
 from fullshard.planner.describe.extrapolation import KernelIndex
-from fullshard.planner.describe.recordings import (
-    NEEDS_VALUES,
-    SettingRecording,
-    SettingsRecorder,
-    divided_dims,
-    parameters_gathered_in_fp8,
-)
 from fullshard.planner.describe.trace import LossFunction, disable_packing_detection, training_mode
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import (
@@ -123,18 +117,23 @@ def _build_recorder(
     batch: Any,
     units: Predicate | None,
     device: DeviceType,
-) -> SettingsRecorder:
+) -> recordings.SettingsRecorder:
     section = plan.run.sharding.units
     given = find_units(model, section, predicate=units)
     blocks = find_recompute_blocks(model, units=given)
-    divided = divided_dims(model, given, plan=plan, device=device)
+    divided = recordings.divided_dims(model, given, plan=plan, device=device)
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
     count, programs = len(blocks), CompiledPrograms()
-    return SettingsRecorder(model, plan, loss, batch, units, device, fp8, given, divided, count, programs)
+    return recordings.SettingsRecorder(
+        model, plan, loss, batch, units, device, fp8, given, divided, count, programs
+    )
 
 
 def _build_spec(
-    recorder: SettingsRecorder, found: Sequence[SettingRecording], *, untraced: Sequence[UntracedSettings]
+    recorder: recordings.SettingsRecorder,
+    found: Sequence[recordings.SettingRecording],
+    *,
+    untraced: Sequence[UntracedSettings],
 ) -> ModelSpec:
     model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
     table = KernelIndex()
@@ -171,7 +170,7 @@ def _unit_and_parameter_specs(
     divided: Mapping[str, int | None],
 ) -> Iterator[UnitSpec]:
     """Yields the spec of each unit. `divided`: the dim in which ranks divide each parameter, if any."""
-    in_fp8 = parameters_gathered_in_fp8(fp8)
+    in_fp8 = recordings.parameters_gathered_in_fp8(fp8)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -211,13 +210,13 @@ def _check_not_sharded(model: nn.Module) -> None:
 
 
 def _record_all_settings(
-    recorder: SettingsRecorder, settings: Sequence[tuple[RecomputeSection, bool]]
-) -> tuple[list[SettingRecording], list[UntracedSettings]]:
+    recorder: recordings.SettingsRecorder, settings: Sequence[tuple[RecomputeSection, bool]]
+) -> tuple[list[recordings.SettingRecording], list[UntracedSettings]]:
     """Returns the recordings of all (recompute, compiled), and those that cannot be traced.
 
     Raises TraceError if the first cannot: the others run the same forward.
     """
-    found, untraced = list[SettingRecording](), list[UntracedSettings]()
+    found, untraced = list[recordings.SettingRecording](), list[UntracedSettings]()
     for recompute, compiled in settings:
         try:
             found += recorder.record_setting(recompute, compiled=compiled)
@@ -233,7 +232,7 @@ def _record_all_settings(
 def _trace_error(model: nn.Module, error: Exception, *, given_batch: bool) -> TraceError:
     """Returns the error for a model that cannot be traced. `given_batch`: whether the user gave the batch."""
     name = type(model).__name__
-    if isinstance(error, NEEDS_VALUES):
+    if isinstance(error, recordings.NEEDS_VALUES):
         return TraceError(
             f"{name} cannot be described on tensors without values.",
             got=_error_text(error),

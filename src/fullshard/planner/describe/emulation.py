@@ -28,22 +28,7 @@ from fullshard.models.document_attention import emulate_cuda_attention
 from fullshard.parallel.recompute import OperationPolicy, block_recompute_policy
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.settings.train_section import RecomputeSection
-from fullshard.torch_private.compiler import (
-    aot_function,
-    detect_fake_mode,
-    empties_its_arguments,
-    min_cut_rematerialization_partition,
-    reparametrize_module,
-    select_decomp_table,
-)
-from fullshard.torch_private.fake_tensors import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    disable_current_modes,
-    forget_dispatch,
-    is_traceable_wrapper_subclass,
-    unregister,
-)
+from fullshard.torch_private import compiler, fake_tensors
 from fullshard.torch_private.tensors import TreeSpec, tree_flatten, tree_unflatten
 
 _ATEN = torch.ops.aten
@@ -174,13 +159,13 @@ def emulate_cuda_kernels(attention_kernel: AttentionKernel = "flash") -> Generat
     try:
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradCPU")
-            forget_dispatch(getattr(_ATEN, name).default)
+            fake_tensors.forget_dispatch(getattr(_ATEN, name).default)
         with emulate_cuda_attention():
             yield
     finally:
-        unregister(library)
+        fake_tensors.unregister(library)
         for name in kernels:
-            forget_dispatch(getattr(_ATEN, name).default)
+            fake_tensors.forget_dispatch(getattr(_ATEN, name).default)
 
 
 # What tracing a block may raise that eager code does not: torch's compiler cannot take every block.
@@ -196,7 +181,7 @@ class CompiledPrograms:
     """
 
     def __init__(self) -> None:
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
         self.fuse: Callable[[], AbstractContextManager[None]] = nullcontext
         self._programs: dict[Hashable, Program | None] = {}
 
@@ -219,22 +204,22 @@ class CompiledPrograms:
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:  # signature: torch's
             if policy is not None:
                 _tag_operations(joint.graph, policy)
-            return min_cut_rematerialization_partition(joint, inputs, **options)
+            return compiler.min_cut_rematerialization_partition(joint, inputs, **options)
 
         def run_graph(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
             def run(arguments: list[Any]) -> Any:
                 with self.fuse():
                     return _GraphInterpreter(graph).boxed_run(arguments)
 
-            empties_its_arguments(run)
+            compiler.empties_its_arguments(run)
             return run
 
         compilers: dict[str, Any] = {"fw_compiler": run_graph, "bw_compiler": run_graph}
-        program = aot_function(
-            function, partition_fn=partition, decompositions=select_decomp_table(), **compilers
+        program = compiler.aot_function(
+            function, partition_fn=partition, decompositions=compiler.select_decomp_table(), **compilers
         )
-        fakes = cast(FakeTensorMode, detect_fake_mode(list(tensors)))
-        with disable_current_modes(), decompose_fused_norms():
+        fakes = cast(fake_tensors.FakeTensorMode, compiler.detect_fake_mode(list(tensors)))
+        with fake_tensors.disable_current_modes(), decompose_fused_norms():
             with fakes:
                 likes = [_empty_like(one) for one in tensors]
             program(*likes)
@@ -279,7 +264,7 @@ class CompiledBlocks:
 
 def _empty_like(tensor: Tensor) -> Tensor:
     """Returns a new leaf like `tensor`, which may be a wrapper of other tensors (a weight in fp8)."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not fake_tensors.is_traceable_wrapper_subclass(tensor):
         return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
     wrapper = cast(Any, tensor)
     names, context = wrapper.__tensor_flatten__()
@@ -338,7 +323,7 @@ def _run_on_tensors(
     given, passed = iter(tensors), list(tree[0])
     with ExitStack() as stack:
         for module, names in holders:
-            stack.enter_context(reparametrize_module(module, {name: next(given) for name in names}))
+            stack.enter_context(compiler.reparametrize_module(module, {name: next(given) for name in names}))
         for index in where:
             passed[index] = next(given)
         positional, named = tree_unflatten(passed, tree[1])
@@ -369,7 +354,7 @@ def _tag_operations(graph: fx.Graph, policy: OperationPolicy) -> None:
             node.meta["recompute"] = source.meta["recompute"] if source is not node else policy(node.target)
 
 
-class _OperationLog(TorchDispatchMode):
+class _OperationLog(fake_tensors.TorchDispatchMode):
     """Records operations with the numbers of their tensors, in the order of first use."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -396,8 +381,8 @@ class _OperationLog(TorchDispatchMode):
 
 def _operations_key(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Hashable:
     """Returns a key that is equal for functions that do the same operations on the same tensors."""
-    fakes = cast(FakeTensorMode, detect_fake_mode(list(tensors)))
-    with disable_current_modes(), fakes, torch.no_grad(), _OperationLog(tensors) as log:
+    fakes = cast(fake_tensors.FakeTensorMode, compiler.detect_fake_mode(list(tensors)))
+    with fake_tensors.disable_current_modes(), fakes, torch.no_grad(), _OperationLog(tensors) as log:
         function(*tensors)
     inputs = tuple((tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in tensors)
     return inputs, tuple(log.operations)

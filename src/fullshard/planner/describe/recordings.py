@@ -23,35 +23,17 @@ from fullshard.parallel.units import (
     find_recompute_blocks,
     find_units,
 )
+from fullshard.planner.describe import extrapolation, trace
 from fullshard.planner.describe.emulation import CompiledBlocks, CompiledPrograms
-from fullshard.planner.describe.extrapolation import (
-    BlockTruncation,
-    KernelIndex,
-    can_extrapolate_to_smaller,
-    has_same_structure,
-    merge_recordings,
-    truncate_repeated_blocks,
-)
 from fullshard.planner.describe.operations import PhaseRecord, distinct_storage_bytes, list_tensors
-from fullshard.planner.describe.trace import (
-    LossFunction,
-    MicrobatchTracer,
-    has_integer_values,
-    has_microbatch_dim,
-    make_fake_batch,
-)
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.train_section import RecomputeSection
-from fullshard.torch_private.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from fullshard.torch_private import fake_tensors
 
 LOW = 2
 """Sequences of the smaller of the two microbatches that are recorded."""
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+NEEDS_VALUES = (fake_tensors.DataDependentOutputException, fake_tensors.DynamicOutputShapeException)
 """Raised by fake tensors where a shape or a number depends on values."""
 
 
@@ -82,7 +64,7 @@ class SettingRecording:
     """
 
     plan: Plan
-    shortened: BlockTruncation
+    shortened: extrapolation.BlockTruncation
     blocks: int
     low: MicrobatchRecording
     high: MicrobatchRecording
@@ -101,11 +83,13 @@ class SettingRecording:
             high=replace(self.high, compiled_units=high),
         )
 
-    def build_trace(self, table: KernelIndex) -> MicrobatchTrace:
+    def build_trace(self, table: extrapolation.KernelIndex) -> MicrobatchTrace:
         """Returns the trace, whose kernels are counted in `table`."""
         low, high, first = self.low, self.high, self.microbatch or LOW
         grows = high.batch_bytes - low.batch_bytes
-        merge = partial(merge_recordings, microbatch=first, table=table, compiled_units=low.compiled_units)
+        merge = partial(
+            extrapolation.merge_recordings, microbatch=first, table=table, compiled_units=low.compiled_units
+        )
         return MicrobatchTrace(
             recompute=self.plan.run.recompute,
             compiled=self.plan.run.run.compile is True,
@@ -125,7 +109,7 @@ class SettingsRecorder:
 
     model: nn.Module
     plan: Plan
-    loss: LossFunction
+    loss: trace.LossFunction
     batch: Any
     predicate: Predicate | None
     device: DeviceType
@@ -151,7 +135,7 @@ class SettingsRecorder:
         try:
             found = self._record_setting(recompute, compiled=compiled)
         except NEEDS_VALUES:
-            if self.keep_integers or not has_integer_values(self.batch):
+            if self.keep_integers or not trace.has_integer_values(self.batch):
                 raise
             self.keep_integers = True
             found = self._record_setting(recompute, compiled=compiled)
@@ -180,15 +164,15 @@ class SettingsRecorder:
             if record is None:
                 continue
             keep = partial(SettingRecording, plan, shortened, self.blocks)
-            if self.batch is None or has_microbatch_dim(self.batch, plan.microbatch):
+            if self.batch is None or trace.has_microbatch_dim(self.batch, plan.microbatch):
                 low, high = record(LOW), record(LOW + 1)
                 # Modules may keep states of one microbatch, which the next one frees.
-                same = has_same_structure(low.all_phases, high.all_phases)
+                same = extrapolation.has_same_structure(low.all_phases, high.all_phases)
                 if same and _has_equal_periods(low.recording, shortened.repeats):
                     found = [keep(low, high)]
                     if self._single_differs.get(compiled, True):
                         single = record(1, accumulates=False)
-                        self._single_differs[compiled] = not can_extrapolate_to_smaller(
+                        self._single_differs[compiled] = not extrapolation.can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
                         if self._single_differs[compiled] and low.accumulating:
@@ -202,7 +186,7 @@ class SettingsRecorder:
 
     def _make_microbatch_recorder(
         self, plan: Plan, *, short: bool
-    ) -> tuple[Callable[..., MicrobatchRecording] | None, BlockTruncation]:
+    ) -> tuple[Callable[..., MicrobatchRecording] | None, extrapolation.BlockTruncation]:
         """Returns a function that records a microbatch of a given size on a fake copy of the model.
 
         It is None if the model should be truncated (`short`) and cannot be. With `accumulates=False`, it does
@@ -217,7 +201,7 @@ class SettingsRecorder:
             divided = divide_model(twin, plan, rank=0, group_name=str)
         self.buffer_bytes = distinct_storage_bytes(twin.buffers())
         found: Sequence[Unit] = find_units(twin, section, predicate=self.predicate)
-        shortened = BlockTruncation()
+        shortened = extrapolation.BlockTruncation()
         if short:
             shortened, found = self._truncate(twin, found, plan=plan)
             if not shortened.repeats:
@@ -236,7 +220,7 @@ class SettingsRecorder:
             recompute()
 
         def record_microbatch(microbatch: int, *, accumulates: bool = True) -> MicrobatchRecording:
-            tracer = MicrobatchTracer(
+            tracer = trace.MicrobatchTracer(
                 twin, found, plan=plan, fakes=fakes, device=self.device, has_integers=self.keep_integers
             )
             self.programs.fuse = lambda: tracer.allocations.count_as_compiled()
@@ -262,24 +246,24 @@ class SettingsRecorder:
 
     def _truncate(
         self, twin: nn.Module, found: Sequence[Unit], *, plan: Plan
-    ) -> tuple[BlockTruncation, Sequence[Unit]]:
+    ) -> tuple[extrapolation.BlockTruncation, Sequence[Unit]]:
         """Removes repeated blocks of `twin`. Returns what was removed, and the other units.
 
         There are no `repeats` if the model cannot be truncated.
         """
         section = plan.run.sharding.units
         blocks = find_recompute_blocks(twin, units=found)
-        shortened = truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
+        shortened = extrapolation.truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
         if not shortened.repeats:
             return shortened, found
         found = find_units(twin, section, predicate=self.predicate)
         kept = [unit.name for unit in self.given if unit.name not in shortened.removed_units]
         is_whole = [unit.name for unit in found] == kept
-        return shortened if is_whole else BlockTruncation(), found
+        return shortened if is_whole else extrapolation.BlockTruncation(), found
 
-    def _make_fake_part(self, plan: Plan, *, microbatch: int, fakes: FakeTensorMode) -> Any:
+    def _make_fake_part(self, plan: Plan, *, microbatch: int, fakes: fake_tensors.FakeTensorMode) -> Any:
         """Returns the traced rank's fake batch, with its part of each sequence if ranks share sequences."""
-        whole = make_fake_batch(
+        whole = trace.make_fake_batch(
             self.batch, plan, microbatch=microbatch, fakes=fakes, keep_integers=self.keep_integers
         )
         with fakes:
@@ -313,7 +297,7 @@ def _copy_model_as_fake(
     units: Sequence[Unit],
     *,
     plan: Plan,
-    fakes: FakeTensorMode,
+    fakes: fake_tensors.FakeTensorMode,
     fp8: Fp8Choice | None,
     device: DeviceType,
 ) -> nn.Module:
@@ -348,7 +332,7 @@ def divided_dims(
     """Returns the dim in which ranks divide each parameter, by name; empty if they divide none."""
     if not plan.has_expert_mesh and plan.tensor_parallel == 1:
         return {}
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
     twin = _copy_model_as_fake(model, units, plan=plan, fakes=fakes, fp8=None, device=device)
     with fakes:
         return divide_model(twin, plan, rank=0, group_name=str)

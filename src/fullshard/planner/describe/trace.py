@@ -23,12 +23,7 @@ from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.units import Unit
 from fullshard.planner.describe.operations import AllocationRecorder, PhaseRecord, list_tensors
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.torch_private.fake_tensors import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    unset_fake_temporarily,
-)
+from fullshard.torch_private import fake_tensors
 from fullshard.torch_private.tensors import tree_flatten, tree_map_only, tree_unflatten
 
 _ATEN = torch.ops.aten
@@ -50,7 +45,12 @@ def has_integer_values(batch: Any) -> bool:
 
 
 def make_fake_batch(
-    batch: Any, plan: Plan, *, microbatch: int, fakes: FakeTensorMode, keep_integers: bool = False
+    batch: Any,
+    plan: Plan,
+    *,
+    microbatch: int,
+    fakes: fake_tensors.FakeTensorMode,
+    keep_integers: bool = False,
 ) -> Any:
     """Returns `batch` as fake tensors, with `microbatch` rows; None stands for tokens and labels.
 
@@ -63,7 +63,7 @@ def make_fake_batch(
 
     def make_fake_tensor(tensor: Tensor) -> Tensor:
         if keep_integers and _is_integer_with_values(tensor):
-            with unset_fake_temporarily():
+            with fake_tensors.unset_fake_temporarily():
                 rows = torch.arange(microbatch) % tensor.shape[0] if grown else slice(None)
                 return tensor.cpu()[rows].clone() if tensor.ndim else tensor.cpu().clone()
         shape = (microbatch, *tensor.shape[1:]) if grown else tensor.shape
@@ -93,14 +93,14 @@ def disable_packing_detection() -> Generator[None]:
         setattr(masks, check, own)
 
 
-class ComputeIntegerValues(TorchDispatchMode):
+class ComputeIntegerValues(fake_tensors.TorchDispatchMode):
     """Dispatch mode that computes operations on integers with values, within a FakeTensorMode.
 
     Models branch on, and take sizes from, the sizes of images and the places of their tokens. What depends on
     a fake tensor (activations, parameters) is fake.
     """
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
+    def __init__(self, fakes: fake_tensors.FakeTensorMode) -> None:
         super().__init__()
         self.fakes = fakes
 
@@ -110,7 +110,7 @@ class ComputeIntegerValues(TorchDispatchMode):
         has_values = all(map(_has_values, tensors)) if tensors else _makes_integers(func, args, given=given)
         if not has_values:
             return func(*(_with_indices_for_masks(args) if func in _INDEXING else args), **given)
-        with unset_fake_temporarily():
+        with fake_tensors.unset_fake_temporarily():
             result = func(*args, **given)
         return tree_map_only(Tensor, self._fake_if_large, result)
 
@@ -120,7 +120,7 @@ class ComputeIntegerValues(TorchDispatchMode):
 
 
 def _has_values(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    return not (tensor.is_meta or isinstance(tensor, fake_tensors.FakeTensor))
 
 
 def _is_integer_with_values(tensor: Tensor) -> bool:
@@ -143,7 +143,7 @@ def _with_indices_for_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
     indices: list[Tensor | None] = []
     for index in args[1]:
         if index is not None and index.dtype is torch.bool and _is_integer_with_values(index):
-            with unset_fake_temporarily():
+            with fake_tensors.unset_fake_temporarily():
                 indices += index.nonzero(as_tuple=True)
         else:
             indices.append(index)
@@ -166,7 +166,7 @@ class MicrobatchTracer:
         units: Sequence[Unit],
         *,
         plan: Plan,
-        fakes: FakeTensorMode,
+        fakes: fake_tensors.FakeTensorMode,
         device: DeviceType,
         has_integers: bool = False,
     ) -> None:

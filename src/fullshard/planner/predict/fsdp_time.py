@@ -36,12 +36,7 @@ On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) w
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fullshard.planner.predict.collectives import (
-    CollectiveLayout,
-    collective_seconds,
-    replicate_group_layout,
-    shard_group_layout,
-)
+from fullshard.planner.predict import collectives
 from fullshard.planner.predict.phases import memory_seconds
 from fullshard.planner.predict.unit_bytes import UnitBytes
 from fullshard.spec.groups import UNIT_BUFFERS
@@ -102,16 +97,20 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
     cast_in = size.shards + size.cast_copy if size.cast_copy and size.shards else 0
     cast_in += 16 * size.in_fp8  # scaled and limited in fp32, before the cast
     into = traffic_ticks(cast_in, 2 * part) if sharded else 0
-    gather = to_ticks(collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware))
+    gather = to_ticks(
+        collectives.collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware)
+    )
     reduced, chunk, gradient = size.reduce_input, size.reduce_output, size.gradient
-    scatter = to_ticks(collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware))
+    scatter = to_ticks(
+        collectives.collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware)
+    )
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
     # Over one rank, shards are cast one by one and then copied.
     copy_out = traffic_ticks(0 if sharded else cast_in, 2 * size.gathered + 2 * size.unpacking)
     pack = traffic_ticks(size.whole, reduced)
     pack += traffic_ticks(2 * size.unpacking) if size.trained_parameters else 0
-    summed = collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)
+    summed = collectives.collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)
     return UnitCost(
         has_parameters=size.gathered > 0,
         is_trained=reduced > 0,
@@ -141,16 +140,16 @@ def to_ticks(seconds: float) -> int:
 
 def _group_layouts(
     size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int
-) -> tuple[CollectiveLayout, CollectiveLayout]:
+) -> tuple[collectives.CollectiveLayout, collectives.CollectiveLayout]:
     per_node, degree = hardware.ranks_per_node, size.shard_degree
     if tensor > 1:
         return (
-            replicate_group_layout(degree, tensor, per_node=per_node),
-            replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node),
+            collectives.replicate_group_layout(degree, tensor, per_node=per_node),
+            collectives.replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node),
         )
     return (
-        shard_group_layout(degree, per_node=per_node, world_size=world_size),
-        replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
+        collectives.shard_group_layout(degree, per_node=per_node, world_size=world_size),
+        collectives.replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
     )
 
 

@@ -30,15 +30,8 @@ from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 from fullshard.errors import PlanError
+from fullshard.planner.predict import fsdp_memory
 from fullshard.planner.predict.collectives import uneven_rows_bytes
-from fullshard.planner.predict.fsdp_memory import (
-    GradientMemoryReplay,
-    LiveBytes,
-    MemoryLedger,
-    PhaseBytes,
-    UnshardMemoryReplay,
-    memory_trace,
-)
 from fullshard.planner.predict.offload import device_update_buffer_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
@@ -115,17 +108,17 @@ class _StepMemoryReplay:
         self.spec, self.plan = spec, plan
         self.trace = spec.trace_for_plan(plan)
         self.kinds = bytes_by_unit_kind(spec, plan, rank=rank)
-        self.units = units = memory_trace(spec, plan).units
+        self.units = units = fsdp_memory.memory_trace(spec, plan).units
         sizes = [self.kinds[spec.first_identical_unit_indices[unit]] for unit in units]
-        self.ledger = MemoryLedger()
-        self.gathering = UnshardMemoryReplay(sizes, self.ledger)
-        self.reducing = GradientMemoryReplay(sizes, self.ledger, plan=plan)
+        self.ledger = fsdp_memory.MemoryLedger()
+        self.gathering = fsdp_memory.UnshardMemoryReplay(sizes, self.ledger)
+        self.reducing = fsdp_memory.GradientMemoryReplay(sizes, self.ledger, plan=plan)
         self.passing = device_update_buffer_bytes(spec, plan, rank=rank)
 
     def replay_microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
         """Replays microbatch `number`, from 1. `accumulating`: earlier ones left unsharded gradients."""
-        found = memory_trace(self.spec, self.plan, accumulating=accumulating)
-        ledger, live, before = self.ledger, LiveBytes(), self.ledger.current_bytes_by_purpose()
+        found = fsdp_memory.memory_trace(self.spec, self.plan, accumulating=accumulating)
+        ledger, live, before = self.ledger, fsdp_memory.LiveBytes(), self.ledger.current_bytes_by_purpose()
         for phase in found.phases:
             if phase.starts_period:
                 before = ledger.current_bytes_by_purpose()
@@ -141,7 +134,7 @@ class _StepMemoryReplay:
         sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
         ledger.moment = ("optimizer step", -1)
         temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
-        ledger.update_peaks(LiveBytes(backward=temporaries))
+        ledger.update_peaks(fsdp_memory.LiveBytes(backward=temporaries))
         (moment, unit), held, live = ledger.best
         optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
         lasting = {
@@ -165,7 +158,9 @@ class _StepMemoryReplay:
             stream_pools=(compute_pool, ledger.gather_pool, ledger.reduce_pool),
         )
 
-    def _replay_fsdp_event(self, phase: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
+    def _replay_fsdp_event(
+        self, phase: fsdp_memory.PhaseBytes, live: fsdp_memory.LiveBytes, *, last: bool
+    ) -> None:
         """Replays FSDP2's event that opens `phase`. `live`: the model's own bytes before the phase."""
         match phase.event:
             case "pre_forward":
@@ -212,7 +207,7 @@ class MeshDependentBytes(NamedTuple):
 def trace_dependent_peak_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentPeakBytes:
     """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
     trace = spec.trace_for_plan(plan)
-    found, firsts = memory_trace(spec, plan), spec.first_identical_unit_indices
+    found, firsts = fsdp_memory.memory_trace(spec, plan), spec.first_identical_unit_indices
     kinds = [firsts[unit] if spec.units[unit].parameters else -1 for unit in found.units]
     phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]
     peaks: dict[tuple[int, int, int], int] = {}

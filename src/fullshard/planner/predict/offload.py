@@ -65,14 +65,9 @@ from dataclasses import replace
 from typing import Literal, NamedTuple, cast
 
 from fullshard.errors import PlanError
+from fullshard.planner.predict import unit_bytes
 from fullshard.planner.predict.fsdp_time import TICKS, UnitCost, to_ticks
 from fullshard.planner.predict.phases import memory_seconds
-from fullshard.planner.predict.unit_bytes import (
-    UnitBytes,
-    padded_numel,
-    rounding_temporary_bytes,
-    unpadded_shard_numel,
-)
 from fullshard.spec.groups import (
     UNIT_BUFFERS,
     OffloadGroup,
@@ -172,7 +167,9 @@ def with_infinitely_fast_drive(hardware: Hardware) -> Hardware:
     return hardware.model_copy(update={"disk_bytes_per_second": math.inf})
 
 
-def add_offload_costs(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: OffloadTimePerByte) -> UnitCost:
+def add_offload_costs(
+    cost: UnitCost, size: unit_bytes.UnitBytes, *, plan: Plan, rates: OffloadTimePerByte
+) -> UnitCost:
     """Returns `cost` with the fields of the plan's offload target set. See [Note: tiers]."""
     section = plan.run.offload
     if not section.offloads_optimizer:
@@ -299,7 +296,7 @@ def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) ->
     largest = max(_state_bytes_per_element(plan, master) + master for _, master in groups)
     elements = copy_chunk_elements(group for group, _ in groups)
     rounds = plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
-    return 2 * largest * elements + (rounding_temporary_bytes(elements, plan) if rounds else 0)
+    return 2 * largest * elements + (unit_bytes.rounding_temporary_bytes(elements, plan) if rounds else 0)
 
 
 def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
@@ -325,8 +322,11 @@ def _offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> tuple[tuple[Of
             itemsizes[master] = ITEMSIZE[master]
             for index, parameter in enumerate(unit.parameters):
                 if parameter.requires_grad and parameter.shape:
-                    numel = unpadded_shard_numel(parameter.shape, degree, rank=rank % degree)
-                    most, name = padded_numel(parameter.shape, degree) // degree, f"{unit.position}.{index}"
+                    numel = unit_bytes.unpadded_shard_numel(parameter.shape, degree, rank=rank % degree)
+                    most, name = (
+                        unit_bytes.padded_numel(parameter.shape, degree) // degree,
+                        f"{unit.position}.{index}",
+                    )
                     held.append(ShardSizes(name, numel=numel, max_numel=most, dtype=master))
         groups = group_shards(held, sub_group_parameters=size)
         found = spec.derived_value_cache[key] = tuple((one, itemsizes[one.dtype]) for one in groups)
@@ -344,7 +344,7 @@ def _state_bytes_per_element(plan: Plan, master: int) -> int:
 
 def predict_offload_terms(  # signature: from `StepTimePredictor.predict_offload`
     plan: Plan,
-    units: Sequence[tuple[UnitBytes, int]],
+    units: Sequence[tuple[unit_bytes.UnitBytes, int]],
     *,
     records: Sequence[int],
     busy: HostBusyTicks,

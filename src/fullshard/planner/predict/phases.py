@@ -20,24 +20,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
+from fullshard.spec import model
 from fullshard.spec.machine.hardware import ComputeDtype, Curve, Rates, interpolate_rate
-from fullshard.spec.model import (
-    Event,
-    Kernel,
-    KernelKind,
-    LinearInMicrobatch,
-    MicrobatchTrace,
-    ModelSpec,
-    RepeatedUnits,
-    TracePhase,
-)
 from fullshard.spec.plan import Dtype
 
 
 class ScheduledPhase(NamedTuple):
     """One phase of a microbatch, as it runs on the model."""
 
-    event: Event  # the FSDP2 event that opens it
+    event: model.Event  # the FSDP2 event that opens it
     unit: int  # the model's unit; in a repeated segment, that of the first turn; -1 for none
     traced: int  # the traced unit that stands for it
     phase: int  # index of the phase in the trace
@@ -72,7 +63,7 @@ class MicrobatchSchedule:
 
 
 def build_schedule(
-    spec: ModelSpec, trace: MicrobatchTrace, *, phases: Sequence[TracePhase]
+    spec: model.ModelSpec, trace: model.MicrobatchTrace, *, phases: Sequence[model.TracePhase]
 ) -> MicrobatchSchedule:
     """Returns the schedule of `phases`. Raises PlanError if the trace and the model have different units."""
     traced, firsts = _map_traced_units(spec, trace)
@@ -95,14 +86,14 @@ def build_schedule(
 
 
 def split_by_repeat(
-    phases: Sequence[TracePhase], repeats: Sequence[RepeatedUnits]
-) -> list[tuple[int, int, RepeatedUnits | None]]:
+    phases: Sequence[model.TracePhase], repeats: Sequence[model.RepeatedUnits]
+) -> list[tuple[int, int, model.RepeatedUnits | None]]:
     """Returns (start, end, repeat) of each run of phases inside one repeat, or outside of all (None).
 
     Phases without a unit belong to a repeat if phases of that repeat surround them.
     """
     of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}
-    runs: list[tuple[int, int, RepeatedUnits | None]] = []
+    runs: list[tuple[int, int, model.RepeatedUnits | None]] = []
     start, current = 0, None
     pending = 0  # phases without a unit at the end of a run that may or may not continue
     for index, phase in enumerate(phases):
@@ -122,9 +113,11 @@ def split_by_repeat(
     return [run for run in runs if run[0] < run[1]]
 
 
-def _map_traced_units(spec: ModelSpec, trace: MicrobatchTrace) -> tuple[tuple[int, ...], list[int]]:
+def _map_traced_units(
+    spec: model.ModelSpec, trace: model.MicrobatchTrace
+) -> tuple[tuple[int, ...], list[int]]:
     """Returns the traced unit of each unit of the model, and the first model unit of each traced unit."""
-    starts: dict[int, RepeatedUnits] = {repeat.first: repeat for repeat in trace.repeats}
+    starts: dict[int, model.RepeatedUnits] = {repeat.first: repeat for repeat in trace.repeats}
     missing = sum((repeat.times - 1) * repeat.units for repeat in trace.repeats)
     count = len(spec.units) - missing
     traced: list[int] = []
@@ -168,10 +161,10 @@ _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
     "fp16": ("fp16", "bf16", "tf32", "fp32"),
 }
 
-_NO_ROWS = LinearInMicrobatch()
+_NO_ROWS = model.LinearInMicrobatch()
 # Times that the tensor of a collective is read or written in copies, before and after it. Rows of experts are
 # copied by operations of their own.
-_PASSES_OF_COPIES: dict[KernelKind, int] = {
+_PASSES_OF_COPIES: dict[model.KernelKind, int] = {
     "all_gather": 2,
     "reduce_scatter": 2,
     "all_reduce": 2,
@@ -185,7 +178,7 @@ class PhaseSecondsAndLaunches(NamedTuple):
     launches: float
 
 
-def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
+def kernel_seconds(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> float:
     """Returns the seconds of one launch of a kernel, or of all of its pieces.
 
         max(flops / rate(flops), bytes / memory(bytes))
@@ -219,7 +212,7 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
     return max(flops / rate, moved)
 
 
-def _copied_bytes(kernel: Kernel, microbatch: int) -> float:
+def _copied_bytes(kernel: model.Kernel, microbatch: int) -> float:
     """Returns the bytes that are read and written to bring the parts of a collective into the order of ranks.
 
     The parts of one sequence are in this order already, unless each rank has two pieces of it.
@@ -229,12 +222,12 @@ def _copied_bytes(kernel: Kernel, microbatch: int) -> float:
     return _PASSES_OF_COPIES.get(kernel.kind, 0) * kernel.bytes.value_at(microbatch)
 
 
-def count_pieces(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
+def count_pieces(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> float:
     """Returns the number of launches of which a kernel consists, 1 or more."""
     return 1.0 if _is_one_grouped_launch(kernel, rates) else max(1.0, kernel.pieces.value_at(microbatch))
 
 
-def _is_one_grouped_launch(kernel: Kernel, rates: Rates) -> bool:
+def _is_one_grouped_launch(kernel: model.Kernel, rates: Rates) -> bool:
     return kernel.rows != _NO_ROWS and kernel.dtype == "bf16" and rates.grouped_matmul is not None
 
 
@@ -256,8 +249,8 @@ def nearest_dtype_rate_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype 
 
 
 def phase_costs(
-    phases: Sequence[TracePhase],
-    kernels: Sequence[Kernel],
+    phases: Sequence[model.TracePhase],
+    kernels: Sequence[model.Kernel],
     *,
     rates: Rates,
     microbatch: int,

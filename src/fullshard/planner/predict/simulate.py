@@ -16,15 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from fullshard.planner.predict.fsdp_time import (
-    BufferedUnits,
-    StreamClocks,
-    UnitCost,
-    simulate_gradient_offload,
-    simulate_shard_fetch,
-    touch_lru_buffer,
-    wait_for_offloaded_gradients,
-)
+from fullshard.planner.predict import fsdp_time
 from fullshard.planner.predict.offload import ActivationIoTicks
 from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.spec.model import Event
@@ -54,7 +46,7 @@ _GATHER_CLOCKS = (
 )
 # All clocks and sums. A skipped turn adds to each as much as the turn before it.
 _CLOCKS_AND_SUMS = tuple(
-    part.name for part in fields(StreamClocks) if part.name not in ("serial", "blocking", "slack")
+    part.name for part in fields(fsdp_time.StreamClocks) if part.name not in ("serial", "blocking", "slack")
 )
 _LONGEST_CYCLE = 4
 
@@ -96,13 +88,15 @@ class _StreamSnapshot(NamedTuple):
 class StepSimulation:
     """Simulation of a step's microbatches on `streams`. `costs`: of each unit of the trace."""
 
-    streams: StreamClocks
-    costs: Sequence[UnitCost]
+    streams: fsdp_time.StreamClocks
+    costs: Sequence[fsdp_time.UnitCost]
     policy: EventOrderSettings
     pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
     uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
-    in_buffers: BufferedUnits = field(default_factory=BufferedUnits)  # units in the host's buffers
+    in_buffers: fsdp_time.BufferedUnits = field(
+        default_factory=fsdp_time.BufferedUnits
+    )  # units in the host's buffers
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun
     is_first: bool = False  # this is the step's first microbatch
@@ -123,7 +117,7 @@ class StepSimulation:
             index += 1
             index += _skip_repeated_turns(self, marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
-            wait_for_offloaded_gradients(self.streams, norm=self.policy.norm)
+            fsdp_time.wait_for_offloaded_gradients(self.streams, norm=self.policy.norm)
 
     def _simulate_microbatch(self, work: MicrobatchWork) -> None:
         self.uses.clear()
@@ -187,16 +181,18 @@ class StepSimulation:
             streams.stall_compute_until(streams.all_reduce, "all_reduce")
             streams.reduce_input_free = streams.compute
 
-    def _simulate_pre_forward(self, unit: int, cost: UnitCost) -> None:
+    def _simulate_pre_forward(self, unit: int, cost: fsdp_time.UnitCost) -> None:
         self._charge_hook_time(unit)
         self._start_all_gather(unit, cost)
         self._wait_and_copy_out(unit, cost, forward=True)
 
-    def _simulate_post_forward(self, unit: int, cost: UnitCost) -> None:
+    def _simulate_post_forward(self, unit: int, cost: fsdp_time.UnitCost) -> None:
         if cost.reshards:
             self.unsharded.discard(unit)
 
-    def _simulate_pre_backward(self, unit: int, cost: UnitCost, *, program: MicrobatchSchedule) -> None:
+    def _simulate_pre_backward(
+        self, unit: int, cost: fsdp_time.UnitCost, *, program: MicrobatchSchedule
+    ) -> None:
         self.in_backward = True
         self._charge_hook_time(unit)
         self._start_all_gather(unit, cost)
@@ -207,7 +203,7 @@ class StepSimulation:
             following = before[-1 - used]
             self._start_all_gather(following, self.costs[program.traced[following]])
 
-    def _simulate_post_backward(self, unit: int, cost: UnitCost) -> None:
+    def _simulate_post_backward(self, unit: int, cost: fsdp_time.UnitCost) -> None:
         streams, first, last = self.streams, self.is_first, self.is_last
         if last or not self.policy.keeps:
             self.unsharded.discard(unit)
@@ -230,30 +226,32 @@ class StepSimulation:
         else:
             adds_on_device = adds and not cost.leave
             streams.copy_on_reduce_stream(cost.settle_again if adds_on_device else cost.cast_gradient)
-        simulate_gradient_offload(streams, cost, adds=adds and not cost.is_replicated)
+        fsdp_time.simulate_gradient_offload(streams, cost, adds=adds and not cost.is_replicated)
 
     def _charge_hook_time(self, unit: int) -> None:
         """Adds the host's time for gathering a unit, unless the unit is already unsharded."""
         if unit not in self.unsharded:
             self.streams.run_fsdp_host_work(self.policy.act)
 
-    def _start_all_gather(self, unit: int, cost: UnitCost) -> None:
+    def _start_all_gather(self, unit: int, cost: fsdp_time.UnitCost) -> None:
         """Starts the all-gather of a unit that is neither unsharded nor in flight."""
         if unit in self.unsharded or unit in self.pending:
             return
         if self.in_backward and not cost.gathers_in_backward:
             return
         updates = self.is_first and not self.in_backward
-        reads = bool(cost.shards_on_disk) and not touch_lru_buffer(unit, self.in_buffers.trained)
-        frozen_too = bool(cost.frozen_on_disk) and not touch_lru_buffer(unit, self.in_buffers.frozen)
-        there = simulate_shard_fetch(
+        reads = bool(cost.shards_on_disk) and not fsdp_time.touch_lru_buffer(unit, self.in_buffers.trained)
+        frozen_too = bool(cost.frozen_on_disk) and not fsdp_time.touch_lru_buffer(
+            unit, self.in_buffers.frozen
+        )
+        there = fsdp_time.simulate_shard_fetch(
             self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
         )
         if cost.is_sharded:
             there = self.streams.start_all_gather(cost, after=there)
         self.pending[unit] = there
 
-    def _wait_and_copy_out(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
+    def _wait_and_copy_out(self, unit: int, cost: fsdp_time.UnitCost, *, forward: bool) -> None:
         """Waits for a unit's all-gather, and copies its parameters out."""
         there = self.pending.pop(unit, None)
         if there is None:
@@ -283,8 +281,8 @@ class StepSimulation:
 
 
 def simulate_second_step(  # signature: as `StepSimulation`
-    streams: StreamClocks,
-    costs: Sequence[UnitCost],
+    streams: fsdp_time.StreamClocks,
+    costs: Sequence[fsdp_time.UnitCost],
     policy: EventOrderSettings,
     *,
     works: tuple[MicrobatchWork, MicrobatchWork],
@@ -296,7 +294,7 @@ def simulate_second_step(  # signature: as `StepSimulation`
 
     works: the work of the first microbatch, and of each later one
     """
-    found = BufferedUnits()
+    found = fsdp_time.BufferedUnits()
     if any(cost.frozen_on_disk for cost in costs):
         before = StepSimulation(replace(streams), costs, policy)
         before.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
@@ -305,7 +303,7 @@ def simulate_second_step(  # signature: as `StepSimulation`
     last.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
 
 
-def _raise_clocks_to_compute(streams: StreamClocks, clocks: Sequence[str]) -> None:
+def _raise_clocks_to_compute(streams: fsdp_time.StreamClocks, clocks: Sequence[str]) -> None:
     """Raises `clocks` to the compute stream's clock if they are behind it. See [Note: skipping]."""
     for clock in clocks:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))

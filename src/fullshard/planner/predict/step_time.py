@@ -20,40 +20,8 @@ from math import ceil
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.planner.predict.collectives import (
-    collective_seconds,
-    fullest_rank_factor,
-    model_parallel_seconds,
-    shard_group_layout,
-)
-from fullshard.planner.predict.fsdp_time import (
-    TICKS,
-    StreamClocks,
-    UnitCost,
-    to_ticks,
-    unit_cost,
-)
-from fullshard.planner.predict.offload import (
-    HostBusyTicks,
-    activation_copy_ticks,
-    add_offload_costs,
-    count_shard_loads,
-    has_activation_copies,
-    host_busy_ticks,
-    host_norm_ticks,
-    least_shard_bytes_read,
-    offload_time_per_byte,
-    predict_activation_offload_terms,
-    predict_offload_terms,
-    slot_bytes_at_update_start,
-    state_bytes_of_each_group,
-)
+from fullshard.planner.predict import collectives, fsdp_time, offload, simulate
 from fullshard.planner.predict.phases import build_schedule, memory_seconds, phase_costs
-from fullshard.planner.predict.simulate import (
-    EventOrderSettings,
-    MicrobatchWork,
-    simulate_second_step,
-)
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.machine.hardware import Hardware, Rates
@@ -71,8 +39,8 @@ class UnitCosts(NamedTuple):
 
     trace: MicrobatchTrace
     sizes: tuple[UnitBytes, ...]
-    costs: tuple[UnitCost, ...]
-    without_host: tuple[UnitCost, ...]  # costs with an infinitely fast host and drive
+    costs: tuple[fsdp_time.UnitCost, ...]
+    without_host: tuple[fsdp_time.UnitCost, ...]  # costs with an infinitely fast host and drive
     counts: tuple[int, ...]  # number of units of the model that each stands for
     all_reduce: int  # ticks of the optimizer step's sum over ranks, and of the one for scales of fp8
     update: int = 0  # ticks of the update on the device
@@ -109,7 +77,9 @@ class StepTimePredictor:
     spec: ModelSpec
     hardware: Hardware
     skips: bool = True
-    _work: dict[WorkKey, MicrobatchWork] = field(default_factory=dict[WorkKey, MicrobatchWork])
+    _work: dict[WorkKey, simulate.MicrobatchWork] = field(
+        default_factory=dict[WorkKey, simulate.MicrobatchWork]
+    )
     _units: dict[tuple[object, ...], UnitCosts] = field(default_factory=dict[tuple[object, ...], UnitCosts])
 
     def __post_init__(self) -> None:
@@ -119,14 +89,14 @@ class StepTimePredictor:
         """Returns the predicted seconds of one step of `plan`, term by term."""
         units = self.unit_costs(plan)
         slow = self.simulate_streams(plan, units=units)
-        if units.norm is None and not has_activation_copies(units.trace.phases):
+        if units.norm is None and not offload.has_activation_copies(units.trace.phases):
             return self._time_terms(plan, slow)
         fast = units._replace(costs=units.without_host, norm=None, ahead=0)
         streams = self.simulate_streams(plan, units=fast, moves_nothing=True)
         terms = self._time_terms(plan, streams)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
         end = max(slow.compute, self._host_busy_ticks(plan, shards_read=slow.shards_read).disk)
-        waits = max(0, end - streams.compute) / TICKS
+        waits = max(0, end - streams.compute) / fsdp_time.TICKS
         longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
 
@@ -137,7 +107,7 @@ class StepTimePredictor:
             return None
         reads = plan.run.offload.is_on_drive and plan.run.offload.offloads_parameters
         shards_read = self.simulate_streams(plan, units=units).shards_read if reads else 0
-        return predict_offload_terms(
+        return offload.predict_offload_terms(
             plan,
             list(zip(units.sizes, units.counts, strict=True)),
             records=units.records,
@@ -149,25 +119,31 @@ class StepTimePredictor:
     def predict_activation_offload(self, plan: Plan) -> ActivationOffloadTerms | None:
         """Returns the predicted host use of activations that are copied there; None if none are copied."""
         trace = self.spec.trace_for_plan(plan)
-        if not has_activation_copies(trace.phases):
+        if not offload.has_activation_copies(trace.phases):
             return None
         turns = self._microbatch_work(plan, trace, adds=False).program.repeats
-        return predict_activation_offload_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
+        return offload.predict_activation_offload_terms(
+            plan, trace.phases, turns=turns, hardware=self.hardware
+        )
 
-    def simulate_streams(self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False) -> StreamClocks:
+    def simulate_streams(
+        self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False
+    ) -> fsdp_time.StreamClocks:
         """Returns the streams after a step's last backward. `moves_nothing`: no activations are copied."""
-        streams = StreamClocks(self._serial, 1 - self.hardware.overlap, disk=-units.ahead)
-        policy = EventOrderSettings(
+        streams = fsdp_time.StreamClocks(self._serial, 1 - self.hardware.overlap, disk=-units.ahead)
+        policy = simulate.EventOrderSettings(
             keeps=not plan.reshard_after_forward,
             syncs=plan.sync_each_microbatch,
-            act=to_ticks(self.hardware.rates.unit_seconds),
+            act=fsdp_time.to_ticks(self.hardware.rates.unit_seconds),
             norm=units.norm,
             skips=self.skips,
         )
         works = self._first_and_later_works(plan)
         if moves_nothing:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
-        simulate_second_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
+        simulate.simulate_second_step(
+            streams, units.costs, policy, works=works, accumulation=plan.accumulation
+        )
         return streams
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
@@ -231,30 +207,33 @@ class StepTimePredictor:
         overlapped = min(busy, max(0, sent + busy - end))
         # If contention costs more than a collective's own time, waiting may be faster than overlapping.
         contention = self.hardware.contention if self.hardware.contention <= 1 else 0.0
-        total = (end + contention * overlapped + demand.tail) / TICKS
+        total = (end + contention * overlapped + demand.tail) / fsdp_time.TICKS
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
-    def _first_and_later_works(self, plan: Plan) -> tuple[MicrobatchWork, MicrobatchWork]:
+    def _first_and_later_works(self, plan: Plan) -> tuple[simulate.MicrobatchWork, simulate.MicrobatchWork]:
         trace = self.spec.trace_for_plan(plan)
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
         first = self._microbatch_work(plan, trace, adds=False)
         return first, self._microbatch_work(plan, trace, adds=adds)
 
-    def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> MicrobatchWork:
+    def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> simulate.MicrobatchWork:
         key = (id(trace), plan.microbatch, adds)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
-            kernels, received = self.spec.kernels, fullest_rank_factor(self.spec, plan)
+            kernels, received = self.spec.kernels, collectives.fullest_rank_factor(self.spec, plan)
             costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
             program = build_schedule(self.spec, trace, phases=phases)
-            among = model_parallel_seconds(self.spec, phases, plan=plan, hardware=self.hardware)
-            sent = tuple(map(to_ticks, among))
+            among = collectives.model_parallel_seconds(self.spec, phases, plan=plan, hardware=self.hardware)
+            sent = tuple(map(fsdp_time.to_ticks, among))
             lengths = tuple(
-                (to_ticks(cost.seconds) + own, to_ticks(cost.launches * rates.launch_seconds))
+                (
+                    fsdp_time.to_ticks(cost.seconds) + own,
+                    fsdp_time.to_ticks(cost.launches * rates.launch_seconds),
+                )
                 for cost, own in zip(costs, sent, strict=True)
             )
-            moved = activation_copy_ticks(phases, plan, hardware=self.hardware)
-            self._work[key] = MicrobatchWork(program, lengths, sent, moved)
+            moved = offload.activation_copy_ticks(phases, plan, hardware=self.hardware)
+            self._work[key] = simulate.MicrobatchWork(program, lengths, sent, moved)
         return self._work[key]
 
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
@@ -264,12 +243,12 @@ class StepTimePredictor:
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
         apart = [_ranks_apart(plan, self.spec.units[unit]) for unit in program.first_model_unit_per_traced]
         pairs = zip(sizes, apart, strict=True)
-        costs = tuple(unit_cost(size, hardware, world_size=world, tensor=n) for size, n in pairs)
-        group = shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
-        summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
+        costs = tuple(fsdp_time.unit_cost(size, hardware, world_size=world, tensor=n) for size, n in pairs)
+        group = collectives.shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
+        summed = collectives.collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         pairs = list(zip(sizes, counts, strict=True))
         summed += _fp8_scale_seconds(pairs, plan, hardware=hardware)
-        units = UnitCosts(trace, sizes, costs, costs, counts, to_ticks(summed))
+        units = UnitCosts(trace, sizes, costs, costs, counts, fsdp_time.to_ticks(summed))
         if not plan.run.offload.offloads_optimizer:
             shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)
             norm = memory_seconds(3 * shards, hardware.rates.memory)
@@ -277,17 +256,23 @@ class StepTimePredictor:
                 update = sum(_rounded_update_seconds(s, hardware.rates) * n for s, n in pairs)
             else:
                 update = memory_seconds(_update_accesses_per_element(plan) * shards, hardware.rates.optimizer)
-            return units._replace(update=to_ticks(norm + update))
-        rates, records = offload_time_per_byte(plan, hardware), state_bytes_of_each_group(self.spec, plan)
-        held = slot_bytes_at_update_start(plan, records)
+            return units._replace(update=fsdp_time.to_ticks(norm + update))
+        rates, records = (
+            offload.offload_time_per_byte(plan, hardware),
+            offload.state_bytes_of_each_group(self.spec, plan),
+        )
+        held = offload.slot_bytes_at_update_start(plan, records)
         return units._replace(
             costs=tuple(
-                add_offload_costs(c, s, plan=plan, rates=rates) for c, s in zip(costs, sizes, strict=True)
+                offload.add_offload_costs(c, s, plan=plan, rates=rates)
+                for c, s in zip(costs, sizes, strict=True)
             ),
-            norm=host_norm_ticks(plan, sum(size.trained * count for size, count in pairs), rates=rates),
+            norm=offload.host_norm_ticks(
+                plan, sum(size.trained * count for size, count in pairs), rates=rates
+            ),
             records=records,
-            spared=to_ticks(rates.disk * held.kept),
-            ahead=to_ticks(rates.disk * sum(held)),
+            spared=fsdp_time.to_ticks(rates.disk * held.kept),
+            ahead=fsdp_time.to_ticks(rates.disk * sum(held)),
         )
 
     def _extra_recompute_ticks(self, plan: Plan) -> int:
@@ -299,32 +284,34 @@ class StepTimePredictor:
         longer = _sum_compute_ticks(own, serial=self._serial) - _sum_compute_ticks(other, serial=self._serial)
         return max(0, longer) * plan.accumulation
 
-    def _host_busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> HostBusyTicks:
+    def _host_busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> offload.HostBusyTicks:
         """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
         units = self.unit_costs(plan)
         reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
-        gathers = count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
+        gathers = offload.count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
         each = list(zip(units.costs, units.counts, gathers, strict=True))
-        read = least_shard_bytes_read(plan, each) if shards_read is None else shards_read
-        disk = to_ticks(offload_time_per_byte(plan, self.hardware).disk * read) - units.spared
-        return host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
+        read = offload.least_shard_bytes_read(plan, each) if shards_read is None else shards_read
+        disk = (
+            fsdp_time.to_ticks(offload.offload_time_per_byte(plan, self.hardware).disk * read) - units.spared
+        )
+        return offload.host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
-    def _time_terms(self, plan: Plan, streams: StreamClocks) -> TimeTerms:
+    def _time_terms(self, plan: Plan, streams: fsdp_time.StreamClocks) -> TimeTerms:
         units = self.unit_costs(plan)
         sent = _sum_model_parallel_ticks(self._first_and_later_works(plan), accumulation=plan.accumulation)
         recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
         terms = TimeTerms(
-            compute=(streams.computed - recompute - sent) / TICKS,
-            recompute=recompute / TICKS,
-            exposed_all_gather=streams.waited_all_gather / TICKS,
-            exposed_reduce_scatter=streams.waited_reduce_scatter / TICKS,
-            exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / TICKS,
-            engine=streams.copied / TICKS,
-            contention=self.hardware.contention * overlapped / TICKS,
-            model_parallel=sent / TICKS,
-            optimizer=units.update / TICKS,
+            compute=(streams.computed - recompute - sent) / fsdp_time.TICKS,
+            recompute=recompute / fsdp_time.TICKS,
+            exposed_all_gather=streams.waited_all_gather / fsdp_time.TICKS,
+            exposed_reduce_scatter=streams.waited_reduce_scatter / fsdp_time.TICKS,
+            exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / fsdp_time.TICKS,
+            engine=streams.copied / fsdp_time.TICKS,
+            contention=self.hardware.contention * overlapped / fsdp_time.TICKS,
+            model_parallel=sent / fsdp_time.TICKS,
+            optimizer=units.update / fsdp_time.TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
 
@@ -344,9 +331,9 @@ def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, ha
     if not read:
         return 0.0
     per_node, world = hardware.ranks_per_node, plan.world_size
-    group = shard_group_layout(plan.shard_degree, per_node=per_node, world_size=world)
+    group = collectives.shard_group_layout(plan.shard_degree, per_node=per_node, world_size=world)
     matrices = 4 * sum(count for _, count in sizes)  # some matrices a unit, each an fp32 number
-    reduced = collective_seconds("all_reduce", matrices, group=group, hardware=hardware)
+    reduced = collectives.collective_seconds("all_reduce", matrices, group=group, hardware=hardware)
     return reduced + memory_seconds(read, hardware.rates.memory)
 
 
@@ -384,7 +371,7 @@ def _update_accesses_per_element(plan: Plan) -> float:
     )
 
 
-def _sum_compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
+def _sum_compute_ticks(work: simulate.MicrobatchWork, *, serial: bool) -> int:
     """Returns the ticks of all phases of a microbatch, without those of `MicrobatchWork.sent`."""
     return sum(
         (length - sent + (launched if serial else 0)) * turns
@@ -392,7 +379,9 @@ def _sum_compute_ticks(work: MicrobatchWork, *, serial: bool) -> int:
     )
 
 
-def _sum_model_parallel_ticks(works: tuple[MicrobatchWork, MicrobatchWork], *, accumulation: int) -> int:
+def _sum_model_parallel_ticks(
+    works: tuple[simulate.MicrobatchWork, simulate.MicrobatchWork], *, accumulation: int
+) -> int:
     """Returns the ticks per step in which computing waits for ranks that share matmuls or sequences."""
     return sum(
         sent * turns * times

@@ -28,11 +28,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
-from fullshard.planner.search.candidates import (
-    require_prediction,
-    run_with_settings,
-    step_seconds_with_startup,
-)
+from fullshard.planner.search import candidates
 from fullshard.planner.search.explain import NOTABLE
 from fullshard.planner.search.search import (
     SearchResult,
@@ -138,7 +134,7 @@ class _DegreeSearcher(NamedTuple):
                 continue
             run, spec = questions[degree]
             if not tiers and run.offload.tier == "auto":
-                run = run_with_settings(run, {"offload": {"tier": "none"}})
+                run = candidates.run_with_settings(run, {"offload": {"tier": "none"}})
             searched = self._search_spec(run, spec, tiers=tiers)
             if searched.found.best is not None:
                 found[degree] = searched._replace(run=questions[degree][0])
@@ -227,7 +223,7 @@ def _iterate_tensor_searches(searcher: _DegreeSearcher, run: Run, *, tensor: int
 
 def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
     """Returns whether a plan waits so long for parameters and gradients that dividing matmuls may pay."""
-    time = require_prediction(plan).time
+    time = candidates.require_prediction(plan).time
     waits = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
     is_open = plan.tensor_parallel == 1 and hardware.nodes > 1
     return is_open and waits > EXPOSED * time.total
@@ -244,7 +240,7 @@ def _may_be_chosen(degree: int, bound: float, *, found: Mapping[int, DegreeSearc
 
 
 def _with_degree(run: Run, axis: str, *, degree: int) -> Run:
-    return run_with_settings(run, {"sharding": {axis: degree}})
+    return candidates.run_with_settings(run, {"sharding": {axis: degree}})
 
 
 def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
@@ -301,7 +297,7 @@ def _fitting_plan(searched: DegreeSearch) -> Plan:
 
 def step_seconds_of(searched: DegreeSearch) -> float:
     """Returns the seconds of a step of the best plan, which fits, with each step's share of compiling."""
-    return step_seconds_with_startup(_fitting_plan(searched))
+    return candidates.step_seconds_with_startup(_fitting_plan(searched))
 
 
 def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:

@@ -19,14 +19,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import peak_bytes
 from fullshard.planner.predict.offload import TIERS
 from fullshard.planner.predict.step_time import StepTimePredictor
-from fullshard.planner.search.candidates import (
-    CandidateCosts,
-    Memory,
-    add_workspace_bytes,
-    attach_prediction,
-    require_prediction,
-    run_with_settings,
-)
+from fullshard.planner.search import candidates
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -61,7 +54,7 @@ def search(  # signature: the library's, the same for all its questions
     run: Run,
     *,
     capacity_bytes: int | None = None,
-    memory: Memory = peak_bytes,
+    memory: candidates.Memory = peak_bytes,
     tiers: Sequence[Tier] = (),
     with_front: bool = False,
 ) -> SearchResult:
@@ -83,7 +76,7 @@ def search(  # signature: the library's, the same for all its questions
     if capacity_bytes is not None:
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
         hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
-    costs = CandidateCosts(spec, hardware, run=run, memory=memory, tiers=tiers)
+    costs = candidates.CandidateCosts(spec, hardware, run=run, memory=memory, tiers=tiers)
     found = _search_candidates(costs, with_front=with_front)
     others = list_offload_targets(hardware, run)
     if found.best is None and not tiers and run.offload.tier == "auto" and others:
@@ -100,7 +93,7 @@ def least_seconds_that_may_fit(  # signature: the first of `search`
     Nothing is predicted. The seconds contain each step's share of compiling. `tiers` is as for `search`.
     Raises PlanError as `search` does.
     """
-    costs = CandidateCosts(spec, hardware, run=run, memory=peak_bytes, tiers=tiers)
+    costs = candidates.CandidateCosts(spec, hardware, run=run, memory=peak_bytes, tiers=tiers)
     order = sorted(range(len(costs.candidates)), key=lambda index: costs.least_seconds[index])
     fitting = (costs.least_seconds[index] for index in order if costs.least_bytes(index) <= costs.limit)
     return next(fitting, float("inf"))
@@ -115,9 +108,9 @@ def predict(spec: ModelSpec, plan: Plan, hardware: Hardware) -> Plan:  # signatu
     >>> fs.predict(spec, plan, hardware).prediction.memory.parameter_shards > 0
     True
     """
-    memory = add_workspace_bytes(peak_bytes(spec, plan), hardware)
+    memory = candidates.add_workspace_bytes(peak_bytes(spec, plan), hardware)
     timer = StepTimePredictor(spec, hardware)
-    return attach_prediction(plan, timer, memory=memory, limit=hardware.device_bytes_limit)
+    return candidates.attach_prediction(plan, timer, memory=memory, limit=hardware.device_bytes_limit)
 
 
 def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: the library's
@@ -139,7 +132,7 @@ def require_best(found: SearchResult, *, spec: ModelSpec, hardware: Hardware, ru
     return found.best
 
 
-def _search_candidates(costs: CandidateCosts, *, with_front: bool) -> SearchResult:
+def _search_candidates(costs: candidates.CandidateCosts, *, with_front: bool) -> SearchResult:
     limit = costs.limit
     order = sorted(range(len(costs.candidates)), key=lambda index: (costs.least_seconds[index], index))
     own = [index for index in order if not costs.candidates[index].is_duplicate]
@@ -167,7 +160,7 @@ def _search_candidates(costs: CandidateCosts, *, with_front: bool) -> SearchResu
     )
 
 
-def _choose(costs: CandidateCosts, order: Sequence[int], *, limit: int) -> int | None:
+def _choose(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int) -> int | None:
     """Returns the best of these candidates, by [Note: the choice], or None if none fits `limit` bytes."""
     fastest = _fastest(costs, order, limit=limit)
     if fastest is None:
@@ -189,7 +182,7 @@ def _choose(costs: CandidateCosts, order: Sequence[int], *, limit: int) -> int |
     return next(index for index in small if costs.seconds(index) <= slowest)
 
 
-def _fastest(costs: CandidateCosts, order: Sequence[int], *, limit: int | None) -> int | None:
+def _fastest(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int | None) -> int | None:
     """Returns the fastest candidate that fits `limit` bytes (None: any). `order`: by bounds on time."""
     best = None
     for index in order:
@@ -201,7 +194,7 @@ def _fastest(costs: CandidateCosts, order: Sequence[int], *, limit: int | None) 
     return best
 
 
-def _smallest(costs: CandidateCosts, indices: Iterable[int]) -> int:
+def _smallest(costs: candidates.CandidateCosts, indices: Iterable[int]) -> int:
     """Returns the candidate that needs the fewest bytes of the device; of equals, the plainest."""
     best: tuple[int, int] | None = None
     for bound, index in sorted((costs.least_bytes(index), index) for index in indices):
@@ -213,7 +206,7 @@ def _smallest(costs: CandidateCosts, indices: Iterable[int]) -> int:
     return best[1]
 
 
-def _pareto_front(costs: CandidateCosts, order: Sequence[int]) -> tuple[Plan, ...]:
+def _pareto_front(costs: candidates.CandidateCosts, order: Sequence[int]) -> tuple[Plan, ...]:
     """Returns the plans that no other beats in both seconds and bytes, the fastest first."""
     front: list[tuple[float, int, int]] = []
 
@@ -234,7 +227,7 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
     """Returns the error that no plan of `run` fits, with the closest plan and changes that would fit."""
     closest = found.closest
     assert closest is not None, "a search that considered something has a best plan or a closest"
-    prediction = require_prediction(closest)
+    prediction = candidates.require_prediction(closest)
     over = prediction.required_device_bytes - found.limit_bytes
     outside = prediction.offload or prediction.activations
     if outside is not None and over <= 0:
@@ -245,7 +238,7 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
         )
     largest, count = max(prediction.memory.terms().items(), key=lambda term: term[1])
     changes = chain(iterate_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
-    no_margin = run_with_settings(run, {"plan": {"memory_margin": 0.0}})
+    no_margin = candidates.run_with_settings(run, {"plan": {"memory_margin": 0.0}})
     ways = [
         _first_that_fits(
             spec, [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
@@ -289,7 +282,7 @@ def format_plan(plan: Plan) -> str:
 
 def _iterate_host_memory_changes(plan: Plan) -> Iterator[str]:
     """Yields changes, as text, with which `plan`, which fits its device, may fit host memory."""
-    prediction, section = require_prediction(plan), plan.run.offload
+    prediction, section = candidates.require_prediction(plan), plan.run.offload
     if section.host_bytes is not None:
         least = prediction.host_bytes_per_rank
         yield f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits"
@@ -317,7 +310,7 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
     if run.offload.tier != "none" or not tiers:
         return None
     best = search(spec, hardware, run, tiers=tiers).best
-    terms = None if best is None else require_prediction(best).offload
+    terms = None if best is None else candidates.require_prediction(best).offload
     if best is None or terms is None:
         return None
     held = f"{format_bytes(terms.host_bytes)} of host memory"
@@ -336,7 +329,7 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
         batch = -(-run.train.global_batch // ranks) * ranks
         if batch % (ranks * (run.train.microbatch or 1)) == 0:
             grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
-            wider = run_with_settings(run, {"train": {"global_batch": batch}})
+            wider = candidates.run_with_settings(run, {"train": {"global_batch": batch}})
             yield f"{more.world_size} ranks{grown}", wider, more
 
 
@@ -350,18 +343,18 @@ def iterate_unpinned(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, H
         (is_sharding_pinned, 'sharding.strategy = "auto"', {"sharding": free}),
     ):
         if is_pinned:
-            yield change, run_with_settings(run, settings), hardware
+            yield change, candidates.run_with_settings(run, settings), hardware
 
 
 def _format_plan_cost(plan: Plan) -> str:
-    prediction = require_prediction(plan)
+    prediction = candidates.require_prediction(plan)
     seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.has_complete_step_time else ""
     return f"{format_plan(plan)} -> {format_bytes(prediction.required_device_bytes)}{seconds}"
 
 
 def _memory_shortfall_sort_key(plan: Plan) -> tuple[int, int, int]:
     """Sort key: bytes over the device's capacity, then host bytes if they do not fit, then bytes needed."""
-    prediction = require_prediction(plan)
+    prediction = candidates.require_prediction(plan)
     over = max(0, prediction.required_device_bytes - prediction.capacity_bytes)
     fits_host = fits_in_host_memory(prediction.offload, prediction.activations)
     return over, 0 if fits_host else prediction.host_bytes_per_rank, prediction.required_device_bytes

@@ -5,22 +5,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.spec.value import (
-    Count,
-    Fraction,
-    FrozenModel,
-    NonNegativeInt,
-    Options,
-    PathText,
-    PositiveCount,
-    PositiveScalar,
-    Processes,
-)
+from fullshard.spec import value
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 
-class DataSourceFields(FrozenModel):
+class DataSourceFields(value.FrozenModel):
     """Settings of one data source: its files or dataset, and the fields of its records.
 
     `paths`: files, globs (`**` and `~` are expanded), or directories, which stand for the files below them;
@@ -44,14 +34,14 @@ class DataSourceFields(FrozenModel):
         row of a two-dimensional .npy; an .idx marks its own documents)
     """
 
-    paths: tuple[PathText, ...] = ()
+    paths: tuple[value.PathText, ...] = ()
     name: str | None = None
     subset: str | None = None
     split: str = "train"
     records: Literal["text", "messages", "completion", "tokens"] = "text"
     text_field: str = "text"
     messages_field: str = "messages"
-    chat_template_kwargs: Options = Field(default_factory=dict[str, Any])
+    chat_template_kwargs: value.Options = Field(default_factory=dict[str, Any])
     role_field: str = "role"
     content_field: str = "content"
     roles: Mapping[str, str] = Field(default_factory=dict[str, str])
@@ -59,7 +49,7 @@ class DataSourceFields(FrozenModel):
     completion_field: str = "completion"
     tokens_field: str = "input_ids"
     dtype: TokenDtype | None = None
-    eod_token: NonNegativeInt | None = None
+    eod_token: value.NonNegativeInt | None = None
 
 
 class DataSource(DataSourceFields):
@@ -70,7 +60,7 @@ class DataSource(DataSourceFields):
     """
 
     source: Literal["text", "jsonl", "parquet", "datasets", "memmap"]
-    weight: PositiveScalar | None = None
+    weight: value.PositiveScalar | None = None
 
     @model_validator(mode="after")
     def _check_location(self) -> Self:
@@ -107,20 +97,20 @@ class DataSection(DataSourceFields):
     source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"] | None = None
     sources: tuple[DataSource, ...] = ()
     factory: str | None = None
-    options: Options = Field(default_factory=dict[str, Any])
-    tokenizer: PathText | None = None
-    chat_template: PathText | None = None
+    options: value.Options = Field(default_factory=dict[str, Any])
+    tokenizer: value.PathText | None = None
+    chat_template: value.PathText | None = None
     eos_token: str | None = None
     trust_remote_code: bool = False
-    sequence_length: PositiveCount = 64
+    sequence_length: value.PositiveCount = 64
     packing: Literal["concat", "best_fit", "none"] = "concat"
     document_mask: bool = False
     train_on: Literal["all", "assistant", "completion"] = "all"
     on_error: Literal["stop", "skip"] = "stop"
-    validation_fraction: Fraction = 0.05
-    cache: PathText = "~/.cache/fullshard/data"
-    processes: Processes = 0
-    prefetch_steps: Count = 1
+    validation_fraction: value.Fraction = 0.05
+    cache: value.PathText = "~/.cache/fullshard/data"
+    processes: value.Processes = 0
+    prefetch_steps: value.Count = 1
 
     @property
     def token_makers(self) -> set[Literal["tokenizer", "other program"]]:

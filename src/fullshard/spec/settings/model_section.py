@@ -6,21 +6,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from fullshard.errors import PlanError, ShardError
-from fullshard.spec.value import (
-    NUMBER,
-    Count,
-    FrozenModel,
-    NonNegativeScalar,
-    Options,
-    PathText,
-    PositiveCount,
-    PositiveScalar,
-)
+from fullshard.spec import value
 
 MOST_LAYERS = 2_048  # the deepest models ever trained have about a thousand layers
 
 
-class DecoderConfig(FrozenModel):
+class DecoderConfig(value.FrozenModel):
     """Sizes of the reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     The defaults are a model that is small enough to learn in two minutes on two cores. Instead of sizes, the
@@ -36,22 +27,22 @@ class DecoderConfig(FrozenModel):
         (0.001 there); 0 for none
     """
 
-    vocabulary: PositiveCount = 256
-    d_model: PositiveCount = 320
-    layers: Annotated[int, NUMBER, Field(gt=0, le=MOST_LAYERS)] = 4
-    heads: PositiveCount = 4
-    kv_heads: PositiveCount = 2
-    d_ff: PositiveCount = 960
-    max_sequence: PositiveCount = 2048
-    rope_theta: PositiveScalar = 10_000.0
-    norm_eps: PositiveScalar = 1e-5
+    vocabulary: value.PositiveCount = 256
+    d_model: value.PositiveCount = 320
+    layers: Annotated[int, value.NUMBER, Field(gt=0, le=MOST_LAYERS)] = 4
+    heads: value.PositiveCount = 4
+    kv_heads: value.PositiveCount = 2
+    d_ff: value.PositiveCount = 960
+    max_sequence: value.PositiveCount = 2048
+    rope_theta: value.PositiveScalar = 10_000.0
+    norm_eps: value.PositiveScalar = 1e-5
     tied: bool = False
-    experts: Count = 0
-    experts_per_token: PositiveCount = 2
-    expert_d_ff: Count = 0
-    shared_experts: Count = 0
-    balance_loss: NonNegativeScalar = 0.0
-    balance_bias_rate: NonNegativeScalar = 0.0
+    experts: value.Count = 0
+    experts_per_token: value.PositiveCount = 2
+    expert_d_ff: value.Count = 0
+    shared_experts: value.Count = 0
+    balance_loss: value.NonNegativeScalar = 0.0
+    balance_bias_rate: value.NonNegativeScalar = 0.0
 
     @property
     def is_mixture(self) -> bool:
@@ -90,7 +81,7 @@ class DecoderConfig(FrozenModel):
         return self
 
 
-class HuggingFaceModel(FrozenModel):
+class HuggingFaceModel(value.FrozenModel):
     """Settings of a model of the library transformers (extra `hf`).
 
     `hf`: a name in this machine's cache, a directory, or a config.json
@@ -105,12 +96,12 @@ class HuggingFaceModel(FrozenModel):
     `options`: replace values of the config (`num_hidden_layers = 2`)
     """
 
-    hf: PathText
+    hf: value.PathText
     weights: Literal["auto", "require", "none"] = "auto"
     architecture: str = "auto"
     attention: str = "auto"
     trust_remote_code: bool = False
-    options: Options = Field(default_factory=dict[str, Any])
+    options: value.Options = Field(default_factory=dict[str, Any])
 
     @property
     def setting_text(self) -> str:
@@ -118,7 +109,7 @@ class HuggingFaceModel(FrozenModel):
         return f"hf = {self.hf!r}"
 
 
-class PythonModel(FrozenModel):
+class PythonModel(value.FrozenModel):
     """Settings of any `nn.Module`, which a function of the user creates.
 
     `python`: `package.module:factory`, which is called with `options`. Tensors that it creates with
@@ -126,7 +117,7 @@ class PythonModel(FrozenModel):
     """
 
     python: str
-    options: Options = Field(default_factory=dict[str, Any])
+    options: value.Options = Field(default_factory=dict[str, Any])
 
     @property
     def setting_text(self) -> str:
@@ -135,7 +126,7 @@ class PythonModel(FrozenModel):
 
 
 def _model_section_class_name(data: Any) -> str:
-    if isinstance(data, FrozenModel):
+    if isinstance(data, value.FrozenModel):
         return type(data).__name__
     keys: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
     named = {"hf": "HuggingFaceModel", "python": "PythonModel"}

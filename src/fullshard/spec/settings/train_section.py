@@ -6,21 +6,10 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from fullshard.errors import SpecError
-from fullshard.spec.value import (
-    NUMBER,
-    Count,
-    Fraction,
-    FrozenModel,
-    NonNegativeScalar,
-    Options,
-    PathText,
-    PositiveCount,
-    PositiveScalar,
-    Seconds,
-)
+from fullshard.spec import value
 
 
-class TrainSection(FrozenModel):
+class TrainSection(value.FrozenModel):
     """Settings of batch sizes, duration, loss and validation. Gradient accumulation follows from them.
 
     `epochs`: duration in passes over the training sequences, instead of `steps`; a fraction is allowed. The
@@ -36,16 +25,16 @@ class TrainSection(FrozenModel):
         sequence take more than 64 MiB in fp32, else 0.
     """
 
-    steps: PositiveCount | None = 200
-    epochs: PositiveScalar | None = None
-    global_batch: PositiveCount = 24
-    microbatch: PositiveCount | None = None
+    steps: value.PositiveCount | None = 200
+    epochs: value.PositiveScalar | None = None
+    global_batch: value.PositiveCount = 24
+    microbatch: value.PositiveCount | None = None
     gradient_sync: Literal["auto", "every_microbatch", "last_microbatch"] = "auto"
     loss: str | None = None
-    loss_chunk: Literal["auto"] | Count = "auto"
-    validate_every: Count = 100
-    validate_sequences: PositiveCount = 240
-    max_skipped_steps: PositiveCount = 10
+    loss_chunk: Literal["auto"] | value.Count = "auto"
+    validate_every: value.Count = 100
+    validate_sequences: value.PositiveCount = 240
+    max_skipped_steps: value.PositiveCount = 10
 
     @model_validator(mode="before")
     @classmethod
@@ -74,7 +63,7 @@ class TrainSection(FrozenModel):
         return self.steps
 
 
-class OptimizerSection(FrozenModel):
+class OptimizerSection(value.FrozenModel):
     """Settings of the optimizer and its hyperparameters.
 
     `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
@@ -84,27 +73,27 @@ class OptimizerSection(FrozenModel):
     """
 
     name: str = "adamw"
-    learning_rate: PositiveScalar = 3e-3
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveScalar = 1e-8
-    weight_decay: NonNegativeScalar = 0.1
-    clip_norm: NonNegativeScalar = 1.0
-    options: Options = Field(default_factory=dict[str, Any])
+    learning_rate: value.PositiveScalar = 3e-3
+    betas: tuple[value.Fraction, value.Fraction] = (0.9, 0.95)
+    eps: value.PositiveScalar = 1e-8
+    weight_decay: value.NonNegativeScalar = 0.1
+    clip_norm: value.NonNegativeScalar = 1.0
+    options: value.Options = Field(default_factory=dict[str, Any])
 
 
-class ScheduleSection(FrozenModel):
+class ScheduleSection(value.FrozenModel):
     """Settings of the learning rate: linear warmup, then decay of `kind` to `min_lr_ratio` of the peak.
 
     `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
     """
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: Count = 20
-    min_lr_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
-    decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
+    warmup_steps: value.Count = 20
+    min_lr_ratio: Annotated[float, value.NUMBER, Field(ge=0, le=1)] = 0.1
+    decay_fraction: Annotated[float, value.NUMBER, Field(gt=0, le=1)] = 0.2
 
 
-class RecomputeSection(FrozenModel):
+class RecomputeSection(value.FrozenModel):
     """Settings of activation checkpointing: which activations are recomputed or offloaded to host memory.
 
     `mode`: `full` recomputes every block; `selective` saves attention and every `save_matmuls`-th matmul of a
@@ -115,8 +104,8 @@ class RecomputeSection(FrozenModel):
     """
 
     mode: Literal["auto", "none", "full", "selective", "offload"] = "auto"
-    blocks: PositiveCount | None = None
-    save_matmuls: PositiveCount = 1
+    blocks: value.PositiveCount | None = None
+    save_matmuls: value.PositiveCount = 1
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
@@ -134,14 +123,14 @@ class RecomputeSection(FrozenModel):
         return self.blocks is None or position < self.blocks
 
 
-class PlanSection(FrozenModel):
+class PlanSection(value.FrozenModel):
     """Settings of the planner's choice.
 
     `memory_margin`: fraction of a device's memory that a chosen plan leaves free, because a prediction may be
         too low; 0 uses all of it. A run that pins strategy, microbatch and recompute may use all in any case.
     """
 
-    memory_margin: Fraction = 0.05
+    memory_margin: value.Fraction = 0.05
 
 
 # LoraConfig options that need the whole base weights, which no rank ever has, or peft's own model around the
@@ -167,7 +156,7 @@ _REFUSED = {
 }
 
 
-class AdapterSection(FrozenModel):
+class AdapterSection(value.FrozenModel):
     """Settings of LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`).
 
     A linear module W of `targets` computes W x + alpha / rank · B A x. A and B, of `rank` rows and columns,
@@ -183,14 +172,14 @@ class AdapterSection(FrozenModel):
     `options`: other values of peft's LoraConfig, such as `use_rslora`, `bias`, `layers_to_transform`
     """
 
-    rank: Count = 0
-    alpha: PositiveScalar = 16.0
-    dropout: Fraction = 0.0
+    rank: value.Count = 0
+    alpha: value.PositiveScalar = 16.0
+    dropout: value.Fraction = 0.0
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     trained: tuple[str, ...] = ()
     base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     save: Literal["all", "adapters"] = "all"
-    options: Options = Field(default_factory=dict[str, Any])
+    options: value.Options = Field(default_factory=dict[str, Any])
 
     @property
     def saves_only_adapters(self) -> bool:
@@ -216,7 +205,7 @@ SLOW_PHASE_FACTOR = 3.0
 """Factor on the watchdog's time for phases without a usual length."""
 
 
-class CheckpointSection(FrozenModel):
+class CheckpointSection(value.FrozenModel):
     """Settings of checkpoints: location, interval, format and verification.
 
     `dir`: a directory, or the URL of an object store (s3://bucket/run); unset, in `run.dir`
@@ -227,10 +216,10 @@ class CheckpointSection(FrozenModel):
     `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
     """
 
-    dir: PathText | None = None
-    every: Count = 0
-    keep: Count = 2
-    keep_every: Count = 0
+    dir: value.PathText | None = None
+    every: value.Count = 0
+    keep: value.Count = 2
+    keep_every: value.Count = 0
     mode: Literal["sync", "async"] = "sync"
     storage: Literal["shared", "per_node"] = "shared"
 
@@ -241,7 +230,7 @@ class CheckpointSection(FrozenModel):
         return self
 
 
-class FaultToleranceSection(FrozenModel):
+class FaultToleranceSection(value.FrozenModel):
     """Settings of reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
 
     `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; three
@@ -254,10 +243,10 @@ class FaultToleranceSection(FrozenModel):
     `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
     """
 
-    watchdog_timeout_seconds: Seconds = 300.0
+    watchdog_timeout_seconds: value.Seconds = 300.0
     fingerprint: Literal["all", "step", "none"] = "all"
     on_spike: Literal["none", "skip", "rollback"] = "none"
-    check_replicas_every: Count = 0
+    check_replicas_every: value.Count = 0
 
     @property
     def process_group_timeout_seconds(self) -> float:
