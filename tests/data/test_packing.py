@@ -96,6 +96,9 @@ def test_weights_that_need_a_long_period_are_rounded_to_the_longest():
     pattern = build_source_interleaving([0.123456789, 1 / 3])
     assert len(pattern.sources) == pytest.approx(LONGEST_PERIOD, abs=1)
     assert pattern.counts[0] / pattern.counts[1] == pytest.approx(0.123456789 * 3, rel=1e-4)
+    assert pattern.changed_share_messages() == []
+    (message,) = build_source_interleaving([120_000_000, 12]).changed_share_messages()
+    assert message.startswith("source 2 gets 1e-05 of the sequences, not 1e-07 as its weight says")
 
 
 def test_mixture_is_the_same_on_every_machine():

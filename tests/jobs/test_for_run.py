@@ -57,6 +57,16 @@ def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> No
     assert by_epochs == planned(*data, f"train.steps={steps}")
 
 
+def test_settings_that_a_launcher_replaces_are_noted(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    assert planned("run.ranks=4", "run.restarts=3").world_size == 2
+    noted = capsys.readouterr().err
+    assert "run.ranks = 4 is not used: the launcher has set WORLD_SIZE = 2" in noted
+    assert "run.restarts = 3 is not used" in noted
+
+
 def test_a_setting_without_effect_is_noted_before_ranks_start(capsys) -> None:
     planned("precision.fp8_min_features=64")
     assert "note: precision.fp8_min_features = 64 has no effect" in capsys.readouterr().err

@@ -145,6 +145,7 @@ def test_the_loss_that_a_run_names_goes_before_the_models() -> None:
 
 
 def test_the_balancing_loss_of_experts_is_added_if_the_model_computes_it() -> None:
+    asked: Any
     asked, plain = (
         materialize(built("mixtral", f"model.options.output_router_logits={asked}")[0], seed=0)
         for asked in ("true", "false")
@@ -154,6 +155,11 @@ def test_the_balancing_loss_of_experts_is_added_if_the_model_computes_it() -> No
     balance = asked(batch["tokens"]).aux_loss * asked.config.router_aux_loss_coef
     torch.testing.assert_close(total, next_token_loss(plain, batch)[0] + count * balance)
     torch.testing.assert_close(next_token_loss(asked, batch, chunk_rows=5)[0], total)
+    own = {"input_ids": batch["tokens"], "labels": batch["tokens"]}
+    assert model_computed_loss(asked, own)[0] > model_computed_loss(plain, own)[0]
+    with torch.no_grad():  # as in validation, whose loss is that of the labels
+        for loss, given in ((next_token_loss, batch), (model_computed_loss, own)):
+            torch.testing.assert_close(loss(asked, given), loss(plain, given))
 
 
 @pytest.mark.parametrize("padding", [0, 3])

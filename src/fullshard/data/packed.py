@@ -163,7 +163,10 @@ class PackedData:
             "documents cut": self.cut_document_count,
             "records left out": sum(store.notes.skipped for store in self.token_stores),
             "skip_messages": [text for store in self.token_stores for text in store.notes.skip_messages],
-            "warnings": [warning for store in self.token_stores for warning in store.warnings],
+            "warnings": [
+                *(warning for store in self.token_stores for warning in store.warnings),
+                *self.pattern.changed_share_messages(),
+            ],
             "training tokens": self.training_token_count,
             "training sequences": self.training_sequences,
             "packing": self.packing,

@@ -275,11 +275,13 @@ class SourceInterleaving:
     sources: source of each position
     index_within_source: for each position, the number of earlier positions with the same source
     counts: number of positions of each source in the pattern
+    weights: the weights that were asked for
     """
 
     sources: NDArray[np.int64]
     index_within_source: NDArray[np.int64]
     counts: NDArray[np.int64]
+    weights: tuple[float, ...]
 
     def locate_samples(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns (source of each sample, number of earlier samples from the same source)."""
@@ -291,6 +293,16 @@ class SourceInterleaving:
     def source_shares(self) -> list[float]:
         """Fraction of the samples that come from each source."""
         return (self.counts / self.counts.sum()).tolist()
+
+    def changed_share_messages(self) -> list[str]:
+        """Returns a message for each source whose share is more than 1 % off, because it was rounded."""
+        asked = [weight / sum(self.weights) for weight in self.weights]
+        return [
+            f"source {number} gets {used:.3g} of the sequences, not {share:.3g} as its weight says: "
+            f"the order of the sources repeats after {len(self.sources):,} sequences"
+            for number, (used, share) in enumerate(zip(self.source_shares, asked, strict=True), start=1)
+            if abs(used / share - 1) > 0.01
+        ]
 
 
 def build_source_interleaving(weights: Sequence[float]) -> SourceInterleaving:
@@ -306,7 +318,7 @@ def build_source_interleaving(weights: Sequence[float]) -> SourceInterleaving:
     sources = np.repeat(np.arange(len(counts)), counts)
     times = np.concatenate([(2 * each + 1) / (2 * len(each)) for each in numbers])
     order = np.lexsort((sources, times))
-    return SourceInterleaving(sources[order], np.concatenate(numbers)[order], counts)
+    return SourceInterleaving(sources[order], np.concatenate(numbers)[order], counts, tuple(weights))
 
 
 def _samples_per_period(weights: Sequence[float]) -> list[int]:

@@ -112,7 +112,14 @@ def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType
         return choose_rank_count_and_device(request)
     from fullshard.parallel.mesh import choose_device_type
 
-    return int(os.environ["WORLD_SIZE"]), choose_device_type(request.run.run.device)
+    ranks, asked = int(os.environ["WORLD_SIZE"]), request.run.run.ranks
+    if asked not in (0, ranks):
+        _print_note_on_rank_0(f"run.ranks = {asked} is not used: the launcher has set WORLD_SIZE = {ranks}")
+    if restarts := request.run.run.restarts:
+        _print_note_on_rank_0(
+            f"run.restarts = {restarts} is not used: it is the launcher that restarts ranks"
+        )
+    return ranks, choose_device_type(request.run.run.device)
 
 
 def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:

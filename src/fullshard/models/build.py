@@ -107,6 +107,25 @@ def gradient_shares(model: nn.Module) -> GradientShares:
     return GradientShares(inputs / total, own / total) if total else GradientShares()
 
 
+def attended_share(model: nn.Module, *, sequence_length: int) -> float:
+    """Returns the share of all pairs of positions that the windows of a transformers model's attention leave.
+
+    It is the mean of min(window, sequence length) / sequence length over the layers with attention.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return 1.0
+    text = config.get_text_config()
+    widths = {
+        "full_attention": None,
+        "sliding_attention": getattr(text, "sliding_window", None),
+        "chunked_attention": getattr(text, "attention_chunk_size", None),
+    }
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+    seen = [min(widths[kind] or sequence_length, sequence_length) for kind in kinds if kind in widths]
+    return sum(seen) / (len(seen) * sequence_length) if seen else 1.0
+
+
 BYTES = 256
 _POSITIONS = "max_position_embeddings"
 

@@ -108,8 +108,9 @@ def next_token_loss(
     batch["positions"], batch["documents"]: optional, see `position_and_document_arguments`
     chunk_rows: rows of logits that are computed at once; see `chunked_cross_entropy`
 
-    The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. Raises
-    TrainError for a batch without tokens or labels, or with values for each token that it does not use.
+    The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. A loss that
+    balances experts is added in training alone, not in validation. Raises TrainError for a batch without
+    tokens or labels, or with values for each token that it does not use.
 
     >>> loss, count = fs.next_token_loss(model, {"tokens": tokens, "labels": labels})
     >>> int(count) == labels.numel()
@@ -133,7 +134,7 @@ def next_token_loss(
     if rows is not None:
         total = total + (rows * (labels != IGNORED_LABEL).sum(dim=1)).sum()
     balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
-    if balance is not None:
+    if balance is not None and torch.is_grad_enabled():
         total = total + cast(Any, model.config).router_aux_loss_coef * balance * count
     return total, count
 
@@ -182,7 +183,13 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
             _keep_packed_documents_apart(given)
     elif "return_loss" in takes:
         given.setdefault("return_loss", True)
-    loss: Tensor | None = getattr(model(**given), "loss", None)
+    output = model(**given)
+    loss: Tensor | None = getattr(output, "loss", None)
+    balance: Tensor | None = getattr(
+        output, "aux_loss", None
+    )  # a part of the model's loss, if there are labels
+    if loss is not None and count is not None and balance is not None and not torch.is_grad_enabled():
+        loss = loss - cast(Any, model.config).router_aux_loss_coef * balance
     if loss is None:
         raise TrainError(
             f"{name} computes no loss.",

@@ -1,6 +1,7 @@
 """The optimizer of a sharded model."""
 
 import inspect
+import logging
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from types import ModuleType
@@ -21,6 +22,7 @@ from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_c
 from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.state import check_state_can_be_saved
 
+logger = logging.getLogger("fullshard")
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 EIGHT_BIT = "adamw8bit"
 
@@ -94,6 +96,10 @@ def _check_sharded(model: nn.Module) -> None:
 def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     groups: dict[Hashable, dict[str, Any]] = {}
     excluded = _names_without_decay(model)
+    if marked := [name for name, parameter in model.named_parameters() if hasattr(parameter, "_optim")]:
+        logger.warning(
+            "_optim of %s is not used: for rates of its own, make the optimizer yourself", marked[0]
+        )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, TraceError
-from fullshard.models.build import gradient_shares
+from fullshard.models.build import attended_share, gradient_shares
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.parallel.recompute import check_recomputed_blocks
 from fullshard.parallel.units import Predicate, Unit, find_recompute_blocks, find_units
@@ -139,7 +139,11 @@ def _build_spec(
     table = KernelIndex()
     traces = [(one.build_trace(table), one.kept) for one in found]
     flops, active = _flops_and_parameters_per_token(
-        traces[0][0], table.kernels, plan=plan, gradients=gradient_shares(model)
+        traces[0][0],
+        table.kernels,
+        plan=plan,
+        gradients=gradient_shares(model),
+        attended=attended_share(model, sequence_length=plan.run.data.sequence_length),
     )
     return ModelSpec(
         name=type(model).__name__,
@@ -288,9 +292,17 @@ def _one_rank_plan(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Pl
 
 
 def _flops_and_parameters_per_token(
-    trace: MicrobatchTrace, kernels: Sequence[Kernel], *, plan: Plan, gradients: GradientShares
+    trace: MicrobatchTrace,
+    kernels: Sequence[Kernel],
+    *,
+    plan: Plan,
+    gradients: GradientShares,
+    attended: float,
 ) -> tuple[float, int]:
-    """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`."""
+    """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`.
+
+    attended: see `attended_share`
+    """
     sequence_length = plan.run.data.sequence_length
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
@@ -306,7 +318,9 @@ def _flops_and_parameters_per_token(
                 matmul += flops
     # The traced rank computes its part of the tokens, or of each token's matmuls.
     tokens = microbatch * sequence_length / (plan.context_parallel * plan.tensor_parallel)
-    return gradients.add_backward(matmul=matmul, attention=attention) / tokens, round(matmul / tokens / 2)
+    return gradients.add_backward(matmul=matmul, attention=attended * attention) / tokens, round(
+        matmul / tokens / 2
+    )
 
 
 def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:
