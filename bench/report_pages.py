@@ -77,7 +77,7 @@ def make_pages(root: Path) -> list[Path]:
     shutil.rmtree(going, ignore_errors=True)
     with training(going, *SMALL, "train.steps=5000", "sharding.strategy=full_shard") as run:
         wait_for_step(going, 60)
-        pages += [report(root, "goes-on", going), report(root, "four", default, faults, died, going)]
+        pages.append(report(root, "goes-on", going))
         run.send_signal(signal.SIGINT)
         run.wait()
     long = root / "long"

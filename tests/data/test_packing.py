@@ -98,7 +98,7 @@ def test_weights_that_need_a_long_period_are_rounded_to_the_longest():
     assert pattern.counts[0] / pattern.counts[1] == pytest.approx(0.123456789 * 3, rel=1e-4)
     assert pattern.changed_share_messages() == []
     (message,) = build_source_interleaving([120_000_000, 12]).changed_share_messages()
-    assert message.startswith("source 2 gets 1e-05 of the sequences, not 1e-07 as its weight says")
+    assert message.startswith("source 2 gets 1e-05 of the sequences, although its weight is 1e-07 of all")
 
 
 def test_mixture_is_the_same_on_every_machine():

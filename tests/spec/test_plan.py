@@ -107,6 +107,23 @@ def test_plan_that_kept_parameters_over_fewer_ranks_loads_but_is_not_trained(tmp
     assert Plan.load(path) == plan
     with pytest.raises(SpecError, match=r"reshard_after_forward = 2(.|\n)*hybrid_shard"):
         check_plan_has_no_removed_settings(path)
+    saved["run"]["sharding"]["reshard_after_forward"] = None
+    path.write_text(json.dumps(saved))
+    with pytest.raises(SpecError, match=r"overrides: reshard_after_forward = 2(.|\n)*hybrid_shard"):
+        check_plan_has_no_removed_settings(path)
+
+
+def test_plan_that_recomputed_every_second_block_loads_but_is_not_trained(tmp_path):
+    plan, path = Plan.from_run(run_of(recompute={"mode": "full"}), world_size=2), tmp_path / "plan.json"
+    saved = plan.model_dump(mode="json")
+    saved["run"]["recompute"] |= {"mode": "every", "every": 2}
+    path.write_text(json.dumps(saved))
+    assert Plan.load(path) == plan
+    for every in (2, None):
+        saved["run"]["recompute"]["every"] = every
+        path.write_text(json.dumps(saved))
+        with pytest.raises(SpecError, match=r"recompute.*every(.|\n)*recompute\.blocks"):
+            check_plan_has_no_removed_settings(path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"run": 3}', "no json"])

@@ -73,9 +73,8 @@ def calibrate(
             found = Hardware.load(measured)
             found.save(path)
             _print_result(found, as_json=as_json)
-            typer.echo(
-                f"written: {path}, {format_seconds(time.monotonic() - started)} after the start", err=True
-            )
+            taken = format_seconds(time.monotonic() - started)
+            typer.echo(f"written: {path}, {taken} after the start", err=True)
     raise typer.Exit(exit_code)
 
 

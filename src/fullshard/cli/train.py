@@ -114,7 +114,7 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
 
 
 def _run_quick_checks(request: "LaunchRequest") -> None:
-    """Prints the warnings of the quick checks on rank 0. Raises CheckFailedError for a failure."""
+    """Prints the warnings of the checks without torch on rank 0. Raises CheckFailedError for a failure."""
     if request.plan is None or os.environ.get("RANK", "0") != "0":
         return
     from fullshard.errors import CheckFailedError

@@ -148,7 +148,7 @@ def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int |
 
 
 def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
-    """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op."""
+    """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op; no numbers."""
     value = state.get(key)
     if key not in state.leaves:
         return

@@ -159,7 +159,7 @@ def _convert_activation_checkpoint(state: ConversionState) -> None:
         state.record_setting(option_key, "recompute.save_matmuls", value=2, why=why)
     elif mode == "selective" and parse_positive_integer(option):
         state.record_setting(mode_key, "recompute.mode", value="full")
-        why = f"recompute.blocks: how many blocks recompute; one in {option} is their number / {option}"
+        why = f"all blocks recompute; recompute.blocks = their number / {option} costs what is asked"
         state.record_unsupported(option_key, why)
     elif mode in ("full", "none"):
         state.record_setting(mode_key, "recompute.mode", value=mode)

@@ -110,7 +110,7 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
 def _open_matching_tokenizer(
     section: DataSection, stores: Sequence[token_store.TokenStore]
 ) -> Tokenizer | None:
-    """Opens the tokenizer that decodes the tokens of `stores`; None if only another program knows them.
+    """Opens the tokenizer that made the tokens of `stores`; None if another program made them.
 
     Raises DataError if a store holds tokens that the tokenizer does not have.
     """

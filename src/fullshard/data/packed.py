@@ -42,7 +42,7 @@ class PackedData:
     sequence_length: tokens per row
     document_mask: whether batches contain document numbers and positions
     packing: name of the packing method
-    tokenizer: converts text; None if only tokens are known
+    tokenizer: the tokenizer whose vocabulary the tokens have; None if another program made them
     """
 
     pools: tuple[ShufflePool, ...]

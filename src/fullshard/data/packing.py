@@ -298,8 +298,8 @@ class SourceInterleaving:
         """Returns a message for each source whose share is more than 1 % off, because it was rounded."""
         asked = [weight / sum(self.weights) for weight in self.weights]
         return [
-            f"source {number} gets {used:.3g} of the sequences, not {share:.3g} as its weight says: "
-            f"the order of the sources repeats after {len(self.sources):,} sequences"
+            f"source {number} gets {used:.3g} of the sequences, although its weight is {share:.3g} of all: "
+            f"weights are rounded, because their order repeats after {len(self.sources):,} sequences"
             for number, (used, share) in enumerate(zip(self.source_shares, asked, strict=True), start=1)
             if abs(used / share - 1) > 0.01
         ]

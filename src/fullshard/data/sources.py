@@ -145,11 +145,9 @@ def _open_cached_store(entry: Path, *, name: str) -> token_store.TokenStore:
     tokens = token_store.memory_map_numbers(entry / _TOKENS, facts["dtype"])
     offsets = token_store.memory_map_npy(entry / _OFFSETS)
     store = token_store.make_token_store(name, entry.name, tokens=tokens, offsets=offsets, facts=facts)
-    return (
-        replace(store, loss_mask=token_store.memory_map_numbers(trained, "uint8"))
-        if trained.exists()
-        else store
-    )
+    if not trained.exists():
+        return store
+    return replace(store, loss_mask=token_store.memory_map_numbers(trained, "uint8"))
 
 
 def _check_has_trained_tokens(store: token_store.TokenStore, section: DataSection) -> None:

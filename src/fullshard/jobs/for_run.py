@@ -117,7 +117,7 @@ def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType
         _print_note_on_rank_0(f"run.ranks = {asked} is not used: the launcher has set WORLD_SIZE = {ranks}")
     if restarts := request.run.run.restarts:
         _print_note_on_rank_0(
-            f"run.restarts = {restarts} is not used: it is the launcher that restarts ranks"
+            f"run.restarts = {restarts} is not used: another launcher has started the ranks"
         )
     return ranks, choose_device_type(request.run.run.device)
 

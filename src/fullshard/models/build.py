@@ -108,7 +108,7 @@ def gradient_shares(model: nn.Module) -> GradientShares:
 
 
 def attended_share(model: nn.Module, *, sequence_length: int) -> float:
-    """Returns the share of all pairs of positions that the windows of a transformers model's attention leave.
+    """Returns the share of pairs of positions that lie within the windows of a transformers model.
 
     It is the mean of min(window, sequence length) / sequence length over the layers with attention.
     """

@@ -109,8 +109,8 @@ def next_token_loss(
     chunk_rows: rows of logits that are computed at once; see `chunked_cross_entropy`
 
     The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. A loss that
-    balances experts is added in training alone, not in validation. Raises TrainError for a batch without
-    tokens or labels, or with values for each token that it does not use.
+    balances experts is added only in training, not in validation (without gradients). Raises TrainError for a
+    batch without tokens or labels, or with values for each token that it does not use.
 
     >>> loss, count = fs.next_token_loss(model, {"tokens": tokens, "labels": labels})
     >>> int(count) == labels.numel()
@@ -135,8 +135,15 @@ def next_token_loss(
         total = total + (rows * (labels != IGNORED_LABEL).sum(dim=1)).sum()
     balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
     if balance is not None and torch.is_grad_enabled():
-        total = total + cast(Any, model.config).router_aux_loss_coef * balance * count
+        total = total + _balance_coefficient(model) * balance * count
     return total, count
+
+
+def _balance_coefficient(model: nn.Module) -> float:
+    """Returns the factor of the loss with which a transformers mixture balances its experts."""
+    config: Any = model.config
+    own = getattr(config, "router_aux_loss_coef", None)
+    return getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) if own is None else own
 
 
 def _check_all_are_used(batch: Mapping[str, Any], tokens: Tensor) -> None:
@@ -161,8 +168,9 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
 
     With labels, the model's mean is returned as a sum and the number of labels that are not -100 (of all
     labels, if they are floating point), so microbatches with more labels weigh more. Without labels (a
-    contrastive loss), the mean alone is returned. A causal language model keeps documents apart where
-    `position_ids` begin again, also beside an `attention_mask` of tokens and padding.
+    contrastive loss), the mean alone is returned. Validation leaves out the loss that balances experts. A
+    causal language model keeps documents apart where `position_ids` begin again, also beside an
+    `attention_mask` of tokens and padding.
 
     Raises TrainError if the batch does not suit this model, or if the model computes no loss.
     """
@@ -185,11 +193,9 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
         given.setdefault("return_loss", True)
     output = model(**given)
     loss: Tensor | None = getattr(output, "loss", None)
-    balance: Tensor | None = getattr(
-        output, "aux_loss", None
-    )  # a part of the model's loss, if there are labels
+    balance: Tensor | None = getattr(output, "aux_loss", None)  # in `loss`, if there are labels
     if loss is not None and count is not None and balance is not None and not torch.is_grad_enabled():
-        loss = loss - cast(Any, model.config).router_aux_loss_coef * balance
+        loss = loss - _balance_coefficient(model) * balance
     if loss is None:
         raise TrainError(
             f"{name} computes no loss.",

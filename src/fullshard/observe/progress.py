@@ -116,9 +116,9 @@ class RunProgress:
 
 
 class Progress:
-    """Prints a run: a line for the first and last step, every `every`-th step, and skipped steps.
+    """Prints the progress of a run: the first and last step, every `every`-th step, and skipped steps.
 
-    A terminal or reader that has gone ends no run.
+    If the terminal or the reader is gone, the run continues.
     """
 
     def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:

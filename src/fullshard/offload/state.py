@@ -81,10 +81,8 @@ class OffloadSettings:
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
-        pinned, dtype_of = (
-            self.has_gpu and self.shards_outside,
-            gather_source.master_dtype if frozen else compute_dtype,
-        )
+        pinned = self.has_gpu and self.shards_outside
+        dtype_of = gather_source.master_dtype if frozen else compute_dtype
         return gather_source.ShardCopies(
             engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of
         )

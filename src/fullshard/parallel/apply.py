@@ -23,7 +23,7 @@ from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
 from fullshard.errors import ShardError
-from fullshard.parallel import compile
+from fullshard.parallel import compile as block_compiler
 from fullshard.parallel.fp8 import (
     Fp8Choice,
     check_fp8_device,
@@ -120,7 +120,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
     if prepared.fp8 is not None:
         convert_linears_to_fp8(prepared.fp8, device=device)
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
-    compile.set_compiled_forwards(model, compiled)
+    block_compiler.set_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     names: list[UnitNames] = []
     order = UnitOrder(names)
@@ -150,7 +150,7 @@ def _check_not_sharded(model: nn.Module) -> None:
 
 def _apply_recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
-) -> list[compile.CompiledForward]:
+) -> list[block_compiler.CompiledForward]:
     """Compiles and recomputes blocks. Replaces `forward`s, not modules, so that state-dict names stay."""
     section = plan.run.recompute
     if plan.run.run.compile is not True:
@@ -159,27 +159,29 @@ def _apply_recompute_and_compile(
     pieces = find_blocks_with_units_inside(blocks, units)
     if section.mode == "offload":
         # The hooks of this mode wrap the compiled forward, which saves tensors as eager code does.
-        compiled = compile.compile_blocks(blocks, pieces=pieces)
+        compiled = block_compiler.compile_blocks(blocks, pieces=pieces)
         apply_recompute(blocks, section, device=device)
         return compiled
     whole = [block for block in blocks if block not in pieces]
     # The compiler recomputes a whole graph or none. So a block in pieces is compiled first, and recomputed
     # around them; others are compiled with recompute. Selective recompute must see operations, which compiled
     # pieces hide.
-    compiled = list[compile.CompiledForward]()
+    compiled = list[block_compiler.CompiledForward]()
     if section.mode != "selective":
-        compiled = compile.compile_blocks([block for block in blocks if block in pieces], pieces=pieces)
+        compiled = block_compiler.compile_blocks(
+            [block for block in blocks if block in pieces], pieces=pieces
+        )
     elif pieces:
         kinds = ", ".join(sorted({type(block).__name__ for block in pieces}))
         warnings.warn(
             f"{kinds} runs eagerly: it holds units of its own, and is recomputed selectively. The compiler "
             'takes a recomputed block whole or not at all: recompute.mode = "full" or "none" compiles it in '
             "pieces.",
-            compile.EagerBlockWarning,
+            block_compiler.EagerBlockWarning,
             stacklevel=2,
         )
     apply_recompute(blocks, section, compiled=set(whole), device=device)
-    return compiled + compile.compile_blocks(whole, pieces=pieces)
+    return compiled + block_compiler.compile_blocks(whole, pieces=pieces)
 
 
 def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:

@@ -229,7 +229,7 @@ def _is_of_last_attempt(events: list[RunEvent]) -> bool:
             return False
         if event.event == "end" or (event.event == "stop" and event.details.get("saved") is True):
             return True
-    return not events
+    return not events  # an earlier version wrote none
 
 
 def _newest_planned(events: list[RunEvent]) -> Plan | None:

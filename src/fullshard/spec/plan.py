@@ -120,7 +120,7 @@ class Plan(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _read_plan_of_earlier_version(cls, data: Any) -> Any:
-        return _without_reshard_degrees(data)
+        return _replace_removed_values(data)
 
     @property
     def data_parallel_degree(self) -> int:
@@ -231,18 +231,21 @@ class Plan(FrozenModel):
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")
 
 
-def _without_reshard_degrees(tree: Any) -> Any:
-    """Returns the fields with True for each number of ranks over which parameters were kept after forward."""
+def _replace_removed_values(tree: Any) -> Any:
+    """Returns the fields with values of this version in place of those that only earlier versions had.
+
+    A number of ranks in `reshard_after_forward` (ZeRO++ hpZ) becomes True, and recompute mode `every` `full`.
+    """
     if isinstance(tree, list):
-        return [_without_reshard_degrees(value) for value in cast(list[Any], tree)]
+        return [_replace_removed_values(value) for value in cast(list[Any], tree)]
     if not isinstance(tree, dict):
         return tree
-    return {
-        key: True
-        if key == "reshard_after_forward" and type(value) is int
-        else _without_reshard_degrees(value)
-        for key, value in cast(dict[str, Any], tree).items()
-    }
+    fields = {key: _replace_removed_values(value) for key, value in cast(dict[str, Any], tree).items()}
+    if type(fields.get("reshard_after_forward")) is int:
+        fields["reshard_after_forward"] = True
+    if fields.get("mode") == "every":
+        fields["mode"] = "full"
+    return fields
 
 
 _NO_OVERRIDE = UnitOverride(match="")

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from fullshard.spec.value import FrozenModel, Large, NonNegativeFloat, PositiveFloat, PositiveInt
 
-# How rates were measured: not on this hardware, or on it (in files of earlier versions, also on a busy one).
+# Rates were not measured on this hardware ("none"), or were ("idle"). Earlier versions also wrote "busy".
 CalibrationState = Literal["none", "busy", "idle"]
 # Marks of seconds that are predicted with such rates.
 CALIBRATION_MARKS = {"none": "not calibrated", "busy": "calibrated on a busy machine", "idle": ""}

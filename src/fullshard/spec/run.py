@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.settings import train_section
@@ -75,7 +75,7 @@ class UnitOverride(FrozenModel):
 
     match: str
     strategy: Literal["no_shard"] | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: StrictBool | None = None
     precision: Literal["fp32", "bf16", "bf16_reduce"] | None = None
 
 

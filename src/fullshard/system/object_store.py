@@ -121,8 +121,8 @@ class ObjectStore:
         return self.call_backend(url, "cat_file", path, options=options)
 
     def object_size_bytes(self, url: str) -> int:
-        options = {"refresh": True}
-        return int(self.call_backend(url, "info", self._fsspec_path(url), options=options)["size"])
+        info = self.call_backend(url, "info", self._fsspec_path(url), options={"refresh": True})
+        return int(info["size"])
 
     def put_new_object(self, url: str, *, data: bytes) -> None:
         """Creates a small object in one request.

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
+from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.run_checks import check_offload_supports_optimizer
 from fullshard.spec.settings.train_section import OptimizerSection
@@ -98,7 +99,8 @@ def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[
     excluded = _names_without_decay(model)
     if marked := [name for name, parameter in model.named_parameters() if hasattr(parameter, "_optim")]:
         logger.warning(
-            "_optim of %s is not used: for rates of its own, make the optimizer yourself", marked[0]
+            "the attribute _optim of %s is not used: for other learning rates, make the optimizer yourself",
+            join_names(marked, most=3),
         )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

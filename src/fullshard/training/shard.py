@@ -66,8 +66,7 @@ def shard(
     init: the initialiser, `init(module)`; by default the modules' own `reset_parameters`, then the model's
         `_init_weights(module)`. With "none", shards of meta parameters are NaN until a load
         (`load_pretrained`), and using offloaded state raises OffloadError until then.
-    methods: names of methods of `model`, such as `generate`, that compute with its parameters, so that FSDP2
-        gathers these as for `forward`
+    methods: names of methods of `model`, such as `generate`, for which FSDP2 gathers as for `forward`
     offload: other settings of the offloaded state than `offload_settings` returns for the plan
 
     Raises PlanError for another number of ranks, ShardError for a model that cannot be sharded like this
@@ -85,10 +84,8 @@ def shard(
     )
     prepared = apply.prepare_sharding(model, plan, units=units, methods=methods, split=split)
     model_parameters.warn_of_modules_to_keep_in_fp32(model, plan.precision)
-    given, carried = (
-        model_parameters.collect_rank0_values(model),
-        model_parameters.CarriedOver.of_model(model),
-    )
+    given = model_parameters.collect_rank0_values(model)
+    carried = model_parameters.CarriedOver.of_model(model)
     if init != "none":
         model_parameters.warn_of_missing_weights(model, given, stacklevel=2)
     unit_order = apply.apply_recompute_and_fsdp(model, prepared)

@@ -321,7 +321,7 @@ def name_finding(finding: Finding, check: Callable[[Any], Finding], *, group: st
 
 
 def quick_problems(context: RunContext) -> list[Finding]:
-    """Returns the warnings and failures of these checks, which precede every `fullshard train`."""
+    """Returns warnings and failures of the checks without torch, which precede every `fullshard train`."""
     found = [
         name_finding(one(context), one, group=group)
         for group, checks in CHECKS_WITHOUT_TORCH.items()

@@ -318,9 +318,8 @@ def _flops_and_parameters_per_token(
                 matmul += flops
     # The traced rank computes its part of the tokens, or of each token's matmuls.
     tokens = microbatch * sequence_length / (plan.context_parallel * plan.tensor_parallel)
-    return gradients.add_backward(matmul=matmul, attention=attended * attention) / tokens, round(
-        matmul / tokens / 2
-    )
+    total = gradients.add_backward(matmul=matmul, attention=attended * attention)
+    return total / tokens, round(matmul / tokens / 2)
 
 
 def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:

@@ -227,7 +227,7 @@ class UnshardMemoryReplay:
         unit, size = self.units[index], self.sizes[index]
         if not size.gathered:
             return
-        if size.reshards and unit.is_unsharded:
+        if size.reshards:
             self.reshard_unit(index)
         unit.places.append(len(self.order))
         self.order.append(index)
@@ -278,8 +278,7 @@ class UnshardMemoryReplay:
         cast = size.largest_cast if size.shard_degree == 1 else 0
         self.ledger.in_flight += size.gathered + cast + size.unpacking
         self.ledger.update_peaks(live)
-        self.ledger.in_flight -= size.unpacking
-        self.ledger.in_flight -= cast
+        self.ledger.in_flight -= size.unpacking + cast
         if forward:
             self.free_forward_gather_buffer()  # FSDP2 holds the last buffer until this copy is issued
             self.buffer = unit.pending

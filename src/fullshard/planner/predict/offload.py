@@ -323,10 +323,8 @@ def _offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> tuple[tuple[Of
             for index, parameter in enumerate(unit.parameters):
                 if parameter.requires_grad and parameter.shape:
                     numel = unit_bytes.unpadded_shard_numel(parameter.shape, degree, rank=rank % degree)
-                    most, name = (
-                        unit_bytes.padded_numel(parameter.shape, degree) // degree,
-                        f"{unit.position}.{index}",
-                    )
+                    most = unit_bytes.padded_numel(parameter.shape, degree) // degree
+                    name = f"{unit.position}.{index}"
                     held.append(ShardSizes(name, numel=numel, max_numel=most, dtype=master))
         groups = group_shards(held, sub_group_parameters=size)
         found = spec.derived_value_cache[key] = tuple((one, itemsizes[one.dtype]) for one in groups)

@@ -94,9 +94,8 @@ class StepSimulation:
     pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
     uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
-    in_buffers: fsdp_time.BufferedUnits = field(
-        default_factory=fsdp_time.BufferedUnits
-    )  # units in the host's buffers
+    # units in the host's buffers
+    in_buffers: fsdp_time.BufferedUnits = field(default_factory=fsdp_time.BufferedUnits)
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun
     is_first: bool = False  # this is the step's first microbatch
@@ -129,7 +128,7 @@ class StepSimulation:
         if segment.times == 1:
             self._simulate_phases(segment.steps, work, shift=0)
             return
-        # Number of last turns in which FSDP2 prefetches a unit behind the segment, and one more.
+        # The last turns are simulated one by one, because FSDP2 then prefetches units behind the segment.
         behind = 2 if abs(segment.stride) == 1 else 1
         marks: list[_StreamSnapshot] = []
         turn, slack = 0, self.streams.slack

@@ -257,10 +257,8 @@ class StepTimePredictor:
             else:
                 update = memory_seconds(_update_accesses_per_element(plan) * shards, hardware.rates.optimizer)
             return units._replace(update=fsdp_time.to_ticks(norm + update))
-        rates, records = (
-            offload.offload_time_per_byte(plan, hardware),
-            offload.state_bytes_of_each_group(self.spec, plan),
-        )
+        rates = offload.offload_time_per_byte(plan, hardware)
+        records = offload.state_bytes_of_each_group(self.spec, plan)
         held = offload.slot_bytes_at_update_start(plan, records)
         return units._replace(
             costs=tuple(

@@ -256,9 +256,10 @@ class Hardware(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _read_load_of_earlier_files(cls, data: Any) -> Any:
-        """Replaces the load of other programs, which files of earlier versions have, by `is_calibrated`."""
+        """Reads `calibration_load` of earlier versions: a number means that the rates were measured."""
         if isinstance(data, Mapping) and "calibration_load" in data:
-            return {**_without_keys(data, "calibration_load"), "is_calibrated": True}
+            measured = data["calibration_load"] is not None
+            return {**_without_keys(data, "calibration_load"), "is_calibrated": measured}
         return data
 
     @property

@@ -147,6 +147,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "sharding.units.names, or min_parameters, or neither for the repeated blocks",
     ),
 }
-# Of these, the ones that changed no numbers: a plan of an earlier version is used without them.
+# Removed settings that never changed numbers: a plan of an earlier version that sets one is used without it.
 IGNORED = frozenset({"prefetch", "log.sample_tokens"})
 FOREIGN_NAMES = {name: answer for answer, names in _NAMES.items() for name in names.split()}

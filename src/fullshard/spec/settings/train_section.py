@@ -119,7 +119,7 @@ class RecomputeSection(value.FrozenModel):
         return self.mode if self.blocks is None else f"{self.mode} of {self.blocks} blocks"
 
     def applies_to(self, position: int) -> bool:
-        """Returns whether the mode is that of the block at `position`, from 0."""
+        """Returns whether the mode applies to the block at `position`, from 0."""
         return self.blocks is None or position < self.blocks
 
 
