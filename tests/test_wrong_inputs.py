@@ -12,7 +12,7 @@ from fullshard.cli.main import main
 TINY = [
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.d_ff=16"),
     *("data.sequence_length=16", "train.steps=2", "train.global_batch=2", "train.validate_sequences=2"),
-    *("run.device=cpu"),
+    "run.device=cpu",
 ]
 
 

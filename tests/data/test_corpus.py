@@ -162,10 +162,10 @@ def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(
     assert store_of(tmp_path, **settings).loss_mask is None
     store = store_of(tmp_path, **settings, train_on="completion")
     assert documents(store) == expected(path, ["".join(pair) for pair in pairs])
-    tokenizer = open_tokenizer(path)
+    around = 0 if path is None else len(open_tokenizer(path).tokens_before_document)
     for begin, end, (prompt, _) in zip(store.begins, store.ends, pairs, strict=True):
         tokens, trained = store.tokens[begin:end].tolist(), store.loss_mask[begin:end].tolist()
-        around, first = len(tokenizer.tokens_before_document), trained.index(1)
+        first = trained.index(1)
         assert 0 not in trained[first:]
         before, with_first = (decoded(path, tokens[around:count]) for count in (first, first + 1))
         assert prompt.startswith(before)

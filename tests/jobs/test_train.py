@@ -27,7 +27,7 @@ from tests.fakes.device import FakeDevice
 TINY = (
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
     *("data.sequence_length=16", "train.global_batch=8", "train.validate_every=0"),
-    *("train.validate_sequences=4"),
+    "train.validate_sequences=4",
 )
 
 

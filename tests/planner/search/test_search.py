@@ -138,7 +138,7 @@ def bare(plan: Plan | None) -> Plan | None:
 def test_few_of_the_candidates_of_a_405b_are_predicted():
     spec, run = decoder_spec(LLAMA_405B), run_for(LLAMA_405B, "train.global_batch=65536")
     found = search(spec, hardware_of(2048, 8, gib=96), run)
-    assert found.considered > 500
+    assert found.considered > 400
     assert found.predicted < found.considered / 20
     assert prediction_of(found.best).fits_in_memory
 
