@@ -10,7 +10,13 @@ from torch import nn
 
 from fullshard.errors import SpecError
 from fullshard.models.build import check_sequence_length, check_vocabulary
-from fullshard.models.huggingface import build_hf_config, build_hf_model, is_causal_lm, weight_dtype_in_config
+from fullshard.models.huggingface import (
+    build_hf_config,
+    build_hf_model,
+    is_causal_lm,
+    unused_coefficient_note,
+    weight_dtype_in_config,
+)
 from fullshard.models.meta_init import construct_with_meta_parameters
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
@@ -96,6 +102,15 @@ def test_scaling_of_positions_keeps_the_base_of_the_rotation(tmp_path: Path) -> 
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     config = build_hf_model(HuggingFaceModel(hf=str(tmp_path), options=scaled)).config
     assert (config.rope_parameters["rope_theta"], config.rope_parameters["factor"]) == (5e5, 2.0)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_factor_of_a_balance_loss_that_is_not_computed_is_noted(asked: bool, tmp_path: Path) -> None:
+    options = {"router_aux_loss_coef": 5.0} | ({"output_router_logits": True} if asked else {})
+    model = build_hf_model(section("mixtral", tmp_path, **options))
+    assert (unused_coefficient_note(model, options) is None) == asked
+    assert unused_coefficient_note(model, {}) is None
+    assert (unused_coefficient_note(model, {"text_config": options}) is None) == asked
 
 
 def test_an_option_of_a_part_is_a_table(tmp_path: Path) -> None:

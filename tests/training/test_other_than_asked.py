@@ -123,6 +123,22 @@ def test_a_step_that_cannot_be_as_written_is_refused(case: str, ranks: Any) -> N
         assert message in error
 
 
+def messages_of_bf16_pure(own: bool) -> list[str]:
+    state, plan = sharded(run_of(*FULL, "precision.mode=bf16_pure", "train.steps=1"))
+    if own:
+        state.optimizer = torch.optim.AdamW(state.model.parameters())
+    with logged() as messages:
+        next(iter(train(state, plan, loss=mean_square)))
+    return messages
+
+
+def test_an_optimizer_of_ones_own_that_rounds_to_nearest_is_logged(ranks: Any) -> None:
+    for own in (True, False):
+        for rank, messages in enumerate(ranks(2).run(messages_of_bf16_pure, own)):
+            found = any("AdamW loses small updates" in message for message in messages)
+            assert found == (own and rank == 0)
+
+
 class Statistics(Regression):
     def __init__(self) -> None:
         super().__init__()

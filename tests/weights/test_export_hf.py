@@ -54,7 +54,10 @@ def test_save_export_from_pretrained_gives_the_same_tensors_and_logits(ranks, tm
     assert torch.equal(outcome(back, name), outcome(model, name))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "use_cache" not in config
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     assert config["dtype"] == "float32"
+    assert {part["dtype"] for part in parts if "dtype" in part} == {"float32"}
+    assert not any("torch_dtype" in part for part in parts)
 
 
 def test_an_export_in_bf16_rounds_each_number_and_brings_the_tokenizer(ranks, tmp_path):

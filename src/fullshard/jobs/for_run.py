@@ -26,7 +26,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.records.run_files import CHECKPOINTS
 from fullshard.spec.run import Run
-from fullshard.spec.settings.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.settings.run_checks import check_data_is_given, unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
 
@@ -198,9 +198,13 @@ def _build_and_check_model(run: Run) -> "Module":
             import_module("fullshard.planner.describe.describe")
     from fullshard.data.build import tokenizer_vocabulary_size
     from fullshard.models.build import build_model, check_sequence_length, check_vocabulary
+    from fullshard.models.huggingface import unused_coefficient_note
     from fullshard.models.loss import choose_loss
 
     model = build_model(run)
+    options = run.model.options if isinstance(run.model, HuggingFaceModel) else {}
+    if (note := unused_coefficient_note(model, options)) is not None:
+        _print_note_on_rank_0(note)
     check_sequence_length(model, run)
     check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data), model=model)
     choose_loss(run, model)

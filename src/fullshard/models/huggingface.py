@@ -143,6 +143,15 @@ def has_balance_loss(model: nn.Module) -> bool:
     return any(getattr(one, "output_router_logits", False) for one in configs)
 
 
+def unused_coefficient_note(model: nn.Module, options: Mapping[str, Any]) -> str | None:
+    """Returns a note if `options` (of [model]) set the factor of a balance loss that is not computed."""
+    inner: Any = options.get("text_config")
+    given = [*options, *(cast(Mapping[str, Any], inner) if isinstance(inner, Mapping) else ())]
+    if "router_aux_loss_coef" not in given or has_balance_loss(model):
+        return None
+    return "model.options.router_aux_loss_coef has no effect: it needs output_router_logits = true beside it"
+
+
 def is_causal_lm(model: nn.Module) -> bool:
     """Returns True for a transformers causal language model, sharded or not."""
     if not hasattr(getattr(model, "config", None), "model_type"):

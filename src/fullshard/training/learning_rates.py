@@ -78,15 +78,18 @@ def mark_as_built(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def is_built(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether `mark_as_built` marked the optimizer."""
+    return getattr(optimizer, _BUILT, False)
+
+
 def warn_of_schedule(optimizer: torch.optim.Optimizer, run: Run) -> None:
     """Logs that [schedule] multiplies the rates of an optimizer of the user's, unless others set these.
 
     ReduceLROnPlateau leaves no trace in the optimizer until it first reduces a rate.
     """
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
-    is_known = getattr(optimizer, _BUILT, False) or any(
-        {"initial_lr", _LAST} & group.keys() for group in groups
-    )
+    is_known = is_built(optimizer) or any({"initial_lr", _LAST} & group.keys() for group in groups)
     section = run.schedule
     if is_known or not groups or rank() != 0 or (section.kind == "constant" and not section.warmup_steps):
         return

@@ -27,7 +27,7 @@ from fullshard.survival.phase import RunPhase
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
-from fullshard.training.learning_rates import warn_of_schedule, warn_of_unused_settings
+from fullshard.training.learning_rates import is_built, warn_of_schedule, warn_of_unused_settings
 from fullshard.training.resume import continue_run
 from fullshard.training.state import LossScale, TrainState
 from fullshard.training.step import count_computed_tokens, run_step
@@ -168,6 +168,12 @@ def _begin_run(state: TrainState, plan: Plan) -> None:
         if rank() == 0:
             logger.warning("%s", message)
     warn_of_unused_settings(state.optimizer, plan.run.optimizer)
+    if plan.precision.stochastic_rounding and not is_built(state.optimizer) and rank() == 0:
+        logger.warning(
+            'precision.mode = "bf16_pure": %s loses small updates, unless it rounds stochastically itself, '
+            "as the optimizer of fs.build_optimizer does",
+            type(state.optimizer).__name__,
+        )
     warn_of_schedule(state.optimizer, plan.run)
     if not plan.precision.loss_scaling:
         state.loss_scale = LossScale()

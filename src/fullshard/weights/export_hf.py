@@ -103,8 +103,7 @@ def export_hf(
     run = manifest.run_settings
     recorded = manifest.values.get("huggingface")
     known = describe_for_transformers(recorded, run, doing=f"exporting {checkpoint}")
-    config = {**_without_use_cache(known.config), "dtype": _config_dtype_name(manifest, dtype)}
-    config.pop("torch_dtype", None)
+    config = _with_dtype(_without_use_cache(known.config), _config_dtype_name(manifest, dtype), is_outer=True)
     beside = {name: _read_file_to_copy(path) for name, path in _list_files_to_copy(run).items()}
     if known.generation_config is not None:
         beside.setdefault(_GENERATION, known.generation_config)
@@ -301,6 +300,16 @@ def _with_rope_of_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
         apart = ("rope_theta", "partial_rotary_factor")
         older["rope_scaling"] = {key: value for key, value in rope.items() if key not in apart}
     return parts | older
+
+
+def _with_dtype(config: Mapping[str, Any], name: str, *, is_outer: bool = False) -> dict[str, Any]:
+    """Returns `config` with `name` as its dtype, and as that of each part of the model that has one."""
+    changed = {
+        key: _with_dtype(cast(Mapping[str, Any], value), name) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "torch_dtype"
+    }
+    return changed | ({"dtype": name} if is_outer or {"dtype", "torch_dtype"} & config.keys() else {})
 
 
 def _config_dtype_name(manifest: Manifest, dtype: str | None) -> str:
