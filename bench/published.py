@@ -174,7 +174,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
     run = Run.load(overrides=overrides)
     sharding = run.sharding.model_copy(update={"tensor_parallel_styles": styles_of(row)})
     run = run.model_copy(update={"sharding": sharding})
-    plan = Plan.from_run_for_prediction(run, world_size=world, device="cuda")
+    plan = Plan.from_run(run, world_size=world, device="cuda")
     # Who keeps all in bf16 there updates it by fused AdamW, and does not round stochastically.
     own = {"reduce": row["reduce"]} if "reduce" in row else {}
     precision = plan.precision.model_copy(update={"stochastic_rounding": False, **own})

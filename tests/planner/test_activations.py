@@ -81,7 +81,7 @@ def plans(draw: st.DrawFn) -> Plan:
         f"train.gradient_sync={draw(st.sampled_from(['every_microbatch', 'last_microbatch']))}",
         "recompute.mode=offload",
     )
-    return Plan.from_run_for_prediction(run, world_size=8, device="cuda")
+    return Plan.from_run(run, world_size=8, device="cuda")
 
 
 # The streams #

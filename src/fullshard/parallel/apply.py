@@ -47,7 +47,7 @@ from fullshard.parallel.units import (
 from fullshard.quantities import join_names
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.model_section import expert_shard_dim
-from fullshard.spec.settings.run_checks import check_offload_supports_optimizer, check_settings_work_together
+from fullshard.spec.settings.run_checks import check_settings_work_together
 from fullshard.torch_private import fsdp
 from fullshard.torch_private.tensors import tree_leaves, version
 
@@ -86,7 +86,6 @@ def prepare_sharding(
 ) -> PreparedSharding:
     """Chooses units, blocks and meshes, without changing the model. Raises like `fullshard.shard`."""
     check_settings_work_together(plan.run)
-    check_offload_supports_optimizer(plan.run)
     _check_not_sharded(model)
     is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
     assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"

@@ -175,16 +175,6 @@ class Plan(FrozenModel):
 
         Raises PlanError if degrees or batches do not divide, and for settings that do not work together.
         """
-        run_checks.check_offload_supports_optimizer(run)
-        return cls.from_run_for_prediction(
-            run, world_size=world_size, device=device, bf16_hardware=bf16_hardware
-        )
-
-    @classmethod
-    def from_run_for_prediction(
-        cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
-    ) -> Self:
-        """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
         run_checks.check_settings_work_together(run)
         run = _resolve_auto_settings(run)
         tensor = run.sharding.tensor_degree

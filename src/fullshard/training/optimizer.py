@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import ShardError, SpecError
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
-from fullshard.spec.settings.run_checks import check_offload_supports_optimizer
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
 from fullshard.training.learning_rates import mark_as_built
@@ -40,8 +39,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
 
     Raises ShardError if the model is not sharded, is currently unsharded (gathered), or has no trainable
     parameter; SpecError for an unknown name, options that the class does not take, and a class that cannot
-    update sharded parameters; PlanError if the run offloads the state of another optimizer than AdamW;
-    MissingExtraError for AdamW8bit without torchao.
+    update sharded parameters; MissingExtraError for AdamW8bit without torchao.
 
     >>> optimizer = fs.build_optimizer(model, plan)  # after `fs.shard`, which replaces the parameters
     >>> state = fs.TrainState(model, optimizer, data=data)
@@ -53,7 +51,6 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         name = type(model).__name__
         raise ShardError(f"{name} has no trainable parameter.", fix="requires_grad_(True) on some")
     if plan.run.offload.offloads_optimizer:
-        check_offload_supports_optimizer(plan.run)
         return mark_as_built(build_streaming_adamw(model, groups, plan=plan))
     if plan.precision.stochastic_rounding:
         return mark_as_built(_build_stochastic_adamw(groups, plan))

@@ -66,7 +66,7 @@ def plans(draw: st.DrawFn, shape: Shape, *, world: int = 8) -> Plan:
         f"train.gradient_sync={draw(st.sampled_from(['auto', 'every_microbatch', 'last_microbatch']))}",
         f"recompute.mode={draw(st.sampled_from(['none', 'full']))}",
     )
-    return Plan.from_run_for_prediction(run, world_size=world, device="cuda")
+    return Plan.from_run(run, world_size=world, device="cuda")
 
 
 def offload_of(plan: Plan, hardware: Hardware, shape: Shape) -> OffloadTerms:
@@ -149,7 +149,7 @@ def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
 
 def plan_8b(tier: Tier, *overrides: str) -> Plan:
     run = run_for(LLAMA_8B, "train.global_batch=8", f"offload.tier={tier}", *overrides)
-    return Plan.from_run_for_prediction(run, world_size=8, device="cuda")
+    return Plan.from_run(run, world_size=8, device="cuda")
 
 
 def test_bytes_of_each_tier_are_those_of_its_formula():
@@ -251,7 +251,7 @@ def test_update_runs_where_it_is_faster(tier: Tier):
 def test_without_a_gpu_the_host_updates():
     spec, run = decoder_spec(SMALL), run_for(SMALL, "train.global_batch=8", "offload.tier=optimizer:cpu")
     assert plan_best(spec, with_host(cpu_of(4), adam=1.0), run).run.offload.update == "host"
-    assert Plan.from_run_for_prediction(run, world_size=4, device="cuda").run.offload.update == "host"
+    assert Plan.from_run(run, world_size=4, device="cuda").run.offload.update == "host"
 
 
 def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():

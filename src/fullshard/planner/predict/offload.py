@@ -81,7 +81,6 @@ from fullshard.spec.model import MicrobatchTrace, ModelSpec, TracePhase
 from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
-from fullshard.spec.settings.run_checks import check_offload_supports_optimizer
 
 TIERS: tuple[Tier, ...] = (
     "none",
@@ -111,7 +110,6 @@ def offload_time_per_byte(plan: Plan, hardware: Hardware) -> OffloadTimePerByte:
     Raises PlanError if `hardware` lacks a rate.
     """
     section = plan.run.offload
-    check_offload_supports_optimizer(plan.run)
     disk = _disk_seconds_per_byte(section, hardware)
     if hardware.device == "cpu":  # device memory is host memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8

@@ -119,7 +119,7 @@ def _iterate_for_target(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: 
         meshes = divided or meshes[:1]
     # Building a plan with all pinned settings raises early if they are impossible.
     pinned = run_with_settings(run, {"sharding": _sharding_settings(meshes[0])})
-    plan = Plan.from_run_for_prediction(pinned, world_size=hardware.world_size, device=hardware.device)
+    plan = Plan.from_run(pinned, world_size=hardware.world_size, device=hardware.device)
     if plan.expert_parallel > 1 and (not spec.experts or spec.experts % plan.expert_parallel):
         key = f"experts of {spec.name}"
         raise indivisible_experts_error(spec.experts, ranks=plan.expert_parallel, key=key)
@@ -161,7 +161,7 @@ def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
         "train": {"microbatch": batch.microbatch, "gradient_sync": batch.sync},
         "run": {"compile": candidate.compiled},
     }
-    plan = Plan.from_run_for_prediction(
+    plan = Plan.from_run(
         run_with_settings(run, settings).model_copy(update={"recompute": candidate.recompute}),
         world_size=hardware.world_size,
         device=hardware.device,

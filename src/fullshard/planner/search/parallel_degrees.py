@@ -74,7 +74,7 @@ class _DegreeSearcher(NamedTuple):
         """
         hardware, shared = self.hardware, run.sharding.ranks_per_sequence
         if shared > 1 and run.train.global_batch % max(hardware.world_size // shared, 1):
-            Plan.from_run_for_prediction(run, world_size=hardware.world_size, device=hardware.device)
+            Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.experts))
         if run.sharding.expert_parallel != "auto" or not degrees:

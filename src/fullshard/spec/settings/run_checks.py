@@ -29,7 +29,15 @@ def check_data_is_given(run: Run) -> None:
 
 
 def check_settings_work_together(run: Run) -> None:
-    """Raises PlanError for tensor parallelism with settings that do not work with it."""
+    """Raises PlanError for settings that do not work with tensor parallelism or an offload target."""
+    section = run.optimizer
+    if run.offload.offloads_optimizer and (section.name.lower() != "adamw" or section.options):
+        options = ", with options" if section.options else ""
+        raise PlanError(
+            "only AdamW's state is kept outside the device.",
+            got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
+            fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
+        )
     degree, unsupported = run.sharding.tensor_degree, first_setting_without_tensor_parallel(run)
     if degree > 1 and unsupported is not None:
         raise PlanError(
@@ -49,18 +57,6 @@ def first_setting_without_tensor_parallel(run: Run) -> str | None:
         f"sharding.tensor_parallel_styles, sharding.expert_parallel = {experts}": styles and experts > 1,
     }
     return next((setting for setting, is_set in unsupported.items() if is_set), None)
-
-
-def check_offload_supports_optimizer(run: Run) -> None:
-    """Raises PlanError for an offload target with an optimizer whose state cannot be offloaded."""
-    section = run.optimizer
-    if run.offload.offloads_optimizer and (section.name.lower() != "adamw" or section.options):
-        options = ", with options" if section.options else ""
-        raise PlanError(
-            "only AdamW's state is kept outside the device.",
-            got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
-            fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
-        )
 
 
 def count_groups(ranks: int, degree: int, *, key: str, shared: str) -> int:
