@@ -146,10 +146,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
     model: the run's model; None if it is built only if the planner needs it
     """
     try:
-        # Under torchrun, it finds the ranks per node in the environment.
-        hardware = detect_hardware(
-            plain.device, ranks=None if environment.is_started_by_torchrun() else plain.world_size
-        )
+        hardware = _detect_hardware_of_ranks(plain)
         if run.offload.is_on_drive and hardware.disk_bytes_per_second is None:
             hardware = with_infinitely_fast_drive(hardware)
         if chosen is not None:
@@ -170,6 +167,12 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
     for left_out in spec.untraced:
         _print_note_on_rank_0(str(left_out))
     return require_best(found, spec=spec, hardware=hardware, run=run)
+
+
+def _detect_hardware_of_ranks(plan: Plan) -> Hardware:
+    """Detects the hardware of the plan's ranks. Under torchrun, the environment has the ranks per node."""
+    ranks = None if environment.is_started_by_torchrun() else plan.world_size
+    return detect_hardware(plan.device, ranks=ranks)
 
 
 def _check_host_limit_is_planned(run: Run, *, why: str, fix: str) -> None:
@@ -269,9 +272,7 @@ def fitting_settings_text(run: Run, plan: Plan, *, failures: Sequence[RunEvent])
         train = {name: getattr(plan.run.train, name) for name in ("steps", "epochs")}  # resolved since
         settings = {"precision": plan.run.precision, "train": run.train.model_copy(update=train)}
         run = run.model_copy(update=settings)
-        hardware = detect_hardware(
-            plan.device, ranks=None if environment.is_started_by_torchrun() else plan.world_size
-        )
+        hardware = _detect_hardware_of_ranks(plan)
         spec = describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
         return choose_fitting_settings(spec, hardware, run=run, plan=plan, failures=failures)
     except (PlanError, SpecError, TraceError, MemoryError):

@@ -138,9 +138,18 @@ def weight_dtype_in_config(section: HuggingFaceModel) -> torch.dtype | None:
 
 def has_balance_loss(model: nn.Module) -> bool:
     """Returns whether a transformers mixture of experts adds a loss of all tokens that balances them."""
+    return any(getattr(config, "output_router_logits", False) for config in _own_and_text_config(model))
+
+
+def balance_loss_factor(model: nn.Module) -> float:
+    """Returns the factor of that loss; 0 for a model without one."""
+    factors = (getattr(config, "router_aux_loss_coef", None) for config in _own_and_text_config(model))
+    return next((factor for factor in factors if factor is not None), 0.0)
+
+
+def _own_and_text_config(model: nn.Module) -> list[Any]:
     config: Any = getattr(model, "config", None)
-    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    return any(getattr(one, "output_router_logits", False) for one in configs)
+    return [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
 
 
 def unused_coefficient_note(model: nn.Module, options: Mapping[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ from fullshard.models.document_attention import (
     mark_size_as_dynamic,
     uses_document_attention,
 )
-from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.huggingface import balance_loss_factor, is_causal_lm
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.system.dotted import import_callable
@@ -135,15 +135,8 @@ def next_token_loss(
         total = total + (rows * (labels != IGNORED_LABEL).sum(dim=1)).sum()
     balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
     if balance is not None and torch.is_grad_enabled():
-        total = total + _balance_coefficient(model) * balance * count
+        total = total + balance_loss_factor(model) * balance * count
     return total, count
-
-
-def _balance_coefficient(model: nn.Module) -> float:
-    """Returns the factor of the loss with which a transformers mixture balances its experts."""
-    config: Any = model.config
-    own = getattr(config, "router_aux_loss_coef", None)
-    return getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) if own is None else own
 
 
 def _check_all_are_used(batch: Mapping[str, Any], tokens: Tensor) -> None:
@@ -195,7 +188,7 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
     loss: Tensor | None = getattr(output, "loss", None)
     balance: Tensor | None = getattr(output, "aux_loss", None)  # in `loss`, if there are labels
     if loss is not None and count is not None and balance is not None and not torch.is_grad_enabled():
-        loss = loss - _balance_coefficient(model) * balance
+        loss = loss - balance_loss_factor(model) * balance
     if loss is None:
         raise TrainError(
             f"{name} computes no loss.",

@@ -93,7 +93,7 @@ def _check_sharded(model: nn.Module) -> None:
 
 def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     groups: dict[Hashable, dict[str, Any]] = {}
-    excluded = _names_without_decay(model)
+    excluded = _names_excluded_from_decay(model)
     if marked := [name for name, parameter in model.named_parameters() if hasattr(parameter, "_optim")]:
         logger.warning(
             "the attribute _optim of %s is not used: for other learning rates, make the optimizer yourself",
@@ -110,8 +110,9 @@ def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[
     return list(groups.values())
 
 
-def _names_without_decay(model: nn.Module) -> set[str]:
-    names = set[str]()
+def _names_excluded_from_decay(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters that the model marks: see `build_optimizer`."""
+    names = {name for name, one in model.named_parameters() if getattr(one, "_no_weight_decay", False)}
     for path, module in model.named_modules():
         method: Any = getattr(module, "no_weight_decay", None)
         if callable(method):
@@ -120,8 +121,6 @@ def _names_without_decay(model: nn.Module) -> set[str]:
 
 
 def _has_decay(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
-    if getattr(parameter, "_no_weight_decay", False):
-        return False
     module_name, _, own = name.rpartition(".")
     is_norm = "norm" in type(model.get_submodule(module_name)).__name__.lower() or own.endswith("norm")
     return parameter.ndim >= 2 and not is_norm and own != "bias" and not own.endswith("_bias")

@@ -242,7 +242,7 @@ def of_forward(trace: MicrobatchTrace, unit: int) -> TracePhase:
 
 
 def test_offloaded_activations_leave_the_gpu() -> None:
-    """Those of each of six blocks, units 1 to 6, except the last."""
+    """Activations of each of six blocks, units 1 to 6, move, except those of the last."""
     plain, moved = on_gpu("recompute.mode=none"), on_gpu("recompute.mode=offload")
     sizes = {p.unit: sum(line.value_at(2) for line in p.out) for p in moved.phases if p.out}
     assert list(sizes) == [1, 2, 3, 4, 5]
