@@ -87,6 +87,8 @@ def test_requested_cuda_without_a_device_is_refused() -> None:
     assert choose_device_type("auto") == "cpu"
     with pytest.raises(LaunchError, match="no CUDA device"):
         choose_device_type("cuda")
+    with pytest.raises(LaunchError, match="no kind of device"):
+        choose_device_type("gpu")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_machine_whose_only_gpu_is_apples_trains_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.cli.main import main
 from fullshard.data.tokenizer import open_tokenizer
-from fullshard.errors import CheckpointError, FullshardError
+from fullshard.errors import CheckpointError, FullshardError, SpecError
 from fullshard.models.build import build_model
 from fullshard.models.huggingface import build_hf_model
 from fullshard.spec.run import Run
@@ -146,6 +146,11 @@ def test_models_that_transformers_lacks_are_refused(tmp_path):
     saved_numbers(tmp_path / "checkpoints", 1)
     with pytest.raises(CheckpointError, match="only models that transformers knows"):
         export_hf(tmp_path / "checkpoints", tmp_path / "out")
+
+
+def test_other_dtypes_of_an_export_are_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(SpecError, match="no dtype of an export"):
+        export_hf(tmp_path / "none", tmp_path / "out", dtype="fp16")
 
 
 def test_a_directory_that_holds_weights_is_left_alone(ranks, tmp_path):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,12 @@ class RankInfo:
 
 
 def choose_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
-    """Returns `asked`, or for `auto` CUDA if available, else CPU. Raises LaunchError for absent CUDA."""
+    """Returns `asked`, or for `auto` CUDA if available, else CPU.
+
+    Raises LaunchError for other devices and absent CUDA.
+    """
+    if asked not in get_args(DeviceType) and asked != "auto":
+        raise LaunchError("this is no kind of device.", got=f"{asked!r}", fix='"auto", "cpu" or "cuda"')
     if asked == "cuda" and not torch.cuda.is_available():
         raise LaunchError(
             "this machine has no CUDA device that torch can use.",

@@ -91,13 +91,17 @@ def export_hf(
     shard_bytes: largest size of a file, bytes
 
     Raises CheckpointError for other models that transformers does not know, and for a directory that already
-    holds weights; MissingExtraError; SpecError for a `shard_bytes` below 1.
+    holds weights; MissingExtraError; SpecError for another `dtype` and for a `shard_bytes` below 1.
 
     >>> fs.export_hf("checkpoints", "llama", dtype="bf16")
     >>> transformers.AutoModelForCausalLM.from_pretrained("llama").config.hidden_size
     32
     """
     export.check_shard_bytes(shard_bytes)
+    if dtype is not None and dtype not in _DTYPES:
+        raise SpecError(
+            "this is no dtype of an export.", got=f"dtype = {dtype!r}", fix='"bf16", "fp32" or None'
+        )
     export.check_holds_no_weights(Path(directory))
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings

@@ -52,8 +52,9 @@ def test_settings_that_the_data_ignores_are_noted(setting: str, others: list[str
     assert [note.partition(" ")[0] for note in notes] == [setting]
 
 
-def test_the_default_run_has_no_note():
-    assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32"])) == []
+@pytest.mark.parametrize("overrides", [[], ["data.validation_fraction=0", "train.validate_every=0"]])
+def test_a_run_that_gets_what_it_asks_for_has_no_note(overrides: list[str]):
+    assert unused_setting_notes(Run.load(overrides=["precision.mode=fp32", *overrides])) == []
 
 
 RUNNING_CODE = [

@@ -152,7 +152,11 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     ),
     (
         ("train.validate_every", "train.validate_sequences"),
-        lambda run: run.data.source == "python" or run.data.validation_fraction > 0,
+        lambda run: (
+            run.data.source == "python"
+            or run.data.validation_fraction > 0
+            or not run.train.validate_every  # asks for none, and gets none
+        ),
         "data.validation_fraction > 0",
     ),
 )
