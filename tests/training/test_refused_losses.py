@@ -1,4 +1,4 @@
-"""Results of loss functions, and numbers of microbatches, that a step refuses."""
+"""What a step refuses of a loss function and of microbatches, and how validation averages losses."""
 
 import itertools
 import math
@@ -124,3 +124,16 @@ def test_validation_loss_is_the_mean_over_counts(weight: float, expected: float)
     batches = [torch.tensor(3.0 * weight), torch.tensor(3.0 * weight)]
     found = validation_loss(model, batches, loss=lambda _, total: (total, weight))  # type: ignore[arg-type,return-value]
     assert found == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 3])
+def test_a_mean_in_validation_does_not_depend_on_microbatches_and_rows_that_fill_them(microbatch: int) -> None:
+    labels = torch.tensor([[5, 7], [-100, 3], [1, 2]])
+    padded = torch.cat([labels, torch.full((-len(labels) % microbatch + microbatch, 2), -100)])
+    batches = [{"labels": rows} for rows in padded.split(microbatch)]  # the last has no labels
+
+    def mean_label(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return batch["labels"][batch["labels"] >= 0].float().mean()
+
+    found = validation_loss(nn.Linear(2, 2), batches, loss=mean_label)
+    assert found == pytest.approx((5 + 7 + 3 + 1 + 2) / 5)

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
+from fullshard.models.chunked_loss import IGNORED_LABEL
 from fullshard.models.loss import Loss, sum_and_count
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.parallel.unit_events import reshard_unsharded_units
@@ -124,13 +125,21 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
 def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
     """Returns the mean loss over the microbatches of all ranks, equal on every rank. Collective.
 
-    It is NaN if nothing counts. Raises TrainError as a step does for what is not a loss.
+    A mean counts as often as its microbatch has labels other than -100, since the last microbatches are
+    filled up with rows that have none; without labels, once. The result is NaN if nothing counts. Raises
+    TrainError as a step does for what is not a loss.
     """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluation_mode(model), reuse_weight_scales(model):
         for batch in microbatches:
-            total, count = sum_and_count(loss(model, move_batch_to_device(batch, device)))
+            batch = move_batch_to_device(batch, device)
+            value = loss(model, batch)
+            total, count = sum_and_count(value)
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if not isinstance(value, tuple) and isinstance(labels, Tensor):
+                count = (labels != IGNORED_LABEL).sum()
+                total = torch.where(count > 0, total * count, 0.0)  # a mean over no labels is NaN
             sums[0] += total
             sums[1] += count
     if world_size() > 1:
