@@ -137,6 +137,34 @@ def test_torchtitans_decay_ratio_of_zero_is_a_constant_rate():
 
 
 @pytest.mark.parametrize(
+    ("text", "warmup"),
+    [
+        ("[training]\nsteps = 100\n[lr_scheduler]", 100),
+        ("[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 300", 100),
+        ("[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 7", 7),
+        ("[training]\nsteps = 1000", 200),
+    ],
+)
+def test_torchtitans_warmup_is_at_most_as_long_as_the_run(text: str, warmup: int):
+    conversion = converted(text)
+    assert conversion.run.schedule.warmup_steps == warmup
+    assert "unknown" not in {result.verdict.value for result in conversion.key_results}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[lr_scheduler]\ndecay_ratio = 0.4\ndecay_type = 'sqrt'",
+        "[lr_scheduler]\ndecay_ratio = 0.4\ndecay_type = 'cosine'",
+        "[lr_scheduler]\ndecay_type = 'sqrt'",
+        '{"train_batch_size": 8, "scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1e-3}}}',
+    ],
+)
+def test_a_schedule_that_cannot_be_expressed_is_lost(text: str):
+    assert converted(text).lost_keys
+
+
+@pytest.mark.parametrize(
     ("text", "mode"),
     [
         ("[model]\nconverters = ['float8']\n[float8]\nrecipe_name = 'rowwise'\n[training]", "fp8_rowwise"),

@@ -132,6 +132,10 @@ def convert_config(
         state.settings["model.max_sequence"] = length
         state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
     _note_default_model_and_data(state)
+    if state.settings.get("schedule.kind", "constant") != "constant":
+        state.notes.append(
+            "rates may be a step apart: here step warmup_steps has the highest, and the last step the lowest"
+        )
     settings = {target: state.settings[target] for target in sorted(state.settings, key=_setting_sort_key)}
     run = Run.parse(_nested_tables(settings), source=f"what {name} says")
     return Conversion(

@@ -195,7 +195,8 @@ def _convert_schedule(state: ConversionState) -> None:
     kind = kinds.get(str(state.get(key)).lower())
     if key in state.leaves and kind is None:
         for one in [one for one in state.keys_without_verdict() if one.startswith("scheduler.")]:
-            state.record_unsupported(one, "schedule.kind: constant, cosine, linear or wsd")
+            why = "schedule.kind: constant, cosine, linear or wsd"
+            state.record_unsupported(one, why, misses="schedule.kind")
         return
     if kind is None:
         _convert_absent_scheduler(state)

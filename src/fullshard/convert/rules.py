@@ -197,6 +197,9 @@ class ConversionState:
     def record_unknown_keys(self, known: list[str]) -> None:
         """Records all keys without a verdict as unknown, each with the most similar of the `known` keys."""
         for key in self.keys_without_verdict():
+            if self.get(key) == {} and any(one.startswith(f"{key}.") for one in known):
+                self.record_not_needed(key, "empty")
+                continue
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
             self._record_verdict(key, KeyVerdict.UNKNOWN, why=why)

@@ -179,13 +179,20 @@ def _convert_optimizer(state: ConversionState) -> None:
 def _convert_schedule(state: ConversionState) -> None:
     """Sets the schedule. A decay ratio is the fraction of steps, at the end, in which the rate decays."""
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
+    warmup_key, steps = "lr_scheduler.warmup_steps", parse_positive_integer(state.get("training.steps"))
+    given = parse_positive_integer(state.get(warmup_key))
+    if steps and (_DEFAULTS["schedule.warmup_steps"] if given is None else given) > steps:
+        why = "torchtitan cuts the warmup to the steps"
+        state.record_setting(warmup_key, "schedule.warmup_steps", value=steps, why=why)
+        state.set_default_of_other_tool("schedule.warmup_steps", steps, why=why)
     ratio, kind = parse_number(state.get(ratio_key)), str(state.get(type_key) or "linear")
     if ratio is not None and 0 < ratio < 1:
         why = 'with schedule.kind = "wsd"'
         state.record_setting(ratio_key, "schedule.decay_fraction", value=ratio, why=why)
         state.infer_setting("schedule.kind", "wsd", origin=ratio_key)
         if kind != "linear":
-            state.record_unsupported(type_key, 'wsd falls linearly; or schedule.kind = "cosine"')
+            why = 'wsd falls linearly; or schedule.kind = "cosine"'
+            state.record_unsupported(type_key, why, misses="schedule.kind")
     elif ratio == 0:
         why = "no steps of decay"
         state.record_setting(ratio_key, "schedule.kind", value="constant", why=why)
@@ -195,9 +202,10 @@ def _convert_schedule(state: ConversionState) -> None:
         origin = type_key if type_key in state.leaves else "torchtitan's default"
         state.infer_setting("schedule.kind", kind, origin=origin)
     else:
-        state.record_unsupported(type_key, "schedule.kind: constant, cosine, linear or wsd")
-    if type_key in state.leaves:
-        state.record_setting(type_key, "schedule.kind", value=state.settings.get("schedule.kind"))
+        why = "schedule.kind: constant, cosine, linear or wsd"
+        state.record_unsupported(type_key, why, misses="schedule.kind")
+    if "schedule.kind" in state.settings:
+        state.record_setting(type_key, "schedule.kind", value=state.settings["schedule.kind"])
     state.record_not_needed(ratio_key, "decay begins after the warmup: schedule.kind")
 
 
