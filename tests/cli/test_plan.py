@@ -104,13 +104,6 @@ def test_the_largest_microbatch_fits_and_is_planned_with(capsys: Any) -> None:
     assert data["largest"] == {"microbatch": data["best"]["microbatch"]}  # type: ignore[index]
 
 
-def test_a_budget_adds_its_time_to_each_number_of_ranks(capsys: Any) -> None:
-    assert main(["plan", PRESET, "--on", "8xH100", "--scaling", "1,8", "--budget", "1T"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split().count("time") == 2
-    assert "time: of 1.00T tokens" in lines[-1]
-
-
 def test_drive_rate_is_an_option(capsys: Any) -> None:
     pins = ("offload.tier=optimizer:nvme", "sharding.strategy=full_shard", "train.global_batch=16")
     arguments = [PRESET, "--on", "2xH100", *(part for pin in pins for part in ("--set", pin))]

@@ -1,13 +1,13 @@
-"""The quick bound on memory is never above what it stands for, and not far below."""
+"""The quick bound on memory is never above the peak, and not far below."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.planner.predict.memory import (
-    mesh_dependent_bytes,
+    least_bytes_of_mesh,
+    least_bytes_of_trace,
     peak_bytes,
     peak_lower_bound,
-    trace_dependent_peak_bytes,
 )
 from fullshard.planner.search.candidates import build_plan, iterate_candidates
 from fullshard.spec.model import ModelSpec
@@ -25,14 +25,7 @@ SHAPES = st.builds(
 
 
 def bound_of(spec: ModelSpec, plan: Plan) -> int:
-    traits = dict(
-        accumulates=plan.accumulation > 1,
-        syncs=plan.sync_each_microbatch,
-        keeps=not plan.reshard_after_forward,
-    )
-    return peak_lower_bound(
-        trace_dependent_peak_bytes(spec, plan), mesh_dependent_bytes(spec, plan), **traits
-    )
+    return peak_lower_bound(least_bytes_of_trace(spec, plan), least_bytes_of_mesh(spec, plan))
 
 
 @settings(max_examples=15)
@@ -56,4 +49,4 @@ def test_the_bound_is_near_enough_to_spare_most_of_the_peaks():
         for candidate in iterate_candidates(spec, hardware, run=run)
         for plan in (build_plan(candidate, run, hardware=hardware),)
     )
-    assert ratios[len(ratios) // 2] > 0.9
+    assert ratios[len(ratios) // 2] > 2 / 3

@@ -127,7 +127,9 @@ def test_validation_loss_is_the_mean_over_counts(weight: float, expected: float)
 
 
 @pytest.mark.parametrize("microbatch", [1, 2, 3])
-def test_a_mean_in_validation_does_not_depend_on_microbatches_and_rows_that_fill_them(microbatch: int) -> None:
+def test_a_mean_in_validation_does_not_depend_on_the_microbatch(
+    microbatch: int,
+) -> None:
     labels = torch.tensor([[5, 7], [-100, 3], [1, 2]])
     padded = torch.cat([labels, torch.full((-len(labels) % microbatch + microbatch, 2), -100)])
     batches = [{"labels": rows} for rows in padded.split(microbatch)]  # the last has no labels

@@ -68,7 +68,7 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard train run.toml
 fullshard plan llama3-8b --on 8xH100
 fullshard plan llama3-70b --on 8x8xH100 --tokens-per-step 4M --compare
 fullshard plan path/to/config.json --on 8xMI300X --budget 1T --price 2.5
-fullshard plan llama3-8b --on 2x8xH100 --scaling 256,512,1024 --budget 15T
+fullshard plan llama3-8b --machines '8x8xH100, 64x8xH100' --budget 15T
 fullshard plan run.toml --save plan.json    then: fullshard train --plan plan.json
 """,
     "check": """

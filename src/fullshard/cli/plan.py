@@ -65,10 +65,6 @@ Largest = Annotated[
     Literal["microbatch", "sequence"] | None,
     typer.Option(help="Find the largest microbatch or sequence that fits."),
 ]
-Scaling = Annotated[
-    str | None,
-    typer.Option(metavar="RANKS", help="Show the speed on several numbers of ranks: 8,64,512."),
-]
 Machines = Annotated[
     str | None,
     typer.Option(
@@ -76,7 +72,7 @@ Machines = Annotated[
         help="Plan on several machines side by side, with dollars per GPU hour: '8xH100@2.5, 8xH200@3.2'.",
     ),
 ]
-_TABLES = ("--machines", "--ladder", "--scaling")
+_TABLES = ("--machines", "--ladder")
 """Options that print a table of several plans."""
 
 
@@ -98,7 +94,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     save: Save = None,
     force: Force = False,
     largest: Largest = None,
-    scaling: Scaling = None,
     machines: Machines = None,
 ) -> None:
     """Predict the memory and time of a run; choose what is fastest."""
@@ -114,14 +109,14 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         check_output_replaceable(save, force=force)
     settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
     pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value))
-    given = {"--machines": machines, "--ladder": ladder, "--scaling": scaling, "--compare": compare}
+    given = {"--machines": machines, "--ladder": ladder, "--compare": compare}
     given |= {"--save": save, "--largest": largest, "--on": machines and on}
     _check_tables_alone([name for name, value in given.items() if value])
     if ladder:
         check_rungs_are_open(pinned)
     options = PlanOptions(model, pinned, ranks, drive_rate, tokens_per_step, budget, price)
-    if machines or ladder or scaling:
-        return _print_table(options, on, machines=machines, scaling=scaling, as_json=as_json)
+    if machines or ladder:
+        return _print_table(options, on, machines=machines, as_json=as_json)
     question = options.ask(on)
     spend = options.budget_on(question.hardware)
     answer = choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
@@ -146,22 +141,16 @@ def _check_tables_alone(given: Sequence[str]) -> None:
         )
 
 
-def _print_table(
-    options: "PlanOptions", on: str | None, *, machines: str | None, scaling: str | None, as_json: bool
-) -> None:
+def _print_table(options: "PlanOptions", on: str | None, *, machines: str | None, as_json: bool) -> None:
     from fullshard.planner import plan_tables as tables
 
     if machines is not None:
         rows = tables.plan_machines(tables.parse_machines(machines), options.ask, budget=options.budget_on)
         table = tables.machines_table(rows)
     else:
-        counts = None if scaling is None else tables.parse_rank_counts(scaling)
         question = options.ask(on)
-        budget = options.budget_on(question.hardware)
-        if counts is not None:
-            table = tables.scaling_table(tables.plan_scaling(question, counts), budget)
-        else:
-            table = tables.ladder_table(tables.plan_ladder(question, budget), question=question)
+        rungs = tables.plan_ladder(question, options.budget_on(question.hardware))
+        table = tables.ladder_table(rungs, question=question)
     if as_json:
         typer.echo(json.dumps({table.kind: table.record}, indent=2))
     else:

@@ -1,4 +1,4 @@
-"""Tables of several plans: machines side by side, numbers of ranks, and the ladder of settings.
+"""Tables of several plans: machines side by side, and the ladder of settings.
 
 The ladder has settings that make a step faster or smaller, each on top of the others. `fullshard plan
 --ladder` predicts the rungs for any model and hardware, `python -m bench.gpu` measures them.
@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from fullshard.errors import FullshardError, MissingExtraError, PlanError, SpecError, TraceError
 from fullshard.planner.result import PlanRequest, fastest_plan
-from fullshard.planner.search.candidates import require_prediction, run_with_settings
+from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import search
-from fullshard.planner.target import hardware_with_ranks
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import (
     TrainingBudget,
@@ -229,90 +228,6 @@ def _best_machines(rows: Sequence[PlanRow]) -> Iterator[tuple[str, str]]:
     if len(priced) > 1:
         missing = len(fitting) - len(priced)
         yield "cheapest", min(priced)[1] + (f", of the {len(priced)} with a price" if missing else "")
-
-
-# Numbers of ranks #
-class ScalingPoint(NamedTuple):
-    """The best plans on a number of ranks; None where nothing fits, or the batch cannot be divided.
-
-    strong: with the batch of the question; weak: with as many sequences per rank as on the fewest ranks
-    """
-
-    ranks: int
-    strong: Plan | None
-    weak: Plan | None
-
-
-def parse_rank_counts(text: str) -> tuple[int, ...]:
-    """Returns the numbers of `8,16,64`, ascending. Raises SpecError for anything else."""
-    try:
-        counts = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        counts = ()
-    if not counts or counts[0] < 1:
-        raise SpecError("--scaling takes numbers of ranks.", got=text, fix="--scaling 8,16,64,512")
-    return counts
-
-
-def plan_scaling(question: PlanRequest, counts: Sequence[int]) -> tuple[ScalingPoint, ...]:
-    """Returns a point for each number of ranks. Raises SpecError for ranks that do not fill whole nodes."""
-    batch, fewest = question.asked.train.global_batch, min(counts)
-    each = max(1, batch // fewest)
-
-    def best_plan(hardware: Hardware, own: int) -> Plan | None:
-        run = run_with_settings(question.asked, {"train": {"global_batch": own}})
-        try:
-            return search(question.spec, hardware, run).best
-        except PlanError:
-            return None  # the batch cannot be divided over these ranks
-
-    machines = [(count, hardware_with_ranks(question.hardware, count)) for count in counts]
-    return tuple(
-        ScalingPoint(count, best_plan(hardware, batch), best_plan(hardware, each * count))
-        for count, hardware in machines
-    )
-
-
-def efficiencies(plans: Sequence[Plan | None]) -> list[float | None]:
-    """Returns tokens/s per rank as fractions of those of the first plan that there is."""
-    rates = [one and require_prediction(one).tokens_per_second / one.world_size for one in plans]
-    first = next((rate for rate in rates if rate is not None), None)
-    return [rate and first and rate / first for rate in rates]
-
-
-def scaling_table(points: Sequence[ScalingPoint], budget: TrainingBudget | None = None) -> PlansTable:
-    """Returns a table of the points, with tokens/s of all ranks. `budget`: tokens whose time is shown."""
-    time = () if budget is None else ("time",)
-    rows = [[f"{point.ranks:,}"] for point in points]
-    for plans in ([point.strong for point in points], [point.weak for point in points]):
-        for row, plan, part in zip(rows, plans, efficiencies(plans), strict=True):
-            row.append("-" if plan is None else format_count(require_prediction(plan).tokens_per_second))
-            row.append("-" if part is None else f"{100 * part:.0f} %")
-            if budget is not None:
-                seconds = plan and budget.training_seconds(require_prediction(plan))
-                row.append("-" if seconds is None else format_duration(seconds))
-    for row, point in zip(rows, points, strict=True):
-        weak = point.weak
-        row.append(f"{mesh_text(weak)}, recompute {recompute_text(weak.run)}" if weak is not None else "-")
-    notes = [
-        "strong: the same tokens a step on all; weak: as many per rank as on the fewest",
-        "tokens/s are of all ranks; efficiency: those per rank over those of the first row",
-        "-: nothing fits, or the sequences of a step cannot be divided over these ranks",
-    ]
-    if budget is not None:
-        notes.append(f"time: of {format_count(budget.tokens)} tokens")
-    kinds = {"strong": [point.strong for point in points], "weak": [point.weak for point in points]}
-    dumped = {kind: [one and one.model_dump(mode="json") for one in plans] for kind, plans in kinds.items()}
-    return PlansTable(
-        "scaling",
-        ("ranks", "strong", "efficiency", *time, "weak", "efficiency", *time, "plan of the weak"),
-        rows,
-        [("", note) for note in notes],
-        [
-            {"ranks": point.ranks, "strong": strong, "weak": weak}
-            for point, strong, weak in zip(points, dumped["strong"], dumped["weak"], strict=True)
-        ],
-    )
 
 
 # The ladder #

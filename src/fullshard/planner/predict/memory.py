@@ -26,7 +26,6 @@ Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's a
 CPU) is not counted.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 from fullshard.errors import PlanError
@@ -182,102 +181,32 @@ class _StepMemoryReplay:
                 pass
 
 
-class TraceDependentPeakBytes(NamedTuple):
-    """Inputs of `peak_lower_bound` that depend only on the trace and the microbatch."""
+class LeastBytes(NamedTuple):
+    """Bytes that a step certainly needs: at every moment, and at one more."""
 
-    # most bytes alive in the backward of a unit, by its kind and those of the units whose backward ran before
-    # and runs next; -1 for none
-    peaks: Mapping[tuple[int, int, int], int]
-    loss: int  # bytes alive when the loss is computed
-    highest: int  # the most bytes alive at any moment
-    batch: int  # bytes of the batch
+    always: int
+    once: int
 
 
-class MeshDependentBytes(NamedTuple):
-    """Inputs of `peak_lower_bound` that depend only on the mesh."""
-
-    sizes: dict[int, UnitBytes]  # sizes of each kind of unit
-    static: int  # shards, optimizer state and buffers, over all units
-    unsharded: int  # unsharded parameters that are allocated, over all units
-    whole: int  # unsharded gradients that are cast to the reduce dtype, over all units
-    gradients: int  # sharded gradients, over all units; 0 if they are offloaded
-    chunks: int  # reduce-scatter outputs, over all units
+def least_bytes_of_trace(spec: ModelSpec, plan: Plan) -> LeastBytes:
+    """Returns the bytes of the batch, and the most of the model's own computation: the same on all meshes."""
+    phases = fsdp_memory.memory_trace(spec, plan).phases
+    batch = round(spec.trace_for_plan(plan).batch_bytes.value_at(plan.microbatch))
+    return LeastBytes(always=batch, once=max(phase.peak.total for phase in phases))
 
 
-def trace_dependent_peak_bytes(spec: ModelSpec, plan: Plan) -> TraceDependentPeakBytes:
-    """Returns the inputs of `peak_lower_bound` that depend only on the recompute mode and the microbatch."""
-    trace = spec.trace_for_plan(plan)
-    found, firsts = fsdp_memory.memory_trace(spec, plan), spec.first_identical_unit_indices
-    kinds = [firsts[unit] if spec.units[unit].parameters else -1 for unit in found.units]
-    phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]
-    peaks: dict[tuple[int, int, int], int] = {}
-    for place, phase in enumerate(phases):
-        behind = kinds[phases[place - 1].unit] if place else -1
-        ahead = kinds[phases[place + 1].unit] if place + 1 < len(phases) else -1
-        key = (kinds[phase.unit], behind, ahead)
-        peaks[key] = max(peaks.get(key, 0), phase.peak.total)
-    ends = [phase.peak.total for phase in found.phases if phase.event == "end_forward"]
-    return TraceDependentPeakBytes(
-        peaks,
-        loss=ends[0] if ends else 0,
-        highest=max(phase.peak.total for phase in found.phases),
-        batch=round(trace.batch_bytes.value_at(plan.microbatch)),
-    )
-
-
-def mesh_dependent_bytes(spec: ModelSpec, plan: Plan) -> MeshDependentBytes:
-    """Returns the inputs of `peak_lower_bound` that depend only on the mesh."""
+def least_bytes_of_mesh(spec: ModelSpec, plan: Plan) -> LeastBytes:
+    """Returns the bytes of shards, optimizer state and buffers, and of gradients: the same for all traces."""
+    kinds = spec.first_identical_unit_indices
     sizes = bytes_by_unit_kind(spec, plan)
-    counts = {kind: spec.first_identical_unit_indices.count(kind) for kind in sizes}
-
-    def sum_over_units(name: str) -> int:
-        return sum(int(getattr(size, name)) * counts[kind] for kind, size in sizes.items())
-
-    optimizer = sum(optimizer_state_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
-    # Few gradients are in memory at once if they are offloaded.
-    return MeshDependentBytes(
-        sizes,
-        static=sum_over_units("shards") + optimizer + spec.buffer_bytes,
-        unsharded=sum_over_units("gathered"),
-        # Gradients that need no cast are counted by the trace, as autograd leaves them.
-        whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
-        gradients=0 if plan.copies_gradients_to_host else sum_over_units("gradient"),
-        chunks=sum_over_units("reduce_output"),
+    always = sum(
+        (size.shards + optimizer_state_bytes(size, plan)) * kinds.count(kind) for kind, size in sizes.items()
     )
+    # Few gradients are in memory at once if they are offloaded.
+    gradients = 0 if plan.copies_gradients_to_host else sum(sizes[kind].gradient for kind in kinds)
+    return LeastBytes(always=always + spec.buffer_bytes, once=gradients)
 
 
-def peak_lower_bound(
-    bound: TraceDependentPeakBytes,
-    mesh: MeshDependentBytes,
-    *,
-    accumulates: bool,
-    syncs: bool,
-    keeps: bool,
-) -> int:
-    """Returns a lower bound on the peak memory of a step, in bytes.
-
-    accumulates: a step has more than one microbatch
-    syncs: gradients are reduced after each microbatch
-    keeps: parameters stay unsharded between microbatches
-
-    The bound is the maximum over three moments: the end of backward, the loss, and each unit's backward,
-    while the previous unit is reduced and the next is gathered.
-    """
-    kept = 0
-    if accumulates:
-        kept = min(mesh.gradients, mesh.chunks) if syncs else mesh.whole
-    unsharded = mesh.unsharded if keeps else 0
-    backward = bound.highest
-    for (kind, behind, ahead), live in bound.peaks.items():
-        size = mesh.sizes[kind]
-        bytes_ = live + (size.gathered if size.gathers_in_backward else 0)
-        if behind >= 0:
-            bytes_ += mesh.sizes[behind].reduce_input
-        if ahead >= 0:
-            next_one = mesh.sizes[ahead]
-            gathers = next_one.reshards and next_one.gathers_in_backward and next_one.shard_degree > 1
-            bytes_ += next_one.gathered if gathers else 0
-        backward = max(backward, bytes_)
-    if accumulates and syncs:
-        backward += kept
-    return mesh.static + bound.batch + max(backward, bound.loss + unsharded + kept, mesh.gradients)
+def peak_lower_bound(trace: LeastBytes, mesh: LeastBytes) -> int:
+    """Returns a lower bound on the peak memory of a step, in bytes."""
+    return trace.always + mesh.always + max(trace.once, mesh.once)

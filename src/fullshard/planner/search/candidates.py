@@ -11,7 +11,7 @@ send as much between nodes as a larger one. A run may pin any other.
 [Note: exact pruning]
 A search covers all candidates, and its answer is the same as if each were predicted in full. Bounds let it
 skip a candidate that cannot finish before another (its computing alone, or one of its streams alone, takes
-longer), or that cannot fit: the bytes of its mesh and microbatch, without most of FSDP2's own, are too many.
+longer), or that cannot fit: the bytes of its shards and of its microbatch, without FSDP2's own, are too many.
 Compiling takes time before the first step, of which each step of the run bears its share.
 """
 
@@ -20,11 +20,10 @@ from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import (
-    MeshDependentBytes,
-    TraceDependentPeakBytes,
-    mesh_dependent_bytes,
+    LeastBytes,
+    least_bytes_of_mesh,
+    least_bytes_of_trace,
     peak_lower_bound,
-    trace_dependent_peak_bytes,
 )
 from fullshard.planner.predict.offload import choose_update_device
 from fullshard.planner.predict.step_time import DeviceHostTicks, LeastTicks, StepTimePredictor
@@ -289,8 +288,8 @@ class CandidateCosts:
         self.limit = int(hardware.device_bytes_limit * (1 - run.memory_margin))
         self._demand: dict[object, LeastTicks] = {}
         self._computing: dict[object, DeviceHostTicks] = {}
-        self._meshes: dict[object, MeshDependentBytes] = {}
-        self._bounds: dict[object, TraceDependentPeakBytes] = {}
+        self._meshes: dict[object, LeastBytes] = {}
+        self._traces: dict[object, LeastBytes] = {}
         self._peaks: dict[object, MemoryTerms] = {}
         self._plans: dict[int, Plan] = {}
         self.candidates = tuple(iterate_candidates(spec, hardware, run=run, tiers=tiers))
@@ -311,17 +310,10 @@ class CandidateCosts:
         mesh = (candidate.mesh, candidate.tier)
         own = (candidate.batch.microbatch, candidate.recompute, candidate.compiled)
         if mesh not in self._meshes:
-            self._meshes[mesh] = mesh_dependent_bytes(self.spec, self._build_plan(candidate))
-        if own not in self._bounds:
-            self._bounds[own] = trace_dependent_peak_bytes(self.spec, self._build_plan(candidate))
-        bound = peak_lower_bound(
-            self._bounds[own],
-            self._meshes[mesh],
-            accumulates=candidate.batch.accumulation > 1,
-            syncs=candidate.batch.sync == "every_microbatch",
-            keeps=not candidate.mesh.frees_parameters_after_forward,
-        )
-        return bound + self.hardware.context_bytes
+            self._meshes[mesh] = least_bytes_of_mesh(self.spec, self._build_plan(candidate))
+        if own not in self._traces:
+            self._traces[own] = least_bytes_of_trace(self.spec, self._build_plan(candidate))
+        return peak_lower_bound(self._traces[own], self._meshes[mesh]) + self.hardware.context_bytes
 
     def needed_bytes(self, index: int) -> int:
         """Returns the bytes of device memory that a candidate needs."""
