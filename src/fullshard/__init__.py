@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fullshard.checkpoint import BackgroundSaver as BackgroundSaver
-    from fullshard.checkpoint import NodeLocalDirectory as NodeLocalDirectory
     from fullshard.checkpoint import latest_checkpoint as latest_checkpoint
     from fullshard.checkpoint import load as load
     from fullshard.checkpoint import location_of as location_of
@@ -62,7 +61,7 @@ __version__ = "0.1.0"
 
 # Module -> the names that it defines.
 _NAMES = {
-    "checkpoint": "BackgroundSaver NodeLocalDirectory latest_checkpoint load location_of save",
+    "checkpoint": "BackgroundSaver latest_checkpoint load location_of save",
     "data.build": "build_data resolve_epochs",
     "distributed.sequence_parts": "cut_sequences",
     "errors": "FullshardError",

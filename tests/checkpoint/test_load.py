@@ -20,7 +20,7 @@ from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.errors import CheckpointError
 from fullshard.system.files import xxh3_digest
-from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, sharded
+from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, saved_sharded, sharded
 from tests.checkpoint.test_verify import flip
 
 
@@ -267,6 +267,47 @@ def test_signed_checkpoints_of_earlier_versions_are_verified_and_loaded(tmp_path
     assert_same(loaded(tmp_path).held, numbers(1))
     flip(path / "__0_0.distcp", 8 * 1000)
     assert [one.file for one in iterate_damage(path)] == ["__0_0.distcp"]
+
+
+def write_manifest_of_node(path: Path, node: int, nodes: int) -> None:
+    """Rewrites the manifest of one or two ranks as an earlier version wrote it on the disk of a node."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    for name, file in manifest["files"].items():
+        file["node"] = None if nodes == 1 or name == "shards.json" else int(name.startswith("__1"))
+    if nodes > 1:
+        del manifest["files"]["writer.json"]
+        manifest["attempt"] = "0a1b2c3d"
+    del manifest["digest"]
+    text = json.dumps(manifest | {"nodes": nodes, "node": node, "digest": "0" * 32})
+    (path / "manifest.json").write_text(text.replace("0" * 32, xxh3_digest(text.encode())))
+
+
+def test_parts_from_disks_of_nodes_load_once_they_are_in_one_directory(ranks, tmp_path):
+    saved(tmp_path, 1)
+    (path, _) = ranks(2).run(saved_sharded, tmp_path, 3, (2,))
+    write_manifest_of_node(path, 1, nodes=2)
+    of_others = [*path.glob("__0_0*"), path / ".metadata"]
+    for file in of_others:
+        file.rename(tmp_path / file.name)
+    with pytest.raises(CheckpointError, match=r"rsync -a"):
+        loaded(tmp_path)
+    with pytest.raises(CheckpointError, match=r"rsync -a"):
+        list(iterate_damage(path))
+    for file in of_others:
+        (tmp_path / file.name).rename(path / file.name)
+    assert not list(iterate_damage(path))
+    assert_same(loaded(tmp_path).held, numbers(3))
+    flip(path / "__0_0.distcp", 8 * 1000)
+    assert [one.file for one in iterate_damage(path)] == ["__0_0.distcp"]
+
+
+def test_a_manifest_that_names_its_one_node_is_read_as_any_other(tmp_path):
+    path = saved(tmp_path, 3)
+    manifest = read_manifest(path)
+    write_manifest_of_node(path, 0, nodes=1)
+    assert read_manifest(path).files == manifest.files
+    assert not list(iterate_damage(path))
+    assert_same(loaded(tmp_path).held, numbers(3))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -218,7 +218,7 @@ class _Loses(ObjectLocation):
     """The store takes a file, and does not have it."""
 
     def commit(self, draft: Any, manifest: Any) -> Any:
-        ObjectStore(self.url).remove_objects([f"{draft}/{manifest.data_file_names_on_this_disk[0]}"])
+        ObjectStore(self.url).remove_objects([f"{draft}/{manifest.data_file_names[0]}"])
         return super().commit(draft, manifest)
 
 

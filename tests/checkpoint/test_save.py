@@ -361,8 +361,3 @@ def test_a_url_without_a_bucket_is_no_place(url: str, capsys: pytest.CaptureFixt
 def test_a_url_that_lost_a_slash_is_no_directory(cut: str | Path) -> None:
     with pytest.raises(CheckpointError, match=r"://.* as text"):
         location_of(cut)
-
-
-def test_disks_of_nodes_are_no_urls() -> None:
-    with pytest.raises(SpecError, match="needs dir to be a directory"):
-        Run.load(overrides=["checkpoint.storage=per_node", "checkpoint.dir=s3://bucket/run"])

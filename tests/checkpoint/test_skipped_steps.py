@@ -5,20 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.location import (
-    CheckpointLocation,
-    NodeLocalDirectory,
-    latest_checkpoint,
-    location_of,
-)
+from fullshard.checkpoint.location import CheckpointLocation, latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW
 from fullshard.checkpoint.save import save
 from tests.checkpoint.states import State, loaded, numbers
 
 
 def place_of(kind: str, directory: Path) -> CheckpointLocation:
-    if kind == "per_node":
-        return NodeLocalDirectory(directory)
     return location_of(f"memory://skipped/{time.monotonic_ns()}" if kind == "objects" else directory)
 
 
@@ -30,7 +23,7 @@ def steps_in(place: CheckpointLocation) -> list[int]:
     return sorted(step for step, _ in place.list_checkpoints())
 
 
-@pytest.mark.parametrize("kind", ["directory", "per_node", "objects"])
+@pytest.mark.parametrize("kind", ["directory", "objects"])
 def test_a_save_while_steps_are_skipped_neither_prunes_nor_is_loaded(kind: str, tmp_path: Path) -> None:
     place = place_of(kind, tmp_path)
     save_step(place, 30)
@@ -41,7 +34,7 @@ def test_a_save_while_steps_are_skipped_neither_prunes_nor_is_loaded(kind: str, 
     assert str(latest_checkpoint(place)).endswith("step-00000030")
 
 
-@pytest.mark.parametrize("kind", ["directory", "per_node", "objects"])
+@pytest.mark.parametrize("kind", ["directory", "objects"])
 def test_the_next_good_checkpoint_replaces_those_of_skipped_steps(kind: str, tmp_path: Path) -> None:
     place = place_of(kind, tmp_path)
     save_step(place, 30)

@@ -130,6 +130,7 @@ def test_an_override_that_names_no_key_is_refused(override):
         ("[sharding.units]\npolicy = 'size'", "try: sharding.units.names, or min_parameters"),
         ('[precision]\noutput_dtype = "fp32"', "try: train.loss, a function"),
         ("[sharding]\nreshard_after_forward = 2", 'try: sharding.strategy = "hybrid_shard" with'),
+        ("[checkpoint]\nstorage = 'per_node'", "try: checkpoint.dir, a directory that all nodes share"),
         ("[prefetch]\nmode = 'none'", "try: nothing instead: FSDP2 gathers one unit ahead"),
         ("[[sharding.units.overrides]]\nmtach = 'x'", "try: sharding.units.overrides.0.match"),
         ("[data]\nevery = 1", "try: checkpoint.every or log.every"),

@@ -2,7 +2,7 @@
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import NodeLocalDirectory, latest_checkpoint, location_of
+from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import (
     Checkpointable,
     Manifest,
@@ -16,7 +16,6 @@ __all__ = [
     "BackgroundSaver",
     "Checkpointable",
     "Manifest",
-    "NodeLocalDirectory",
     "SavedTensor",
     "check_same_tensors",
     "load",

@@ -5,22 +5,19 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, Protocol, cast
 
-from fullshard.distributed import agreement
 from fullshard.quantities import format_bytes
 from fullshard.system.direct_io import DirectFileWriter
 from fullshard.system.files import fsync_path, open_regular_file
 from fullshard.system.object_store import ObjectStore, open_object
 from fullshard.system.small_files import parse_json
-
-T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 WRITER = "writer.json"  # the first file of a draft
@@ -66,40 +63,6 @@ class _KernelReadAheadFile(FileIO):
             behind = self.tell() + buffer.nbytes
             os.posix_fadvise(self.fileno(), behind, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         return super().readinto(buffer[:_READ_BYTES])  # callers read until they have all bytes
-
-
-@dataclass(frozen=True)
-class RanksSharingDisk:
-    """The ranks that save to the same disk or store as this rank; by default all ranks.
-
-    leader: rank that does what is done once per disk
-    node: index of the disk; None for a location that all ranks share
-    nodes: number of disks
-    attempt: id for the next save, which several disks commit together; None for a shared location
-    complete_steps: steps that are on all disks, in the order in which `load` tries them; None for a location
-        that all ranks share
-    """
-
-    leader: int = 0
-    node: int | None = None
-    nodes: int = 1
-    attempt: str | None = None
-    complete_steps: tuple[int, ...] | None = None
-
-    @property
-    def is_leader(self) -> bool:
-        return self.leader == agreement.rank()
-
-    def run_on_leader(self, act: Callable[[], T], *, doing: str, group: agreement.Group = None) -> T:
-        """Runs `act()` on the leader of every disk, and returns the leader's result on each rank of the disk.
-
-        Collective. The result is pickled. Raises CheckpointError on all ranks if a leader failed.
-        """
-        if self.nodes == 1:
-            return agreement.run_on_rank_zero(act, doing=doing, group=group)
-        with agreement.raise_on_all_ranks(doing, group=group):
-            results = [act()] if self.is_leader else []
-        return agreement.all_gather_object(results, group=group)[self.leader][0]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fullshard.checkpoint import location, storage
-from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk
+from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -29,10 +29,9 @@ from fullshard.checkpoint.manifest import (
     read_failure_error,
     read_manifest,
     read_verified_file,
-    step_name,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
-from fullshard.checkpoint.storage import GATHER, DcpCheckpointReader
+from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
@@ -65,12 +64,9 @@ def load(
     place = location.location_of(directory)
     refused: dict[str, str] = {}
     for attempt in itertools.count(1):
-        disk = place.recover_and_group_ranks()
         missing = missing_ok and attempt == 1
-        # With a disk per node, every rank finds its own disk's manifest.
-        run = run_on_rank_zero if disk.nodes == 1 else run_on_all_ranks
-        find = partial(_find_newest_checkpoint, place, disk, missing_ok=missing, refused=refused)
-        found = run(find, doing=f"looking for a checkpoint in {directory}")
+        find = partial(_find_newest_checkpoint, place, missing_ok=missing, refused=refused)
+        found = run_on_rank_zero(find, doing=f"looking for a checkpoint in {directory}")
         if found is None:
             return False
         files, manifest = found
@@ -85,7 +81,7 @@ def load(
                 raise  # no other checkpoint helps, or this one was requested by name
             refused[files.name] = f"{files.name}: {error.got or error.what}"
             with raise_on_all_ranks(f"setting {files} aside"):
-                if disk.is_leader:
+                if rank() == 0:
                     aside = _quarantine_and_describe(place, files)
                     logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
@@ -124,9 +120,7 @@ def resolve_checkpoint(
     directory: str | Path | location.CheckpointLocation,
 ) -> tuple[CheckpointFiles, Manifest]:
     """Returns the checkpoint `directory`, or the newest complete one in it, or raises CheckpointError."""
-    found = _find_newest_checkpoint(
-        location.location_of(directory), RanksSharingDisk(), missing_ok=False, refused={}
-    )
+    found = _find_newest_checkpoint(location.location_of(directory), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 
@@ -181,34 +175,26 @@ def _quarantine_and_describe(place: location.CheckpointLocation, files: Checkpoi
 
 
 def _find_newest_checkpoint(
-    place: location.CheckpointLocation,
-    disk: RanksSharingDisk,
-    *,
-    missing_ok: bool,
-    refused: Mapping[str, str],
+    place: location.CheckpointLocation, *, missing_ok: bool, refused: Mapping[str, str]
 ) -> tuple[CheckpointFiles, Manifest] | None:
-    complete, newest = disk.complete_steps, None
     # Listed before the search, so that what a run commits during it does not count as damaged.
     listed = [files.name for _, files in place.list_checkpoints()]
     # A directory that contains steps is not a checkpoint itself, whatever other files it contains.
-    if complete is None and place.exists() and not listed:
+    if place.exists() and not listed:
         files = place.root_as_checkpoint()
         manifest = _read_manifest_if_checkpoint(files, strays_ok=missing_ok)
         if manifest is not None:
             return files, manifest
-    if complete is not None:  # all disks load the same step
-        newest = next((step for step in complete if step_name(step) not in refused), -1)
     for files, manifest in location.iterate_complete_checkpoints(place):
-        if files.name not in refused and newest in (None, manifest.step):
+        if files.name not in refused:
             return files, manifest
     others = [name for name in listed if name not in refused]
     if broken := [*refused.values(), *others] or place.list_quarantined():
-        another = "another copy of them; or another directory, to start over"
         raise CheckpointError(
-            f"none of the checkpoints in {place} is whole{'' if complete is None else ' on all of them'}.",
+            f"none of the checkpoints in {place} is whole.",
             got=", ".join(broken),
             why="training again from the start is not for us to decide",
-            fix=another if complete is None else f"the same nodes; or {GATHER}",
+            fix="another copy of them; or another directory, to start over",
         )
     if missing_ok:
         return None
@@ -265,7 +251,7 @@ def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]
         return
     reader, sizes = DcpCheckpointReader(files, manifest), files.file_sizes_bytes()
     damaged = False
-    for name in manifest.files_on_this_disk:
+    for name in manifest.files:
         for damaged in _iterate_file_damage(reader, name, sizes=sizes):
             yield damaged
     if not damaged:
@@ -282,7 +268,7 @@ def _iterate_file_damage(
         found = f"{sizes[name]} bytes" if name in sizes else missing_file_reason(reader.files, name)
         yield Damage(name, f"{found}; {saved.size_bytes} were saved", _affected_tensors(reader, name))
         return
-    if name in reader.manifest.data_file_names_on_this_disk:
+    if name in reader.manifest.data_file_names:
         yield from _iterate_data_file_damage(reader, name)
         return
     try:
@@ -292,7 +278,7 @@ def _iterate_file_damage(
 
 
 def _iterate_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
-    """Yields the damage of an unreadable index, and of its shards that this disk's data files lack."""
+    """Yields the damage of an unreadable index, and of its shards that the data files lack."""
     manifest = reader.manifest
     if manifest.layout == "ranks":
         return
@@ -301,12 +287,12 @@ def _iterate_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
     except CheckpointError as error:
         yield Damage(SHARDS, _damage_text_in_error(error, SHARDS), tuple(manifest.tensors))
         return
-    own = manifest.data_file_names_on_this_disk
-    pieces = {(name, piece.offset): piece for name in own for piece in reader.read_table(name).pieces}
+    tables = manifest.data_file_names
+    pieces = {(name, piece.offset): piece for name in tables for piece in reader.read_table(name).pieces}
     for index, (name, offset) in places.items():
         piece, dtype = pieces.get((name, offset)), manifest.tensors[index.fqn].dtype
         wanted = (index.fqn, tuple(index.offset), dtype)
-        if name in own and (piece is None or (piece.name, piece.index, piece.dtype) != wanted):
+        if piece is None or (piece.name, piece.index, piece.dtype) != wanted:
             yield Damage(SHARDS, f"{index.fqn} is not where the index has it", (index.fqn,))
 
 
@@ -339,7 +325,7 @@ def _damage_text_in_error(error: CheckpointError, name: str) -> str:
 def _affected_tensors(reader: DcpCheckpointReader, name: str) -> tuple[str, ...]:
     """Returns the tensors in the data file `name`, or in that of the table `name`; all for the index."""
     data_file = name.removesuffix(SUFFIX)
-    if data_file not in reader.manifest.data_file_names_on_this_disk:
+    if data_file not in reader.manifest.data_file_names:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()
     try:
         return tuple(dict.fromkeys(piece.name for piece in reader.read_table(data_file).pieces))

@@ -3,16 +3,6 @@
 [Note: saved while steps are skipped] If the last steps before a save were skipped (loss or gradient norm not
 finite, or spikes), the weights or the optimizer state may be what makes them fail. So such a checkpoint is
 loaded only if there is no other, removes no older one, and is removed or replaced by the next one after it.
-
-[Note: prepared, then committed] With a disk per node, every node writes its files and its manifest into a
-draft and flushes them. Only after all nodes have done so does each rename its draft. So if one node has the
-step, every node has it, committed or prepared, and the next start renames the remaining drafts. A step that
-is not on all its nodes was never acknowledged.
-
-[Note: every copy] DCP writes a replicated shard only once. With a disk per node, a rank could then not read
-its own state back. So here each rank writes all of its shards, and prefers its own copies when it reads. The
-same nodes load a step in place, each rank from its own disk. Other nodes load a directory into which the
-step's files of all nodes were copied.
 """
 
 import logging
@@ -20,7 +10,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +20,6 @@ from fullshard.checkpoint.files import (
     WRITER,
     CheckpointFiles,
     LocalFiles,
-    RanksSharingDisk,
     write_file,
     write_writer_name,
 )
@@ -42,7 +31,6 @@ from fullshard.checkpoint.manifest import (
     read_manifest_and_check_sizes,
     step_name,
 )
-from fullshard.distributed import agreement
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import (
     check_disk_space,
@@ -64,7 +52,7 @@ logger = logging.getLogger("fullshard")
 class CheckpointLocation(Protocol):
     """A directory of checkpoints. Any method may raise OSError.
 
-    All ranks call `recover_and_group_ranks`; only leaders (`RanksSharingDisk`) call others that change files.
+    Only rank 0 calls methods that change files.
 
     is_local: whether a save is as fast as a disk, so that an update may wait for it
     """
@@ -72,10 +60,6 @@ class CheckpointLocation(Protocol):
     is_local: ClassVar[bool]
 
     def __str__(self) -> str: ...
-
-    def recover_and_group_ranks(self, *, group: agreement.Group = None) -> RanksSharingDisk:
-        """Completes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
-        ...
 
     def exists(self) -> bool:
         """Returns whether the directory exists."""
@@ -105,11 +89,8 @@ class CheckpointLocation(Protocol):
         """Creates a draft for the files of a step. Raises CheckpointError if `needed_bytes` are not free."""
         ...
 
-    def write_manifest_into_draft(self, draft: CheckpointFiles, manifest: Manifest) -> None:
-        """Writes the manifest into a draft. Does nothing if writing the manifest is the commit."""
-
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
-        """Makes a prepared draft the checkpoint of its step, and returns the checkpoint's files."""
+        """Makes a draft with its manifest the checkpoint of its step, and returns the checkpoint's files."""
         ...
 
     def discard_draft(self, draft: CheckpointFiles) -> None:
@@ -135,9 +116,6 @@ class LocalLocation:
     def __str__(self) -> str:
         return str(self.path)
 
-    def recover_and_group_ranks(self, *, group: agreement.Group = None) -> RanksSharingDisk:
-        return RanksSharingDisk()
-
     def exists(self) -> bool:
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a directory of checkpoints.", got="a file")
@@ -156,7 +134,7 @@ class LocalLocation:
         return [(step, LocalFiles(paths[step])) for step in steps]
 
     def list_drafts(self) -> list[str]:
-        return [str(path) for path in list_directories(self.path, ".tmp-*")]
+        return [str(path) for path in _list_directories(self.path, ".tmp-*")]
 
     def list_quarantined(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]
@@ -191,10 +169,8 @@ class LocalLocation:
             raise
         return draft
 
-    def write_manifest_into_draft(self, draft: CheckpointFiles, manifest: Manifest) -> None:
-        write_file(draft, MANIFEST, data=manifest.encode())
-
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
+        write_file(draft, MANIFEST, data=manifest.encode())
         target = LocalFiles(self.path / step_name(manifest.step))
         _path_of_local_files(draft).rename(target.path)
         fsync_path(self.path)
@@ -361,96 +337,14 @@ def _remove_leftovers(directory: Path) -> None:
 
     The location must be locked. A save holds the lock until it ends, so no draft belongs to a running one.
     """
-    removals = [one for one in list_directories(directory, ".del-*") if _REMOVAL.fullmatch(one.name)]
-    drafts = [one for one in list_directories(directory, ".tmp-*") if _DRAFT.fullmatch(one.name)]
+    removals = [one for one in _list_directories(directory, ".del-*") if _REMOVAL.fullmatch(one.name)]
+    drafts = [one for one in _list_directories(directory, ".tmp-*") if _DRAFT.fullmatch(one.name)]
     own = [one for one in drafts if not (names := {file.name for file in one.iterdir()}) or WRITER in names]
     for path in removals + own:
         logger.info("removing %s, which an interrupted save left", path)
         _rmtree_or_warn(path)
 
 
-def list_directories(directory: Path, pattern: str) -> list[Path]:
+def _list_directories(directory: Path, pattern: str) -> list[Path]:
     """Returns the subdirectories whose name matches `pattern`, except links, which are not fullshard's."""
     return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
-
-
-@dataclass(frozen=True)
-class NodeLocalDirectory(LocalLocation):
-    """A directory with the same path on every node, each on the node's own disk."""
-
-    def __str__(self) -> str:
-        return f"{self.path} of each node"
-
-    def recover_and_group_ranks(self, *, group: agreement.Group = None) -> RanksSharingDisk:
-        """Finds the ranks that share a disk: each writes a file, and sees those of ranks on the same disk.
-
-        The lowest rank of a disk leads. Then commits, on every disk, the drafts of steps that all nodes
-        prepared. See [Note: prepared, then committed].
-        """
-        token = agreement.run_on_rank_zero(
-            lambda: secrets.token_hex(4), doing="choosing a token", group=group
-        )
-        doing, sign = f"looking who shares {self.path}", self.path / f".seat-{token}-{agreement.rank()}"
-        with agreement.raise_on_all_ranks(doing, group=group):
-            make_durable_directory(self.path)
-            sign.touch()
-        with agreement.raise_on_all_ranks(doing, group=group):
-            leader = min(int(one.name.rpartition("-")[2]) for one in self.path.glob(f".seat-{token}-*"))
-        leaders = sorted(set(agreement.all_gather_object(leader, group=group)))
-        sign.unlink()
-        with agreement.raise_on_all_ranks(f"looking for checkpoints in {self.path}", group=group):
-            mine = list_node_checkpoints(self) if leader == agreement.rank() else []
-        known = steps_on_all_disks(
-            [one for many in agreement.all_gather_object(mine, group=group) for one in many]
-        )
-        with agreement.raise_on_all_ranks(f"committing what was prepared in {self.path}", group=group):
-            for one in mine:
-                target = self.path / step_name(one.step)
-                if (one.step, one.attempt) in known and one.name != target.name:
-                    (self.path / one.name).rename(target)
-                    fsync_path(self.path)
-                    logger.warning("%s was prepared on every node, and is committed now", target)
-        node, steps = leaders.index(leader), tuple(step for step, _ in known)
-        return RanksSharingDisk(leader, node, len(leaders), attempt=token, complete_steps=steps)
-
-
-@dataclass(frozen=True)
-class NodeCheckpoint:
-    """One disk's part of a step, committed or prepared in a draft, as its manifest describes it."""
-
-    step: int
-    attempt: str
-    node: int
-    nodes: int
-    name: str  # of its directory
-    skipped_in_a_row: int = 0
-
-
-def list_node_checkpoints(own: LocalLocation) -> list[NodeCheckpoint]:
-    """Returns the checkpoints and prepared drafts on this disk that have a manifest and complete files."""
-    found: list[NodeCheckpoint] = []
-    path = own.path
-    for directory in list_directories(path, "step-*") + list_directories(path, ".tmp-*"):
-        if not (directory / MANIFEST).exists():
-            continue
-        try:
-            manifest = read_manifest_and_check_sizes(LocalFiles(directory))
-        except CheckpointError as error:
-            logger.warning("passing over %s: %s", directory, error.got or error.what)
-            continue
-        if manifest.attempt is not None:
-            own_facts = manifest.step, manifest.attempt, manifest.node, manifest.nodes
-            found.append(NodeCheckpoint(*own_facts, directory.name, manifest.skipped_in_a_row))
-    return found
-
-
-def steps_on_all_disks(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
-    """Returns (step, attempt) of each step that is in `held` for every one of its disks.
-
-    They are in the order of `location.iterate_complete_checkpoints`.
-    """
-    where: dict[tuple[bool, int, str, int], set[int]] = {}
-    for one in held:
-        where.setdefault((not one.skipped_in_a_row, one.step, one.attempt, one.nodes), set()).add(one.node)
-    found = [key for key, on in where.items() if on == set(range(key[-1]))]
-    return [(step, attempt) for _, step, attempt, _ in sorted(found, reverse=True)]

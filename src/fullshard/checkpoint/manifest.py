@@ -33,7 +33,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardE
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+from fullshard.spec.value import FrozenModel, PositiveInt
 from fullshard.system.files import xxh3_digest
 from fullshard.system.object_store import is_remote_url
 from fullshard.system.small_files import parse_json
@@ -86,12 +86,10 @@ class SavedFile(FrozenModel):
 
     size_bytes: size of the file
     digest: digest of the whole file; None for a data file, whose table has one per block
-    node: the node whose disk holds it (see `NodeLocalDirectory`); None for every node
     """
 
     size_bytes: _Size
     digest: str | None = None
-    node: NonNegativeInt | None = None
 
 
 class Manifest(FrozenModel):
@@ -107,9 +105,7 @@ class Manifest(FrozenModel):
     torch_version: version of torch that saved it
     fullshard_version: version of fullshard that saved it
     plan: the Plan of the training (and in it the Run) as JSON, or None if none was given
-    attempt: id of the save, if it is a prefix in an object store or shared by nodes; else None
-    nodes: number of disks that hold the checkpoint
-    node: index of the disk that holds this manifest
+    attempt: id of the save, if it is a prefix in an object store; else None
     digest: digest of the manifest's own bytes, with zeros in its place
     """
 
@@ -124,16 +120,12 @@ class Manifest(FrozenModel):
     fullshard_version: str
     plan: dict[str, JsonValue] | None = None
     attempt: FileName | None = None
-    nodes: PositiveInt = 1
-    node: NonNegativeInt = 0
     digest: str = _NO_DIGEST
 
     @model_validator(mode="after")
-    def _check_files_and_nodes(self) -> Self:
+    def _check_files(self) -> Self:
         if MANIFEST in self.files:
             raise ValueError(f"the manifest names {MANIFEST}, which is itself")
-        if max((file.node or 0 for file in self.files.values()), default=0) >= self.nodes:
-            raise ValueError(f"a file lies on a node that is not one of the {self.nodes}")
         return self
 
     @property
@@ -147,18 +139,8 @@ class Manifest(FrozenModel):
         return skipped_in_a_row(self.values)
 
     @property
-    def files_on_this_disk(self) -> dict[str, SavedFile]:
-        """Files on this manifest's disk: all files, or this node's if each node has a disk of its own."""
-        return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
-
-    @property
-    def data_file_names_on_this_disk(self) -> list[str]:
-        """Names of the data files on the same disk as this manifest; each has a table of pieces."""
-        return [name for name in self.all_data_file_names if name in self.files_on_this_disk]
-
-    @property
-    def all_data_file_names(self) -> list[str]:
-        """Names of the data files on all disks; each has a table of pieces."""
+    def data_file_names(self) -> list[str]:
+        """Names of the data files; each has a table of pieces."""
         return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
 
     @property
@@ -201,7 +183,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     """Returns the manifest of a checkpoint, after checking its digest.
 
     Raises DamagedCheckpointError if the manifest is missing, damaged, or of another step than that in the
-    directory's name. Raises CheckpointError if it has another format.
+    directory's name. Raises CheckpointError if it has another format, or is of one node of several.
     """
     files = checkpoint_files_at(checkpoint)
     try:
@@ -224,7 +206,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
             fix="the fullshard that wrote it, or a newer one",
         )
     try:
-        manifest = Manifest.model_validate(data)
+        manifest = Manifest.model_validate(data, extra="ignore")  # earlier versions wrote more keys
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -232,7 +214,9 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     if files.name.startswith("step-") and files.name != step_name(manifest.step):
         other = f"the manifest of step {manifest.step}"
         raise DamagedCheckpointError(f"{files} is not what its name says.", got=other)
-    return manifest if manifest.nodes == 1 else _join_nodes_if_all_here(files, manifest)
+    if data.get("nodes", 1) != 1:
+        _check_all_nodes_copied(files, manifest)
+    return manifest
 
 
 def read_manifest_and_check_sizes(checkpoint: CheckpointFiles | str | Path) -> Manifest:
@@ -244,9 +228,9 @@ def read_manifest_and_check_sizes(checkpoint: CheckpointFiles | str | Path) -> M
 
 
 def check_file_sizes(files: CheckpointFiles, manifest: Manifest) -> None:
-    """Raises DamagedCheckpointError unless every file of `manifest` on this disk exists with its size."""
+    """Raises DamagedCheckpointError unless every file of `manifest` exists with its size."""
     sizes = _file_sizes_bytes(files)
-    for name, file in manifest.files_on_this_disk.items():
+    for name, file in manifest.files.items():
         if sizes.get(name) != file.size_bytes:
             if name in sizes:
                 found = f"{name} has {sizes[name]} bytes, its manifest says {file.size_bytes}"
@@ -262,12 +246,20 @@ def _file_sizes_bytes(files: CheckpointFiles) -> dict[str, int]:
         raise read_failure_error(error, f"{files} cannot be read.", name="its files") from error
 
 
-def _join_nodes_if_all_here(files: CheckpointFiles, manifest: Manifest) -> Manifest:
-    """Returns the manifest of a node as that of one disk, if the files of all nodes were copied here."""
-    if not manifest.files.keys() <= _file_sizes_bytes(files).keys():
-        return manifest
-    joined = {name: file.model_copy(update={"node": None}) for name, file in manifest.files.items()}
-    return manifest.model_copy(update={"files": joined, "nodes": 1, "node": 0})
+def _check_all_nodes_copied(files: CheckpointFiles, manifest: Manifest) -> None:
+    """Raises CheckpointError unless the files of all nodes are here.
+
+    An earlier version could save on disks that nodes do not share: each had the files of its ranks, and a
+    manifest of the files on all of them.
+    """
+    there = _file_sizes_bytes(files)
+    if missing := [name for name in manifest.files if name not in there]:
+        raise CheckpointError(
+            f"{files} is a part of a checkpoint.",
+            got=f"no {join_names(missing, most=3)}",
+            why="it was saved on disks that nodes do not share, each with the files of its ranks",
+            fix="copy the step's files of all nodes into one directory step-… (rsync -a), and load that",
+        )
 
 
 def missing_file_reason(files: CheckpointFiles, name: str) -> str:
@@ -344,7 +336,6 @@ def _verify_and_parse_manifest(text: bytes, where: str) -> dict[str, Any]:
     digested = _replace_last_json_string(text, before=stated, after=_NO_DIGEST)
     if fields.get("format") != 1 and xxh3_digest(digested) != stated:  # format 1 had no digest
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
-    fields.pop("signature", None)  # of an earlier version
     return fields
 
 

@@ -25,12 +25,10 @@ from fullshard.checkpoint.files import (
     WRITER,
     CheckpointFiles,
     ObjectFiles,
-    RanksSharingDisk,
     attempt_id_in_manifest,
     write_writer_name,
 )
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
-from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError
 from fullshard.system.object_store import ObjectSizeAndTime, ObjectStore, PrefixListing
 
@@ -56,9 +54,6 @@ class ObjectLocation:
 
     def __str__(self) -> str:
         return self.url
-
-    def recover_and_group_ranks(self, *, group: Group = None) -> RanksSharingDisk:
-        return RanksSharingDisk()
 
     def exists(self) -> bool:
         found = self.root_as_checkpoint().store.list_prefix(self.url)
@@ -103,9 +98,6 @@ class ObjectLocation:
             )
         _remove_abandoned_attempts(store, own=draft)
         return draft
-
-    def write_manifest_into_draft(self, draft: CheckpointFiles, manifest: Manifest) -> None:
-        """Does nothing: putting the manifest is the commit."""
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
         """Puts the manifest. Raises CheckpointError if a file is missing or another job saved the step."""

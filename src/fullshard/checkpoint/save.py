@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -19,11 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.files import WRITER, CheckpointFiles, RanksSharingDisk, write_file
+from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of, prune_checkpoints
 from fullshard.checkpoint.manifest import (
     MODEL_PREFIX,
-    SHARDS,
     Checkpointable,
     Manifest,
     SavedFile,
@@ -46,8 +44,6 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
-
-Content: TypeAlias = tuple[dict[str, SavedFile], dict[str, SavedTensor]]  # files and tensors of a manifest
 
 # Upper bound of the overhead per shard: zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its record.
 _ENVELOPE_BYTES = 2560
@@ -83,7 +79,7 @@ def save(
     TrainState, a trained parameter or optimizer state that is not finite, or a negative mean of squares. If
     the last steps were skipped, no older checkpoint is removed, and `load` takes an older one.
 
-    directory: location of the checkpoints; `NodeLocalDirectory(path)` for disks that nodes do not share
+    directory: location of the checkpoints, which all ranks share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
     keep_every: also keeps the steps that are multiples of it; 0 for none
     plan: recorded in the manifest
@@ -141,35 +137,21 @@ class CheckpointSaver:
 
     def save_snapshot(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
-        doing, skipped = self._action_text(mine), skipped_in_a_row(mine.values)
-        disk = self.place.recover_and_group_ranks(group=group)
-        needed_bytes = _check_ranks_agree_and_sum_bytes(mine, disk, group=group)
+        doing = f"saving step {mine.step} to {self.place}"
+        needed_bytes = _check_ranks_agree_and_sum_bytes(mine, group=group)
         with ExitStack() as held:
-            make = partial(self._create_draft_unless_saved, held, mine, disk=disk, needed_bytes=needed_bytes)
-            draft = disk.run_on_leader(make, doing=doing, group=group)
+            create = partial(self._create_draft_unless_saved, held, mine, needed_bytes=needed_bytes)
+            draft = run_on_rank_zero(create, doing=doing, group=group)
             if isinstance(draft, Path | str):
                 return draft
             try:
-                content = self._write_shards(mine, draft, disk=disk, group=group)
-                target = self._commit_on_all_disks(mine, draft, disk=disk, saved=content, group=group)
+                files, metadata = _write_shards(mine, draft, doing=doing, group=group)
+                commit = partial(self._commit, mine, draft, files=files, metadata=metadata)
+                return run_on_rank_zero(commit, doing=doing, group=group)
             except CheckpointError:
-                if disk.is_leader:
+                if rank() == 0:
                     self.place.discard_draft(draft)
                 raise
-            if skipped and rank() == 0:
-                logger.warning(
-                    "the last %d steps before %s were skipped: older checkpoints are not removed, and are "
-                    "loaded rather than it",
-                    skipped,
-                    target,
-                )
-            if rank() == 0:
-                with suppress(OSError):  # the save is complete
-                    self._warn_of_later_steps(mine.step)
-            with raise_on_all_ranks("removing old checkpoints", group=group):
-                if disk.is_leader and not skipped:
-                    prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
-        return target
 
     def _warn_of_later_steps(self, step: int) -> None:
         later = max((one for one, _ in self.place.list_checkpoints()), default=step)
@@ -182,27 +164,20 @@ class CheckpointSaver:
                 step,
             )
 
-    def _action_text(self, mine: Snapshot) -> str:
-        return f"saving step {mine.step} to {self.place}"
-
     def _create_draft_unless_saved(
-        self, held: ExitStack, mine: Snapshot, *, disk: RanksSharingDisk, needed_bytes: int
+        self, held: ExitStack, mine: Snapshot, *, needed_bytes: int
     ) -> CheckpointFiles | Path | str:
-        """Returns a new draft, or the path of the step if it is already saved. Called on leaders.
+        """Returns a new draft, or the path of the step if it is already saved. Called on rank 0.
 
         The lock of `place.lock_for_writing()` is held until `held` closes.
         """
         held.enter_context(self.place.lock_for_writing())
         there = next((files for step, files in self.place.list_checkpoints() if step == mine.step), None)
-        # A step that is not on all disks was never acknowledged, and `create_draft` renames it.
-        is_acknowledged = disk.complete_steps is None or mine.step in disk.complete_steps
-        if there is not None and is_acknowledged and self._keep_saved_or_quarantine(there, mine, disk=disk):
+        if there is not None and self._keep_saved_or_quarantine(there, mine):
             return path_or_url_of(there)
         return self.place.create_draft(mine.step, needed_bytes=needed_bytes)
 
-    def _keep_saved_or_quarantine(
-        self, there: CheckpointFiles, mine: Snapshot, *, disk: RanksSharingDisk
-    ) -> bool:
+    def _keep_saved_or_quarantine(self, there: CheckpointFiles, mine: Snapshot) -> bool:
         """Returns True if `there` is complete, else renames it. Raises CheckpointError for another model.
 
         Removes a complete one of [Note: saved while steps are skipped], unless this one is such, too.
@@ -210,8 +185,6 @@ class CheckpointSaver:
         try:
             manifest = read_manifest_and_check_sizes(there)
         except DamagedCheckpointError as error:
-            if disk.node is not None:
-                raise  # it was complete after `recover_and_group_ranks`, and other disks have the step
             aside = self.place.quarantine(there)
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return False
@@ -222,69 +195,61 @@ class CheckpointSaver:
             return False
         return True
 
-    def _write_shards(
-        self, mine: Snapshot, draft: CheckpointFiles, *, disk: RanksSharingDisk, group: Group
-    ) -> Content:
-        """Writes the shards of every rank; returns the files and tensors of all ranks. Collective."""
-        doing = self._action_text(mine)
-        with raise_on_all_ranks(doing, group=group):
-            if WRITER not in draft.file_sizes_bytes():
-                raise CheckpointError(
-                    "the directory of checkpoints is not the same on all ranks.",
-                    got=f"no {draft} there, which rank 0 has just made",
-                    fix="a directory on a file system that all machines share",
-                )
-        metadata: Metadata | None = None
-        with raise_on_all_ranks(doing, group=group):
-            own, metadata = storage.write_with_dcp(
-                mine.tensors, draft, check=mine.check_numbers, every_copy=disk.node is not None, group=group
-            )
-        own = {n: f if n == SHARDS else f.model_copy(update={"node": disk.node}) for n, f in own.items()}
-        files = {name: file for part in all_gather_object(own, group=group) for name, file in part.items()}
-        return files, run_on_rank_zero(
-            lambda: _check_and_list_written_tensors(metadata, files), doing=doing, group=group
-        )
-
-    def _commit_on_all_disks(
-        self, mine: Snapshot, draft: CheckpointFiles, *, disk: RanksSharingDisk, saved: Content, group: Group
+    def _commit(
+        self,
+        mine: Snapshot,
+        draft: CheckpointFiles,
+        *,
+        files: dict[str, SavedFile],
+        metadata: Metadata | None,
     ) -> Path | str:
-        """Prepares the checkpoint on every disk, then commits it. See [Note: prepared, then committed]."""
-        doing, index = self._action_text(mine), None
-        files, tensors = saved
-        manifests: list[Manifest] = []  # a leader's: too large to be sent to all ranks
-        if disk.nodes > 1:
-            index = run_on_rank_zero(lambda: draft.read_file(SHARDS), doing=doing, group=group)
-
-        def prepare_on_disk() -> None:
-            # Disks of nodes have different writers, so their manifest names none.
-            writer = {WRITER: small_file_entry(draft.read_file(WRITER))} if disk.node is None else {}
-            manifest = Manifest(
-                step=mine.step,
-                values=mine.values,
-                tensors=tensors,
-                files=dict(sorted((files | writer).items())),
-                world_size=world_size(),
-                torch_version=torch.__version__,
-                fullshard_version=_fullshard_version(),
-                plan=None if self.plan is None else self.plan.model_dump(mode="json"),
-                nodes=disk.nodes,
-                node=disk.node or 0,
-                attempt=disk.attempt,
+        """Commits a draft that has all shards, then removes old checkpoints. Called on rank 0."""
+        writer = {WRITER: small_file_entry(draft.read_file(WRITER))}
+        manifest = Manifest(
+            step=mine.step,
+            values=mine.values,
+            tensors=_check_and_list_written_tensors(metadata, files),
+            files=dict(sorted((files | writer).items())),
+            world_size=world_size(),
+            torch_version=torch.__version__,
+            fullshard_version=_fullshard_version(),
+            plan=None if self.plan is None else self.plan.model_dump(mode="json"),
+        )
+        target = self.place.commit(draft, manifest)
+        # A save is not acknowledged unless the next load would find it.
+        read_manifest_and_check_sizes(target)
+        logger.info("saved %s (%s)", target, format_bytes(manifest.checkpoint_bytes))
+        with suppress(OSError):  # the save is complete
+            self._warn_of_later_steps(mine.step)
+        if manifest.skipped_in_a_row:
+            logger.warning(
+                "the last %d steps before %s were skipped: older checkpoints are not removed, and are loaded "
+                "rather than it",
+                manifest.skipped_in_a_row,
+                target,
             )
-            if index is not None and SHARDS not in draft.file_sizes_bytes():
-                write_file(draft, SHARDS, data=index)
-            self.place.write_manifest_into_draft(draft, manifest)
-            manifests.append(manifest)
+        else:
+            prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
+        return path_or_url_of(target)
 
-        def commit_on_disk() -> Path | str:
-            target = self.place.commit(draft, manifests[0])
-            # A save is not acknowledged unless the next load would find it.
-            read_manifest_and_check_sizes(target)
-            logger.info("saved %s (%s)", target, format_bytes(manifests[0].checkpoint_bytes))
-            return path_or_url_of(target)
 
-        disk.run_on_leader(prepare_on_disk, doing=doing, group=group)
-        return disk.run_on_leader(commit_on_disk, doing=doing, group=group)
+def _write_shards(
+    mine: Snapshot, draft: CheckpointFiles, *, doing: str, group: Group
+) -> tuple[dict[str, SavedFile], Metadata | None]:
+    """Writes the shards of every rank. Returns the files of all ranks, and on rank 0 DCP's metadata.
+
+    Collective.
+    """
+    with raise_on_all_ranks(doing, group=group):
+        if WRITER not in draft.file_sizes_bytes():
+            raise CheckpointError(
+                "the directory of checkpoints is not the same on all ranks.",
+                got=f"no {draft} there, which rank 0 has just made",
+                fix="a directory on a file system that all machines share, or an object store (s3://…)",
+            )
+    with raise_on_all_ranks(doing, group=group):
+        own, metadata = storage.write_with_dcp(mine.tensors, draft, check=mine.check_numbers, group=group)
+    return {n: f for part in all_gather_object(own, group=group) for n, f in part.items()}, metadata
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:
@@ -320,13 +285,12 @@ def _unsavable_reason(tensor: object) -> str | None:
     return None
 
 
-def _check_ranks_agree_and_sum_bytes(mine: Snapshot, disk: RanksSharingDisk, *, group: Group) -> int:
-    """Returns the most bytes that go to this rank's disk. Raises CheckpointError if ranks' values differ."""
+def _check_ranks_agree_and_sum_bytes(mine: Snapshot, *, group: Group) -> int:
+    """Returns the most bytes that all ranks write. Raises CheckpointError if ranks' values differ."""
     digest = hashlib.sha256(json.dumps(mine.values, sort_keys=True).encode()).hexdigest()
-    # Disks of nodes get every copy of a shard: [Note: every copy].
-    share = sum(_tensor_share_bytes(one, every_copy=disk.node is not None) for one in mine.tensors.values())
-    facts = all_gather_object((mine.step, digest, share, disk.node), group=group)
-    for other, (step, values, *_) in enumerate(facts):
+    share = sum(map(_tensor_share_bytes, mine.tensors.values()))
+    facts = all_gather_object((mine.step, digest, share), group=group)
+    for other, (step, values, _) in enumerate(facts):
         if step != facts[0][0]:
             steps = f"rank 0 at {facts[0][0]}, rank {other} at {step}"
             raise CheckpointError("the ranks are not at the same step.", got=steps)
@@ -336,16 +300,14 @@ def _check_ranks_agree_and_sum_bytes(mine: Snapshot, disk: RanksSharingDisk, *, 
                 got=f"rank {other} differs from rank 0",
                 why="values are saved once for all ranks; what differs goes into a tensor named by rank",
             )
-    return math.ceil(sum(share for _, _, share, node in facts if node == disk.node))
+    return math.ceil(sum(share for _, _, share in facts))
 
 
-def _tensor_share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
-    """Returns this rank's share of the bytes to write: 1/n of a shard on n ranks, or all if `every_copy`."""
+def _tensor_share_bytes(tensor: Tensor) -> float:
+    """Returns this rank's share of the bytes to write: 1/n of a shard that n ranks have."""
     shard_bytes = detached_local_tensor(tensor).nbytes
     padding = ALIGNMENT if shard_bytes >= LARGE_BYTES else 0
     most_bytes = shard_bytes + _ENVELOPE_BYTES + padding  # in a data file and its table
-    if every_copy:
-        return most_bytes
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())

@@ -21,12 +21,10 @@ import torch
 import xxhash
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, memory_address
-from fullshard.torch_private.tensors import compute_local_shape_and_global_offset
 
 M = TypeVar("M", bound=FrozenModel)
 
@@ -38,14 +36,6 @@ _XXH3_DIGITS = 32
 def new_hash_for(digest: str, data: bytes = b"") -> hashlib.blake2b | xxhash.xxh3_128:
     """Returns a hash object of `data` of the kind of `digest`: XXH3, or BLAKE2b of an earlier version."""
     return xxhash.xxh3_128(data) if len(digest) == _XXH3_DIGITS else hashlib.blake2b(data, digest_size=32)
-
-
-def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the position of the first element of this rank's shard in the whole tensor, per dim."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offsets)
 
 
 def parse_checkpoint_json(kind: type[M], data: bytes, *, source: str) -> M:

@@ -57,8 +57,6 @@ T = TypeVar("T")
 Check = Callable[[str, Tensor], None]
 """Raises CheckpointError if a shard, given its tensor's name and its numbers on the CPU, may not be saved."""
 
-GATHER = "copy the step's files of all nodes into one directory step-… (rsync -a), and load that"
-
 
 def dcp_data_file_name(rank: int) -> str:
     """Returns the name that DCP gives to a rank's first file."""
@@ -68,14 +66,13 @@ def dcp_data_file_name(rank: int) -> str:
 class DcpCheckpointWriter(StorageWriter):
     """DCP's writer of this rank's shards into one data file of a draft, with a table beside it.
 
-    besides: tensors whose shards this rank also writes if DCP assigns them to another rank
     attempt: failure of this rank, if any
     written: manifest's entries of both files; on rank 0 also of `.metadata` and the index
     metadata: DCP's metadata, on rank 0
     """
 
-    def __init__(self, draft: CheckpointFiles, *, check: Check, besides: Mapping[str, Tensor]) -> None:
-        self.draft, self.check, self.besides = draft, check, besides
+    def __init__(self, draft: CheckpointFiles, *, check: Check) -> None:
+        self.draft, self.check = draft, check
         self.attempt = ErrorCapture()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
@@ -95,15 +92,12 @@ class DcpCheckpointWriter(StorageWriter):
         with self.attempt, TimedRange("write"):
             name = dcp_data_file_name(rank())
             # One at a time: a shard on a GPU is on the host only while it is written.
-            planned = {(one.index.fqn, tuple(one.index.offset or ())): one for one in plan.items}
-            shards = ((*place, cast(Tensor, planner.resolve_data(one))) for place, one in planned.items())
-            besides = {
-                (fqn, shard_file.shard_offsets(tensor)): tensor for fqn, tensor in self.besides.items()
-            }
-            copies = ((*at, detached_local_tensor(t)) for at, t in besides.items() if at not in planned)
-            every = itertools.chain(shards, copies)
-            pieces, self.written = write_shards(self.draft, name, shards=every, check=self.check)
-            for item, piece in zip(plan.items, pieces, strict=False):
+            shards = (
+                (one.index.fqn, tuple(one.index.offset or ()), cast(Tensor, planner.resolve_data(one)))
+                for one in plan.items
+            )
+            pieces, self.written = write_shards(self.draft, name, shards=shards, check=self.check)
+            for item, piece in zip(plan.items, pieces, strict=True):
                 info = stored_piece(filesystem, name, offset=piece.offset, length=piece.length)
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
         return _completed_future(results)
@@ -177,7 +171,7 @@ class DcpCheckpointReader(StorageReader):
                 data = read_verified_file(self.files, self.manifest, name=SHARDS)
                 index = shard_file.parse_checkpoint_json(ShardIndex, data, source=source)
             else:  # saved by a version without an index
-                tables = {name: self.read_table(name) for name in self.manifest.all_data_file_names}
+                tables = {name: self.read_table(name) for name in self.manifest.data_file_names}
                 index = ShardIndex.from_shard_file_tables(tables)
             self._metadata = index.to_dcp_metadata(self.manifest, source=source)
         return self._metadata
@@ -193,11 +187,9 @@ class DcpCheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with self.attempt:
             places = cast(dict[MetadataIndex, tuple[str, int]], self.read_metadata().storage_data)
-            own = self._shard_copies_on_this_disk()
 
             def file_and_offset(item: ReadItem) -> tuple[str, int]:
-                index = item.storage_index
-                return own.get((index.fqn, tuple(index.offset or ())), places[index])
+                return places[item.storage_index]
 
             items = sorted(plan.items, key=file_and_offset)  # in file order
             for name, group in itertools.groupby(items, key=lambda item: file_and_offset(item)[0]):
@@ -214,22 +206,8 @@ class DcpCheckpointReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
 
-    def _shard_copies_on_this_disk(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-        """Returns {(tensor, position): (file, offset)} of shards on this node's disk: [Note: every copy]."""
-        if self.manifest.nodes == 1:
-            return {}
-        tables = {name: self.read_table(name) for name in self.manifest.data_file_names_on_this_disk}
-        return {(p.name, p.index): (name, p.offset) for name, table in tables.items() for p in table.pieces}
-
     def read_table(self, name: str) -> shard_file.ShardFileTable:
-        """Returns the table of a data file. Raises CheckpointError for a file on another node's disk."""
-        if name in self.manifest.files and name not in self.manifest.files_on_this_disk:
-            raise CheckpointError(
-                f"{self.files} does not have all that this rank needs.",
-                got=f"{name} is on the disk of node {self.manifest.files[name].node}",
-                why="it was saved on disks that nodes do not share, by other ranks or on other nodes",
-                fix=GATHER,
-            )
+        """Returns the table of a data file."""
         if name not in self._tables:
             data = read_verified_file(self.files, self.manifest, name=f"{name}{shard_file.SUFFIX}")
             table = shard_file.parse_checkpoint_json(
@@ -260,16 +238,15 @@ class DcpCheckpointReader(StorageReader):
 
 
 def write_with_dcp(
-    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, check: Check, every_copy: bool, group: Group
+    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, check: Check, group: Group
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes this rank's part of `tensors` into `draft` with DCP. Collective; may raise on one rank alone.
 
     check: see `write_shards`
-    every_copy: whether this rank also writes shards that other ranks write
 
     Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
     """
-    writer = DcpCheckpointWriter(draft, check=check, besides=tensors if every_copy else {})
+    writer = DcpCheckpointWriter(draft, check=check)
     # In DCP, a rank that is done with its `write` waits for the others.
     with _suppress_single_process_warning(), TimedRange("agreement"):
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not is_distributed())
@@ -424,7 +401,7 @@ class ShardIndex(FrozenModel):
         return Metadata(state_dict_metadata={**tensors}, storage_data=places)
 
     def _find_inconsistency(self, manifest: Manifest) -> str | None:
-        if strange := set(self.files) - set(manifest.all_data_file_names):
+        if strange := set(self.files) - set(manifest.data_file_names):
             return f"{min(strange)} is not a data file of this checkpoint"
         if other := self.shards.keys() ^ manifest.tensors.keys():
             return f"{min(other)} is in the index or in the manifest, but not in both"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
-from fullshard.torch_private.tensors import storage_address
+from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, storage_address
 
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot compare fp8
 
@@ -28,6 +28,14 @@ def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the position of the first element of this rank's shard in the whole tensor, per dim."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets)
 
 
 def is_wrapper_class(cls: type) -> bool:

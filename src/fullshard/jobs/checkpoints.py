@@ -11,7 +11,6 @@ from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
-from fullshard.training.resume import make_checkpoint_location
 from fullshard.training.state import TrainState
 
 
@@ -33,13 +32,13 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         say: Callable[[str], None],
         record: Callable[..., object] = lambda event, *, step, details: None,
     ) -> None:
-        self._directory, self._plan = make_checkpoint_location(directory, plan), plan
+        self._plan = plan
         self._say, self._record = say, record
         section = plan.run.checkpoint
         options = section.model_dump(include={"keep", "keep_every"})
-        self._save_now = partial(save, directory=self._directory, plan=plan, **options)
+        self._save_now = partial(save, directory=directory, plan=plan, **options)
         in_background = section.mode == "async"
-        self._background = BackgroundSaver(self._directory, plan=plan, **options) if in_background else None
+        self._background = BackgroundSaver(directory, plan=plan, **options) if in_background else None
         self.last: Path | str | None = None
         self.postponed = False
 

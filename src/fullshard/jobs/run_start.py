@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard.checkpoint.location import iterate_complete_checkpoints
+from fullshard.checkpoint.location import iterate_complete_checkpoints, location_of, newest_complete_step
 from fullshard.data.batches import MicrobatchPrefetcher, TrainingData
 from fullshard.data.build import build_data
 from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
@@ -43,8 +43,6 @@ from fullshard.training.resume import (
     check_can_continue,
     continue_run,
     find_pretrained_directory,
-    make_checkpoint_location,
-    newest_checkpoint_step,
     restore_train_state,
 )
 from fullshard.training.shard import discard_offloaded_files, rank_offload_directory, shard
@@ -179,7 +177,7 @@ def _check_saved_state(
     """
 
     def check_newest_checkpoint() -> None:
-        place = None if saved is None else make_checkpoint_location(saved, plan)
+        place = None if saved is None else location_of(saved)
         newest = None if place is None else next(iterate_complete_checkpoints(place), None)
         if newest is not None:
             check_can_continue(plan.run, model, manifest=newest[1])
@@ -205,7 +203,7 @@ def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bo
         if found is None or _unusable_reason(plan, found) is None:
             return None
         ranks = _rank_count_text(found.world_size)
-        if must_resume and newest_checkpoint_step(saved, plan) is None:
+        if must_resume and newest_complete_step(saved) is None:
             raise CheckpointError(
                 f"there is no checkpoint in {saved}, and {found.directory} cannot be used here.",
                 got=_saved_state_text(found),

@@ -34,7 +34,7 @@ from fullshard.system.files import write_file_atomically
 from fullshard.system.process import record_signals
 from fullshard.training.between_steps import validation_loss
 from fullshard.training.loop import Step, train
-from fullshard.training.resume import make_checkpoint_location, roll_back
+from fullshard.training.resume import roll_back
 from fullshard.training.shard import close_offloaded_state, rank_offload_directory
 
 # The first step allocates memory that later steps reuse. The second shows the steady peak.
@@ -141,7 +141,7 @@ def _try_roll_back(job: TrainJob, step: Step) -> bool:
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait_for_saves()
-    if not roll_back(job.state, make_checkpoint_location(job.directory.checkpoints, job.plan), plan=job.plan):
+    if not roll_back(job.state, job.directory.checkpoints, plan=job.plan):
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step

@@ -13,8 +13,8 @@ from typing import Any, cast
 from pydantic import JsonValue
 from torch import nn
 
-from fullshard.checkpoint import NodeLocalDirectory, load
-from fullshard.checkpoint.location import CheckpointLocation, location_of, newest_complete_step
+from fullshard.checkpoint import load
+from fullshard.checkpoint.location import CheckpointLocation, newest_complete_step
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError, SpecError, TrainError
@@ -27,17 +27,6 @@ from fullshard.weights.files import find_weights_file
 from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 MAX_ROLLBACKS = 3
-
-
-def make_checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
-    """Returns `directory` as a location of the plan's storage: shared, or each node's own disk."""
-    location = location_of(directory)
-    return NodeLocalDirectory(Path(directory)) if plan.run.checkpoint.storage == "per_node" else location
-
-
-def newest_checkpoint_step(directory: str | Path, plan: Plan) -> int | None:
-    """Returns the step of the newest complete checkpoint that this process sees, or None."""
-    return newest_complete_step(make_checkpoint_location(directory, plan))
 
 
 def find_pretrained_directory(run: Run) -> Path | None:
@@ -85,10 +74,10 @@ def restore_train_state(
     newest, alone = 0, plan.run.adapter.saves_only_adapters
     if saved is not None:
         doing = f"looking for a checkpoint in {saved}"
-        newest = run_on_rank_zero(lambda: newest_checkpoint_step(saved, plan), doing=doing) or 0
+        newest = run_on_rank_zero(lambda: newest_complete_step(saved), doing=doing) or 0
 
     def load_checkpoint_or_weights(*, missing_ok: bool) -> LoadReport | None:
-        if saved is not None and load(state, make_checkpoint_location(saved, plan), missing_ok=missing_ok):
+        if saved is not None and load(state, saved, missing_ok=missing_ok):
             return None
         return load_pretrained(state.model, weights, plan=plan) if weights is not None and not alone else None
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.shard_file import shard_offsets
 from fullshard.distributed.agreement import rank, run_on_all_ranks, run_on_rank_zero
-from fullshard.distributed.tensors import detached_local_tensor
+from fullshard.distributed.tensors import detached_local_tensor, shard_offsets
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import find_offloaded_state, iterate_parameters_to_load, offloaded_parameters
 from fullshard.parallel.materialize import Initialise, initialise_parameters

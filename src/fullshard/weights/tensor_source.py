@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
-from fullshard.checkpoint.shard_file import SUFFIX, ShardRecord
+from fullshard.checkpoint.shard_file import ShardRecord
 from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
@@ -92,16 +92,13 @@ class SavedModel:
 def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dict[str, list[_Place]]:
     """Returns the pieces of each model tensor, ordered by index, with one of several copies of a piece."""
     found: dict[str, dict[tuple[int, ...], _Place]] = {name: {} for name in manifest.model_tensors}
-    for file in manifest.data_file_names_on_this_disk:
+    for file in manifest.data_file_names:
         for piece in reader.read_table(file).pieces:
             if piece.name in found:
                 found[piece.name].setdefault(piece.index, (file, piece))
     for name, tensor in manifest.model_tensors.items():
         held = sum(math.prod(piece.shape) for _, piece in found[name].values())
         if held != math.prod(tensor.shape):
-            for file in manifest.files:
-                if f"{file}{SUFFIX}" in manifest.files:
-                    reader.read_table(file)  # raises for a file on another node's disk
             raise DamagedCheckpointError(
                 f"{reader.files} does not hold all of {name}.",
                 got=f"{held} of {math.prod(tensor.shape)} elements",

@@ -117,6 +117,10 @@ _NAMES = {
 # Key of an earlier version -> (its default, what replaces it).
 REMOVED: dict[str, tuple[Any, str]] = {
     "checkpoint.export": (False, "fullshard ckpt export, after the run"),
+    "checkpoint.storage": (
+        "shared",
+        "checkpoint.dir, a directory that all nodes share, or an object store (s3://bucket/run)",
+    ),
     "data.attention_mask_field": ("attention_mask", "a column of that name: rename yours"),
     "data.chat_template_kwargs_field": ("chat_template_kwargs", "a column of that name: rename yours"),
     "data.labels_field": ("labels", "a column of that name: rename yours"),

@@ -213,7 +213,6 @@ class CheckpointSection(value.FrozenModel):
     `keep`: number of newest checkpoints to keep; 0 keeps all
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
     `mode`: `async` writes in the background, from a copy in host memory
-    `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
     """
 
     dir: value.PathText | None = None
@@ -221,13 +220,6 @@ class CheckpointSection(value.FrozenModel):
     keep: value.Count = 2
     keep_every: value.Count = 0
     mode: Literal["sync", "async"] = "sync"
-    storage: Literal["shared", "per_node"] = "shared"
-
-    @model_validator(mode="after")
-    def _check_dir(self) -> Self:
-        if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
-            raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
-        return self
 
 
 class FaultToleranceSection(value.FrozenModel):
