@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from fullshard.checkpoint.files import WRITER
+from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import LocalLocation, latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
@@ -112,6 +113,18 @@ class _CannotBePickled(Exception):
 class _RefusesWithItsOwnException(State):
     def values(self):
         raise _CannotBePickled("this", "that")
+
+
+def buffers_after_a_load(directory: Path) -> list[int]:
+    held = {f"model.mean{index}": torch.tensor(dist.get_rank()) for index in range(6)}
+    path = save(State(1, held), directory)
+    target = State(0, dict.fromkeys(held, torch.tensor(-1)))
+    load(target, path)
+    return [int(target.held[name]) for name in held]
+
+
+def test_plain_tensors_that_differ_between_ranks_are_those_of_rank_zero(ranks, tmp_path):
+    assert ranks(3).run(buffers_after_a_load, tmp_path) == [[0] * 6] * 3
 
 
 def refused(kind: type[State], directory: Path) -> str:

@@ -238,7 +238,8 @@ def _write_shards(
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes the shards of every rank. Returns the files of all ranks, and on rank 0 DCP's metadata.
 
-    Collective.
+    Plain tensors that several ranks have, such as buffers, are rank 0's: ranks may have other running means,
+    and DCP would take each from any rank. Collective.
     """
     with raise_on_all_ranks(doing, group=group):
         if WRITER not in draft.file_sizes_bytes():
@@ -247,8 +248,12 @@ def _write_shards(
                 got=f"no {draft} there, which rank 0 has just made",
                 fix="a directory on a file system that all machines share, or an object store (s3://…)",
             )
+    plain = {name for name, tensor in mine.tensors.items() if not isinstance(tensor, DTensor)}
+    of_rank_zero = all_gather_object(plain if rank() == 0 else set[str](), group=group)[0]
+    left = of_rank_zero if rank() else set[str]()
     with raise_on_all_ranks(doing, group=group):
-        own, metadata = storage.write_with_dcp(mine.tensors, draft, check=mine.check_numbers, group=group)
+        tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in left}
+        own, metadata = storage.write_with_dcp(tensors, draft, check=mine.check_numbers, group=group)
     return {n: f for part in all_gather_object(own, group=group) for n, f in part.items()}, metadata
 
 
