@@ -212,6 +212,23 @@ def test_absent_method_is_refused(ranks: Any) -> None:
         ranks(1).run(generated, ("speak",))
 
 
+def forward_of_batch_norm(*settings: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
+    names = ('sharding.units.names=["0", "1"]', *settings)
+    shard(model, plan_of(dist.get_world_size(), *names))(torch.randn(8, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_a_batch_norm_in_half_precision_on_a_cpu_is_refused_by_name(mode: str, ranks: Any) -> None:
+    with pytest.raises(ShardError, match=rf"batch norm of 0\.1\.weight in {mode} on a CPU"):
+        ranks(1).run(forward_of_batch_norm, f"precision.mode={mode}")
+
+
+def test_a_batch_norm_may_be_in_a_unit_in_fp32(ranks: Any) -> None:
+    fp32 = overrides_of('{match="0", precision="fp32"}')
+    ranks(1).run(forward_of_batch_norm, "precision.mode=bf16", fp32)
+
+
 # Computing with what is not gathered #
 class Reading(nn.Module):
     """As Whisper: multiplies with the embedding's weight, which no module of its own holds."""

@@ -101,6 +101,7 @@ def prepare_sharding(
     kinds = sorted({_kind_of_mesh(unit, plan) for unit in found})  # all ranks build them in one order
     meshes = {kind: build_mesh(plan, of_experts=kind[0], is_sharded=kind[1]) for kind in kinds}
     check_fp8_device(plan)
+    _check_batch_norms(model, found, plan=plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
     return PreparedSharding(plan, plan.device, methods, found, repeated, meshes, fp8, split or {})
 
@@ -145,6 +146,28 @@ def _check_not_sharded(model: nn.Module) -> None:
             why="sharding.tensor_parallel makes them itself",
             fix="shard a model of plain parameters",
         )
+
+
+def _check_batch_norms(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
+    """Raises ShardError for a batch norm whose parameters are gathered in a dtype that CPUs do not take."""
+    norms = {
+        module.weight: module.running_mean.dtype
+        for module in model.modules()
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        and module.running_mean is not None
+    }
+    for unit in units if plan.device == "cpu" else ():
+        dtype = unit.settings(plan).precision.param
+        found = (
+            n for n, p in unit.parameters.items() if norms.get(p, TORCH_DTYPE[dtype]) != TORCH_DTYPE[dtype]
+        )
+        if dtype != "fp32" and (name := next(found, None)) is not None:
+            raise ShardError(
+                f"torch cannot compute the batch norm of {name} in {dtype} on a CPU.",
+                why="its running statistics stay in fp32, and the CPU takes parameters of their dtype alone",
+                fix=f'precision.mode = "fp32", or precision = "fp32" for the unit {unit.name} in '
+                "sharding.units.overrides",
+            )
 
 
 def _apply_recompute_and_compile(
