@@ -294,6 +294,25 @@ def test_an_existing_step_is_not_written_again(tmp_path, caplog):
     assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
 
 
+def save_again_with_other_numbers(directory: Path) -> list[tuple[str, bool]]:
+    """Saves step 1 of two states; returns the directories, and whether each holds the numbers of one."""
+    found: list[tuple[str, bool]] = []
+    for step in (1, 2):
+        state = State(1, sharded(step, (dist.get_world_size(),)))
+        path = Path(save(state, directory))
+        target = State(0, sharded(0, (dist.get_world_size(),)))
+        load(target, path)
+        same = torch.equal(target.held["model.uneven"].to_local(), state.held["model.uneven"].to_local())
+        found.append((path.name, same))
+    return found
+
+
+def test_an_existing_step_with_other_numbers_is_set_aside_and_kept(ranks, tmp_path):
+    assert ranks(2).run(save_again_with_other_numbers, tmp_path) == [[("step-00000001", True)] * 2] * 2
+    (aside,) = (name for name in entries(tmp_path) if name.startswith(".bad-step-00000001"))
+    assert read_manifest(tmp_path / aside).step == 1
+
+
 def test_a_step_of_another_model_is_refused(tmp_path):
     path = saved(tmp_path, 1)
     before = listing(tmp_path)

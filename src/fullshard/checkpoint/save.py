@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -71,9 +72,9 @@ def save(
     renamed. If any rank fails, all ranks raise a CheckpointError that names the first failed rank, the
     temporary directory is removed, and older checkpoints are untouched.
 
-    If a complete checkpoint of the same step and model exists, nothing is written. Raises CheckpointError if
-    the step exists with another model. A damaged one is renamed to `.bad-…`. Only one run at a time can save
-    to a directory; others get a CheckpointError.
+    If a complete checkpoint of the same step and numbers exists, nothing is written. One with other numbers,
+    of another run, is renamed to `.bad-…` with a warning, as is a damaged one. Raises CheckpointError if the
+    step is of another model. Only one run at a time can save to a directory; others get a CheckpointError.
 
     Raises CheckpointError for a state that no training can continue from: NaN in the model, and of a
     TrainState, a trained parameter or optimizer state that is not finite, or a negative mean of squares. If
@@ -142,8 +143,11 @@ class CheckpointSaver:
         with ExitStack() as held:
             create = partial(self._create_draft_unless_saved, held, mine, needed_bytes=needed_bytes)
             draft = run_on_rank_zero(create, doing=doing, group=group)
-            if isinstance(draft, Path | str):
-                return draft
+            if isinstance(draft, _SavedStep):
+                if draft.has_same_numbers(mine, group=group):
+                    return path_or_url_of(draft.files)
+                replace = partial(self._set_other_aside, mine, draft.files, needed_bytes=needed_bytes)
+                draft = run_on_rank_zero(replace, doing=doing, group=group)
             try:
                 files, metadata = _write_shards(mine, draft, doing=doing, group=group)
                 commit = partial(self._commit, mine, draft, files=files, metadata=metadata)
@@ -166,19 +170,28 @@ class CheckpointSaver:
 
     def _create_draft_unless_saved(
         self, held: ExitStack, mine: Snapshot, *, needed_bytes: int
-    ) -> CheckpointFiles | Path | str:
-        """Returns a new draft, or the path of the step if it is already saved. Called on rank 0.
+    ) -> "CheckpointFiles | _SavedStep":
+        """Returns a new draft, or the step if it is already saved. Called on rank 0.
 
         The lock of `place.lock_for_writing()` is held until `held` closes.
         """
         held.enter_context(self.place.lock_for_writing())
         there = next((files for step, files in self.place.list_checkpoints() if step == mine.step), None)
-        if there is not None and self._keep_saved_or_quarantine(there, mine):
-            return path_or_url_of(there)
+        saved = None if there is None else self._keep_saved_or_quarantine(there, mine)
+        return saved or self.place.create_draft(mine.step, needed_bytes=needed_bytes)
+
+    def _set_other_aside(
+        self, mine: Snapshot, there: CheckpointFiles, *, needed_bytes: int
+    ) -> CheckpointFiles:
+        """Renames the saved step, which has other numbers, and returns a draft. Called on rank 0."""
+        aside = self.place.quarantine(there)
+        logger.warning(
+            "%s had other numbers, of another run or from before a rollback; it is %s now", there, aside
+        )
         return self.place.create_draft(mine.step, needed_bytes=needed_bytes)
 
-    def _keep_saved_or_quarantine(self, there: CheckpointFiles, mine: Snapshot) -> bool:
-        """Returns True if `there` is complete, else renames it. Raises CheckpointError for another model.
+    def _keep_saved_or_quarantine(self, there: CheckpointFiles, mine: Snapshot) -> "_SavedStep | None":
+        """Returns `there` if it is complete, else renames it. Raises CheckpointError for another model.
 
         Removes a complete one of [Note: saved while steps are skipped], unless this one is such, too.
         """
@@ -187,13 +200,13 @@ class CheckpointSaver:
         except DamagedCheckpointError as error:
             aside = self.place.quarantine(there)
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
-            return False
+            return None
         _check_same_model_as_saved(there, manifest, mine=mine)
         if manifest.skipped_in_a_row and not skipped_in_a_row(mine.values):
             logger.info("%s is replaced, since steps before it were skipped", there)
             self.place.remove_checkpoint(there)
-            return False
-        return True
+            return None
+        return _SavedStep(there, manifest)
 
     def _commit(
         self,
@@ -231,6 +244,26 @@ class CheckpointSaver:
         else:
             prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
         return path_or_url_of(target)
+
+
+class _SavedStep(NamedTuple):
+    """A complete checkpoint of the step that is to be saved."""
+
+    files: CheckpointFiles
+    manifest: Manifest
+
+    def has_same_numbers(self, mine: Snapshot, *, group: Group) -> bool:
+        """Returns whether it has the numbers of `mine`, by the smallest trained tensor. Collective."""
+        names = [n for n, one in mine.tensors.items() if n.startswith(MODEL_PREFIX) and one.numel()]
+        names = [name for name in names if name in mine.finite] or names
+        if not names or self.manifest.layout == "ranks":  # of an earlier version
+            return True
+        name = min(names, key=lambda one: (mine.tensors[one].ndim < 2, mine.tensors[one].numel(), one))
+        own, saved = mine.tensors[name], torch.empty_like(mine.tensors[name])
+        with raise_on_all_ranks(f"comparing with {self.files}", group=group):
+            storage.read_with_dcp({name: saved}, storage.build_reader(self.files, self.manifest), group=group)
+        same = torch.equal(detached_local_tensor(saved), detached_local_tensor(own))
+        return all(all_gather_object(same, group=group))
 
 
 def _write_shards(

@@ -262,11 +262,17 @@ def build_reader(files: CheckpointFiles, manifest: Manifest) -> DcpCheckpointRea
     return reader
 
 
-def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
+def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *, group: Group = None) -> None:
     """Fills this rank's part of `tensors` with DCP. Collective. May raise on one rank."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _suppress_single_process_warning():
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed())
+        dcp.load(
+            dict(tensors),
+            storage_reader=reader,
+            planner=planner,
+            process_group=group,
+            no_dist=not is_distributed(),
+        )
     reader.attempt.raise_captured()
 
 
