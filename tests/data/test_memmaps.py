@@ -56,6 +56,17 @@ def test_an_index_file_gives_dtype_and_documents(tmp_path: Path):
         assert store.warnings == []
 
 
+@pytest.mark.parametrize("fields", [{"dtype": "int32"}, {"eod_token": 1}])
+def test_settings_that_contradict_what_a_file_says_are_refused(tmp_path: Path, fields: dict[str, object]):
+    np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", [4, 2, 3, 2], [0, 1, 2, 4])
+    np.save(tmp_path / "a.npy", np.arange(6, dtype="uint16").reshape(2, 3))
+    for pattern in ("a.bin", "a.npy"):
+        assert stores(tmp_path, pattern, dtype="uint16")
+        with pytest.raises(DataError, match=r"another dtype|says itself where documents end"):
+            stores(tmp_path, pattern, **fields)
+
+
 def test_empty_documents_of_an_index_are_counted(tmp_path: Path):
     np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
     write_index(tmp_path / "a.idx", [4, 0, 2, 3, 2], [0, 1, 2, 3, 5])

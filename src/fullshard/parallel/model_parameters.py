@@ -89,7 +89,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
 
 
 def _check_embeddings(model: nn.Module) -> None:
-    """Raises ShardError for embeddings with max_norm or sparse gradients."""
+    """Raises ShardError for embeddings with max_norm, and sparse gradients or those by frequency."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -107,6 +107,13 @@ def _check_embeddings(model: nn.Module) -> None:
                 got=f"{name or type(module).__name__}, sparse = True",
                 why="FSDP2 reduces dense gradients",
                 fix="sparse = False",
+            )
+        if module.scale_grad_by_freq and module.weight.requires_grad:
+            raise ShardError(
+                "an embedding whose gradients are scaled by frequency cannot be sharded.",
+                got=f"{name or type(module).__name__}, scale_grad_by_freq = True",
+                why="each rank counts the tokens of its own microbatch, not those of the batch",
+                fix="scale_grad_by_freq = False",
             )
 
 
