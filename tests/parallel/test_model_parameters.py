@@ -91,13 +91,11 @@ def test_trained_parameters_in_float64_are_named(caplog: pytest.LogCaptureFixtur
     assert "2 parameters in float64 are trained in the run's dtype: 0.weight, 0.bias" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "option", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}], ids=str
-)
+@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_embeddings_that_shards_cannot_follow_are_refused(kind: type[nn.Module], option: Any) -> None:
-    with pytest.raises(ShardError, match="an embedding with"):
-        check_parameters(nn.Sequential(kind(3, 2, **option)))
+def test_embeddings_that_shards_cannot_follow_are_refused(kind: type[nn.Module], option: str) -> None:
+    with pytest.raises(ShardError, match=r"an embedding (?s:.)* cannot be sharded"):
+        check_parameters(nn.Sequential(kind(3, 2, **{option: True})))
 
 
 class Elsewhere(nn.Module):
