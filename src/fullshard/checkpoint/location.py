@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from fullshard.checkpoint.files import (
     WRITER,
@@ -53,11 +53,7 @@ class CheckpointLocation(Protocol):
     """A directory of checkpoints. Any method may raise OSError.
 
     Only rank 0 calls methods that change files.
-
-    is_local: whether a save is as fast as a disk, so that an update may wait for it
     """
-
-    is_local: ClassVar[bool]
 
     def __str__(self) -> str: ...
 
@@ -107,8 +103,6 @@ class CheckpointLocation(Protocol):
 @dataclass(frozen=True)
 class LocalLocation:
     """A directory of a file system. A draft is a directory in it, and one rename commits it."""
-
-    is_local: ClassVar[bool] = True
 
     path: Path
     free_bytes: Callable[[Path], int] = free_disk_bytes

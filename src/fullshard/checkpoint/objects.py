@@ -17,7 +17,6 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import ClassVar
 
 from fullshard.checkpoint.files import (
     MANIFEST,
@@ -46,8 +45,6 @@ class ObjectLocation:
     url: prefix of the steps
     part_bytes: bytes sent per request while a file is written; S3 requires 5 MiB or more
     """
-
-    is_local: ClassVar[bool] = False
 
     url: str
     part_bytes: int = PART_BYTES
