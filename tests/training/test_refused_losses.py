@@ -1,4 +1,4 @@
-"""What a step refuses of a loss function and of microbatches, and how validation averages losses."""
+"""Losses and microbatches that a step refuses, and the mean that validation takes of losses."""
 
 import itertools
 import math

@@ -53,19 +53,7 @@ def _open_memmap_store(
             tokens, bounds = _open_bin_tokens(path, fields.dtype), None
     except OSError as error:
         raise unreadable_path_error(path, error) from error
-    if fields.dtype is not None and np.dtype(fields.dtype) != tokens.dtype:
-        raise DataError(
-            f"{path} has another dtype.",
-            got=f"{tokens.dtype}, and data.dtype = {fields.dtype!r}",
-            fix=f"data.dtype = {str(tokens.dtype)!r}, or left out",
-        )
-    if fields.eod_token is not None and bounds is not None:
-        raise DataError(
-            f"{path} says itself where documents end.",
-            got=f"data.eod_token = {fields.eod_token}",
-            why="its rows, or the .idx beside it, are the documents",
-            fix="leave data.eod_token out",
-        )
+    _check_settings_fit_file(fields, path, dtype=tokens.dtype, has_bounds=bounds is not None)
 
     def write_document_bounds(draft: Path) -> Mapping[str, Any]:
         eod_token = fields.eod_token if bounds is None else None
@@ -100,6 +88,25 @@ def _open_memmap_store(
         vocabulary_size=manifest["vocabulary"],
         notes=token_store.TokenizeNotes(empty=manifest.get("empty", 0)),
     )
+
+
+def _check_settings_fit_file(
+    fields: DataSourceFields, path: str, *, dtype: np.dtype[Any], has_bounds: bool
+) -> None:
+    """Raises DataError for settings that contradict a file that says its dtype and documents itself."""
+    if fields.dtype is not None and np.dtype(fields.dtype) != dtype:
+        raise DataError(
+            f"{path} has another dtype.",
+            got=f"{dtype}, and data.dtype = {fields.dtype!r}",
+            fix=f"data.dtype = {str(dtype)!r}, or left out",
+        )
+    if fields.eod_token is not None and has_bounds:
+        raise DataError(
+            f"{path} says itself where documents end.",
+            got=f"data.eod_token = {fields.eod_token}",
+            why="its rows, or the .idx beside it, are the documents",
+            fix="leave data.eod_token out",
+        )
 
 
 def _max_token_and_document_ends(
