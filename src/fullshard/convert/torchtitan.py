@@ -23,11 +23,12 @@ from fullshard.convert.rules import (
 from fullshard.spec.pretrained import preset_or_none
 
 # torchtitan's defaults for keys that are left out, if the section or the file needs them.
+_WARMUP_STEPS = 200
 _DEFAULTS = {
     "optimizer.learning_rate": 8e-4,
     "optimizer.betas": [0.9, 0.95],
     "optimizer.weight_decay": 0.1,
-    "schedule.warmup_steps": 200,
+    "schedule.warmup_steps": _WARMUP_STEPS,
     "schedule.kind": "linear",
     "schedule.min_lr_ratio": 0.0,
     "data.sequence_length": 2048,
@@ -181,7 +182,7 @@ def _convert_schedule(state: ConversionState) -> None:
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
     warmup_key, steps = "lr_scheduler.warmup_steps", parse_positive_integer(state.get("training.steps"))
     given = parse_positive_integer(state.get(warmup_key))
-    if steps and (_DEFAULTS["schedule.warmup_steps"] if given is None else given) > steps:
+    if steps and (_WARMUP_STEPS if given is None else given) > steps:
         why = "torchtitan cuts the warmup to the steps"
         state.record_setting(warmup_key, "schedule.warmup_steps", value=steps, why=why)
         state.set_default_of_other_tool("schedule.warmup_steps", steps, why=why)
