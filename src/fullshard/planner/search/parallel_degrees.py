@@ -13,12 +13,7 @@ fits is chosen if it is notably faster than one with fewer axes. One that offloa
 all that do not: the rates of hosts differ more than those of links. Each number needs a trace, which takes
 seconds.
 
-[Note: bounds of degrees]
-Each number of ranks that divide experts has a lower bound on the seconds of its plans that may fit
-(`least_seconds_that_may_fit`), and the search begins with the least of these. A number is left out if its
-bound shows that it cannot be chosen: no plan of it is faster than the fastest so far, and it is no lower
-number within NOTABLE of that. So the result is the same as if all were searched.
-
+Of the numbers of ranks that divide experts, the least is chosen that no other is notably faster than.
 Plans that offload are compared only if none fits without. Ranks that share sequences or matmuls are tried
 with the number that is chosen without them, if it has a plan that fits without offload.
 """
@@ -30,12 +25,7 @@ from typing import NamedTuple
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.search import candidates
 from fullshard.planner.search.explain import NOTABLE
-from fullshard.planner.search.search import (
-    SearchResult,
-    least_seconds_that_may_fit,
-    list_offload_targets,
-    search,
-)
+from fullshard.planner.search.search import SearchResult, list_offload_targets, search
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -69,17 +59,15 @@ class _DegreeSearcher(NamedTuple):
     def search(self, run: Run) -> DegreeSearch:
         """Searches over the ranks that divide experts, with the run's division of sequences and matmuls.
 
-        The least number of ranks is chosen that no other is notably faster than: see [Note: bounds of
-        degrees]. Raises PlanError for impossible settings, which are not traced.
+        Raises PlanError for impossible settings, which are not traced.
         """
         hardware, shared = self.hardware, run.sharding.ranks_per_sequence
-        if shared > 1 and run.train.global_batch % max(hardware.world_size // shared, 1):
+        if run.train.global_batch % max(hardware.world_size // shared, 1):
             Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.experts))
         if run.sharding.expert_parallel != "auto" or not degrees:
             return self._search_spec(run, spec)
-        least_seconds_that_may_fit(spec, hardware, run)  # raises, if the batch cannot be divided
         questions = {
             1: (_with_degree(run, "expert_parallel", degree=1), spec)
         } | self._describe_expert_degrees(run, degrees)
@@ -124,21 +112,14 @@ class _DegreeSearcher(NamedTuple):
 
         tiers: the offload targets to try; without any, nothing is offloaded by choice
         """
-        bounds: dict[int, float] = {}
-        for degree, (run, spec) in questions.items():
+        found: list[DegreeSearch] = []
+        for own, spec in questions.values():
+            only_resident = not tiers and own.offload.tier == "auto"
+            run = candidates.run_with_settings(own, {"offload": {"tier": "none"}}) if only_resident else own
             with suppress(PlanError):  # other settings of the run cannot be combined with this number
-                bounds[degree] = least_seconds_that_may_fit(spec, self.hardware, run, tiers=tiers)
-        found: dict[int, DegreeSearch] = {}
-        for degree in sorted(bounds, key=lambda one: bounds[one]):
-            if bounds[degree] == float("inf") or not _may_be_chosen(degree, bounds[degree], found=found):
-                continue
-            run, spec = questions[degree]
-            if not tiers and run.offload.tier == "auto":
-                run = candidates.run_with_settings(run, {"offload": {"tier": "none"}})
-            searched = self._search_spec(run, spec, tiers=tiers)
-            if searched.found.best is not None:
-                found[degree] = searched._replace(run=questions[degree][0])
-        return choose_fastest([found[degree] for degree in sorted(found)], questions[1][0]) if found else None
+                searched = self._search_spec(run, spec, tiers=tiers)
+                found += [] if searched.found.best is None else [searched._replace(run=own)]
+        return choose_fastest(found, questions[1][0]) if found else None
 
 
 def search_parallel_degrees(
@@ -227,16 +208,6 @@ def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
     waits = time.exposed_all_gather + time.exposed_reduce_scatter + time.exposed_all_reduce
     is_open = plan.tensor_parallel == 1 and hardware.nodes > 1
     return is_open and waits > EXPOSED * time.total
-
-
-def _may_be_chosen(degree: int, bound: float, *, found: Mapping[int, DegreeSearch]) -> bool:
-    """Returns whether a number of ranks, whose plans take at least `bound` seconds, may be chosen."""
-    if not found:
-        return True
-    seconds = {other: step_seconds_of(one) for other, one in found.items()}
-    fastest = min(seconds.values())
-    chosen = min(other for other in seconds if seconds[other] <= (1 + NOTABLE) * fastest)
-    return bound < fastest or (degree < chosen and bound <= (1 + NOTABLE) * fastest)
 
 
 def _with_degree(run: Run, axis: str, *, degree: int) -> Run:

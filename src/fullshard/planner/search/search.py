@@ -85,20 +85,6 @@ def search(  # signature: the library's, the same for all its questions
     return found
 
 
-def least_seconds_that_may_fit(  # signature: the first of `search`
-    spec: ModelSpec, hardware: Hardware, run: Run, *, tiers: Sequence[Tier] = ()
-) -> float:
-    """Returns a lower bound on the seconds of all plans of `run` that fit; infinity if none may.
-
-    Nothing is predicted. The seconds contain each step's share of compiling. `tiers` is as for `search`.
-    Raises PlanError as `search` does.
-    """
-    costs = candidates.CandidateCosts(spec, hardware, run=run, memory=peak_bytes, tiers=tiers)
-    order = sorted(range(len(costs.candidates)), key=lambda index: costs.least_seconds[index])
-    fitting = (costs.least_seconds[index] for index in order if costs.least_bytes(index) <= costs.limit)
-    return next(fitting, float("inf"))
-
-
 def predict(spec: ModelSpec, plan: Plan, hardware: Hardware) -> Plan:  # signature: the library's
     """Returns `plan` with its prediction of bytes and seconds, term by term.
 
