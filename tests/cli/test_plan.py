@@ -78,13 +78,13 @@ def test_mistakes_have_a_remedy(arguments: list[str], error: type[SpecError], sa
     assert "Traceback" not in err
 
 
-def test_reason_and_runners_up_are_printed(capsys: Any) -> None:
+def test_reason_and_other_strategies_are_printed(capsys: Any) -> None:
     assert main(["plan", PRESET, "--on", "2xH100", "--compare"]) == 0
     out = capsys.readouterr().out
     assert "\nwhy " in out
     assert " the limit: " in out
     data = planned(capsys, PRESET, "--on", "2xH100")
-    assert {"binds", "runners_up"} <= set(data["why"])  # type: ignore[call-overload]
+    assert {"binds", "lever"} <= set(data["why"])  # type: ignore[call-overload]
 
 
 def test_machines_are_rows_with_ranks_and_prices(capsys: Any) -> None:

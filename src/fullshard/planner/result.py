@@ -236,26 +236,25 @@ def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str
 
 def fastest_plan(question: PlanRequest) -> Plan:
     """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
-    found = _search_degrees(question, with_front=False).found
+    found = _search_degrees(question).found
     return require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
 
 
 def choose_fastest_plan(question: PlanRequest) -> PlanResult:
     """Searches for the fastest plan that fits, and explains it. Raises PlanError as `fastest_plan` does."""
-    searched = _search_degrees(question, with_front=True)
+    searched = _search_degrees(question)
     run, spec, found = searched
     best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
     explanation = explain_plan(found, question.hardware, spec=spec, run=run)
     return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
 
 
-def _search_degrees(question: PlanRequest, *, with_front: bool) -> DegreeSearch:
+def _search_degrees(question: PlanRequest) -> DegreeSearch:
     asked, hardware, subject = question.asked, question.hardware, question.subject
     return search_parallel_degrees(
         lambda run: question.spec if run == asked else subject.describe_model(run, hardware),
         asked,
         hardware=hardware,
-        with_front=with_front,
     )
 
 

@@ -123,7 +123,14 @@ def test_an_axis_is_taken_only_if_it_is_notably_faster(sharing: float, chosen: i
 def found_with(step_seconds: float, *overrides: str) -> DegreeSearch:
     plan = predicted(*overrides, "run.compile=false", seconds=step_seconds)
     found = SearchResult(
-        best=plan, fastest=plan, closest=None, by_strategy={}, limit_bytes=1, considered=1, predicted=1
+        best=plan,
+        fastest=plan,
+        fastest_in_twice=plan,
+        closest=None,
+        by_strategy={},
+        limit_bytes=1,
+        considered=1,
+        predicted=1,
     )
     return DegreeSearch(plan.run, decoder_spec(LLAMA_8B), found)
 

@@ -1,9 +1,6 @@
-"""Explanation of a search's result: what limits the plan, other plans with their price, and what gains most.
+"""Explanation of a search's result: what limits the plan, and which change gains most."""
 
-The alternatives are from the front of speed and memory: no plan is both faster and smaller than any of them.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, cast
 
 from fullshard.errors import PlanError
@@ -13,16 +10,11 @@ from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel
 
 # Fraction of the step from which a difference is reported: it would be noticeable.
 NOTABLE = 0.03
-NO_DIFFERENCE = "the same settings"
-# Fractions of the chosen plan's memory that smaller alternatives may need.
-_SMALLER = (0.85, 0.6)
-_SLOWEST = 1.5  # times the chosen plan's step: nobody waits longer to save memory that is there
 Binding = Literal["memory", "links", "host", "computing"]
 _LIMITS: dict[Binding, str] = {
     "memory": "memory is the limit",
@@ -30,29 +22,6 @@ _LIMITS: dict[Binding, str] = {
     "host": "the host is the limit",
     "computing": "computing is the limit",
 }
-
-
-class RunnerUpPlan(FrozenModel):
-    """A plan that was not chosen, compared with the chosen one."""
-
-    plan: Plan
-    seconds: float  # extra seconds per step over the chosen plan; negative if it is faster
-    speedup: float  # extra tokens/s over the chosen plan, as a fraction; negative if it is slower
-    needed_bytes: int  # extra bytes over the chosen plan; negative if it needs fewer
-    lacks_bytes: int = 0  # bytes by which it does not fit the device; 0 if it fits
-    margin_bytes: int = 0  # bytes of the margin that it would use; 0 if it leaves the margin free
-
-    def text(self, chosen: Plan) -> str:
-        """Returns the plan and its price in one line: what differs from `chosen`, memory and speed."""
-        size = format_bytes(abs(self.needed_bytes))
-        if self.lacks_bytes:
-            memory = f"does not fit by {format_bytes(self.lacks_bytes)}"
-        elif self.margin_bytes:
-            memory = f"{size} more, {format_bytes(self.margin_bytes)} of it from the margin"
-        else:
-            memory = f"{size} {'more' if self.needed_bytes > 0 else 'less'}"
-        speed = f"{100 * abs(self.speedup):.1f} % {'faster' if self.speedup > 0 else 'slower'}"
-        return f"instead: {format_difference(self.plan, chosen)}: {memory}, {speed}"
 
 
 class Lever(FrozenModel):
@@ -70,7 +39,7 @@ class PlanExplanation(FrozenModel):
     `binds` is the limit of the plan: what costs the largest part of the step, or `computing` if no other part
     is notable.
 
-    memory      the seconds that the nearest notably faster plan would save, which does not fit
+    memory      the seconds that the fastest plan in twice the memory would save
     links       waiting for collectives
     host        neither computing nor waiting for links: the host, or copies by FSDP2 or an offload target
     computing   the kernels themselves
@@ -80,43 +49,35 @@ class PlanExplanation(FrozenModel):
     fits: bool
     binds: Binding
     because: str  # reason for `binds`, as text
-    runners_up: tuple[RunnerUpPlan, ...]  # other plans of the front of speed and memory
     lever: Lever | None  # the change that gains most, if any is notable
 
     def advice_lines(self) -> tuple[str, ...]:
-        """Returns what binds, the largest lever, and the alternatives, a sentence or two each."""
-        lines = [f"{_LIMITS[self.binds]}: {self.because}"]
-        lines += [f"largest lever: {self.lever.text}"] if self.lever is not None else []
-        named = self.fits and self.binds == "memory"  # `because` names the nearest step up
-        others = [one for one in self.runners_up if not (named and one.lacks_bytes)]
-        return (*lines, *(one.text(self.plan) for one in others))
+        """Returns what binds, and the largest lever, a sentence or two each."""
+        lever = [f"largest lever: {self.lever.text}"] if self.lever is not None else []
+        return f"{_LIMITS[self.binds]}: {self.because}", *lever
 
 
 def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanExplanation:
-    """Returns the explanation of `found`, the result of a search of `run` with its front."""
+    """Returns the explanation of `found`, the result of a search of `run`."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
     prediction = require_prediction(plan)
-    runners_up = choose_runners_up(found, plan)
-    binds, because = _binding_limit_and_reason(plan, found, runners_up=runners_up)
+    binds, because = _binding_limit_and_reason(plan, found)
     return PlanExplanation(
         plan=plan,
         fits=prediction.fits_in_memory,
         binds=binds,
         because=because,
-        runners_up=runners_up,
         lever=find_largest_lever(plan, hardware, spec=spec, run=run) if found.best else None,
     )
 
 
-def _binding_limit_and_reason(
-    plan: Plan, found: SearchResult, *, runners_up: Sequence[RunnerUpPlan]
-) -> tuple[Binding, str]:
+def _binding_limit_and_reason(plan: Plan, found: SearchResult) -> tuple[Binding, str]:
     prediction = require_prediction(plan)
     if found.best is None:
         over = prediction.required_device_bytes - prediction.capacity_bytes
         return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
-    limits = _notable_limits(prediction, runners_up, plan=plan)
+    limits = _notable_limits(plan, found.fastest_in_twice or plan)
     if (largest := max(limits, key=lambda one: one[0], default=None)) is not None:
         return largest[1:]
     total, time = prediction.time.total, prediction.time
@@ -125,16 +86,19 @@ def _binding_limit_and_reason(
     return "computing", f"the model's kernels take {share:.0f} % of the step{again}"
 
 
-def _notable_limits(
-    prediction: Prediction, runners_up: Sequence[RunnerUpPlan], *, plan: Plan
-) -> Iterator[tuple[float, Binding, str]]:
-    """Yields (fraction of the step, limit, reason) of each limit that is notable."""
+def _notable_limits(plan: Plan, fastest: Plan) -> Iterator[tuple[float, Binding, str]]:
+    """Yields (fraction of the step, limit, reason) of each limit that is notable.
+
+    fastest: the fastest plan of those that need at most twice the memory
+    """
+    prediction, other = require_prediction(plan), require_prediction(fastest)
     total, time = prediction.time.total, prediction.time
-    step_up = next((one for one in runners_up if one.lacks_bytes), None)
-    if step_up is not None and step_up.speedup >= NOTABLE:
-        more = f"{format_bytes(step_up.lacks_bytes)} more than the {format_bytes(prediction.capacity_bytes)}"
-        change = f"{format_difference(step_up.plan, plan)}, {100 * step_up.speedup:.0f} % faster"
-        yield step_up.speedup / (1 + step_up.speedup), "memory", f"with {more} per rank: {change}"
+    lacks = other.required_device_bytes - other.capacity_bytes
+    speedup = other.tokens_per_second / prediction.tokens_per_second - 1
+    if lacks > 0 and speedup >= NOTABLE:
+        more = f"{format_bytes(lacks)} more than the {format_bytes(prediction.capacity_bytes)}"
+        change = f"{format_difference(fastest, plan)}, {100 * speedup:.0f} % faster"
+        yield speedup / (1 + speedup), "memory", f"with {more} per rank: {change}"
     if time.offload > NOTABLE * total:
         tier = prediction.offload
         cause = tier.step_bottleneck if tier is not None else "copies of activations"
@@ -159,56 +123,10 @@ def _notable_limits(
         yield share, "host", f"FSDP2's own copies and hooks are {100 * share:.0f} % of the step"
 
 
-def choose_runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUpPlan, ...]:
-    """Returns plans of the front that are worth a look, the fastest first.
-
-    These are the nearest that is notably faster and does not fit (if twice the memory is enough), the
-    fastest that only the margin excludes, and, if memory is not plentiful, the fastest of those that need
-    notably less.
-    """
-    ours = require_prediction(chosen)
-    own, needed, capacity = ours.time.total, ours.required_device_bytes, ours.capacity_bytes
-    known = [(one, require_prediction(one)) for one in found.front]
-    picked: list[Plan] = []
-    faster = [
-        one
-        for one, p in known
-        if p.time.total * (1 + NOTABLE) <= own and capacity < p.required_device_bytes <= 2 * capacity
-    ]
-    picked += faster[-1:]  # the front's last has the least memory
-    tight = [
-        one
-        for one, p in known
-        if p.time.total < 0.995 * own and found.limit_bytes < p.required_device_bytes <= capacity
-    ]
-    picked += tight[:1]
-    for part in _SMALLER if needed > capacity / 4 else ():
-        quick = (
-            one
-            for one, p in known
-            if p.required_device_bytes <= part * needed and p.time.total <= _SLOWEST * own
-        )
-        picked += [one for one in [next(quick, None)] if one is not None and one not in picked]
-    return tuple(_compare(one, chosen, limit_bytes=found.limit_bytes) for one in picked)
-
-
-def _compare(plan: Plan, chosen: Plan, *, limit_bytes: int) -> RunnerUpPlan:
-    theirs, ours = require_prediction(plan), require_prediction(chosen)
-    lacks = max(0, theirs.required_device_bytes - theirs.capacity_bytes)
-    return RunnerUpPlan(
-        plan=plan,
-        seconds=theirs.time.total - ours.time.total,
-        speedup=theirs.tokens_per_second / ours.tokens_per_second - 1,
-        needed_bytes=theirs.required_device_bytes - ours.required_device_bytes,
-        lacks_bytes=lacks,
-        margin_bytes=0 if lacks else max(0, theirs.required_device_bytes - limit_bytes),
-    )
-
-
 def format_difference(plan: Plan, chosen: Plan) -> str:
     """Returns the settings of `plan` in which it differs from `chosen`, as text."""
     texts = zip(_iterate_setting_texts(plan), _iterate_setting_texts(chosen), strict=True)
-    return ", ".join(own for own, other in texts if own != other) or NO_DIFFERENCE
+    return ", ".join(own for own, other in texts if own != other) or "the same settings"
 
 
 def _iterate_setting_texts(plan: Plan) -> Iterator[str]:

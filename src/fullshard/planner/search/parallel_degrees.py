@@ -54,7 +54,6 @@ class _DegreeSearcher(NamedTuple):
 
     describe: Describe
     hardware: Hardware
-    with_front: bool
 
     def search(self, run: Run) -> DegreeSearch:
         """Searches over the ranks that divide experts, with the run's division of sequences and matmuls.
@@ -62,7 +61,7 @@ class _DegreeSearcher(NamedTuple):
         Raises PlanError for impossible settings, which are not traced.
         """
         hardware, shared = self.hardware, run.sharding.ranks_per_sequence
-        if run.train.global_batch % max(hardware.world_size // shared, 1):
+        if shared > 1 and run.train.global_batch % max(hardware.world_size // shared, 1):
             Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.experts))
@@ -87,7 +86,7 @@ class _DegreeSearcher(NamedTuple):
         return None if searched.found.best is None else searched
 
     def _search_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
-        found = search(spec, self.hardware, run, tiers=tiers, with_front=self.with_front)
+        found = search(spec, self.hardware, run, tiers=tiers)
         return DegreeSearch(run, spec, found)
 
     def _describe_expert_degrees(self, run: Run, degrees: Sequence[int]) -> dict[int, tuple[Run, ModelSpec]]:
@@ -122,18 +121,15 @@ class _DegreeSearcher(NamedTuple):
         return choose_fastest(found, questions[1][0]) if found else None
 
 
-def search_parallel_degrees(
-    describe: Describe, run: Run, *, hardware: Hardware, with_front: bool = False
-) -> DegreeSearch:
+def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware) -> DegreeSearch:
     """Searches for the best plan of `run`, also over open numbers of ranks that share work.
 
     describe: returns the spec of the run's model
-    with_front: as for `search`
 
     If no plan fits, the result is that of whole sequences, matmuls and experts. Raises PlanError as `search`
     does.
     """
-    searcher = _DegreeSearcher(describe, hardware, with_front)
+    searcher = _DegreeSearcher(describe, hardware)
     whole, error = None, None
     try:
         whole = searcher.search(run)

@@ -38,11 +38,10 @@ class SearchResult(FrozenModel):
 
     best: Plan | None  # the best plan that fits, by [Note: the choice]; None if none does
     fastest: Plan  # the fastest plan regardless of memory
+    fastest_in_twice: Plan | None  # the fastest plan that fits twice the memory; None if none does
     closest: Plan | None  # if none fits, the plan that needs the fewest bytes; otherwise None
     # for each `Candidate.strategy_label`, the best plan that fits, or else that needs the fewest bytes
     by_strategy: Mapping[str, Plan]
-    # if asked for: all plans that no other beats in both speed and memory, the fastest first, fitting or not
-    front: tuple[Plan, ...] = ()
     limit_bytes: PositiveInt  # bytes that a plan may use: the device's memory without the margin
     considered: NonNegativeInt  # number of distinct candidates
     predicted: NonNegativeInt  # candidates predicted in full; the others cannot be among these results
@@ -56,7 +55,6 @@ def search(  # signature: the library's, the same for all its questions
     capacity_bytes: int | None = None,
     memory: candidates.Memory = peak_bytes,
     tiers: Sequence[Tier] = (),
-    with_front: bool = False,
 ) -> SearchResult:
     """Returns the best plan of `spec` on all ranks of `hardware`, over the open settings of `run`.
 
@@ -64,7 +62,6 @@ def search(  # signature: the library's, the same for all its questions
     memory: function that returns a plan's peak, which must not be below `peak_lower_bound`.
     tiers: offload targets to try instead of the run's own. If the run leaves the offload target open,
         targets are tried only if nothing fits without one.
-    with_front: whether the result has the front of speed and memory, which takes about as long as the rest
 
     Raises PlanError if the global batch cannot be divided over the ranks, the pinned settings are impossible
     on them, or `spec` was described under other settings.
@@ -77,10 +74,10 @@ def search(  # signature: the library's, the same for all its questions
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
         hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
     costs = candidates.CandidateCosts(spec, hardware, run=run, memory=memory, tiers=tiers)
-    found = _search_candidates(costs, with_front=with_front)
+    found = _search_candidates(costs)
     others = list_offload_targets(hardware, run)
     if found.best is None and not tiers and run.offload.tier == "auto" and others:
-        outside = search(spec, hardware, run, memory=memory, tiers=others, with_front=with_front)
+        outside = search(spec, hardware, run, memory=memory, tiers=others)
         return found if outside.best is None else outside
     return found
 
@@ -118,7 +115,7 @@ def require_best(found: SearchResult, *, spec: ModelSpec, hardware: Hardware, ru
     return found.best
 
 
-def _search_candidates(costs: candidates.CandidateCosts, *, with_front: bool) -> SearchResult:
+def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
     limit = costs.limit
     order = sorted(range(len(costs.candidates)), key=lambda index: (costs.least_seconds[index], index))
     own = [index for index in order if not costs.candidates[index].is_duplicate]
@@ -131,15 +128,16 @@ def _search_candidates(costs: candidates.CandidateCosts, *, with_front: bool) ->
         chosen = _choose(costs, indices, limit=limit)
         by_kind[name] = _smallest(costs, indices) if chosen is None else chosen
     fastest, closest = _fastest(costs, order, limit=None), None
+    in_twice = _fastest(costs, order, limit=2 * costs.hardware.device_bytes_limit)
     if best is None:
         closest = min((costs.plan(index) for index in by_kind.values()), key=_memory_shortfall_sort_key)
     assert fastest is not None, "something was considered"
     return SearchResult(
         best=None if best is None else costs.plan(best),
         fastest=costs.plan(fastest),
+        fastest_in_twice=None if in_twice is None else costs.plan(in_twice),
         closest=closest,
         by_strategy={name: costs.plan(index) for name, index in by_kind.items()},
-        front=_pareto_front(costs, own) if with_front and best is not None else (),
         limit_bytes=limit,
         considered=len(own),
         predicted=costs.predicted,
@@ -190,23 +188,6 @@ def _smallest(costs: candidates.CandidateCosts, indices: Iterable[int]) -> int:
         best = needed if best is None or needed < best else best
     assert best is not None, "every strategy has candidates"
     return best[1]
-
-
-def _pareto_front(costs: candidates.CandidateCosts, order: Sequence[int]) -> tuple[Plan, ...]:
-    """Returns the plans that no other beats in both seconds and bytes, the fastest first."""
-    front: list[tuple[float, int, int]] = []
-
-    def is_beaten(seconds: float, needed: int) -> bool:
-        return any(s <= seconds and n <= needed for s, n, _ in front)
-
-    for index in order:
-        bound = costs.least_seconds[index]
-        if is_beaten(bound, costs.least_bytes(index)) or is_beaten(bound, costs.needed_bytes(index)):
-            continue
-        found = (costs.seconds(index), costs.needed_bytes(index), index)
-        if costs.fits_host(index) and not is_beaten(*found[:2]):
-            front = [one for one in front if one[0] < found[0] or one[1] < found[1]] + [found]
-    return tuple(costs.plan(index) for *_, index in sorted(front))
 
 
 def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
