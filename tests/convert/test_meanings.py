@@ -103,6 +103,16 @@ def test_offload_of_deepspeed_is_a_tier(zero, tier):
     assert not [one for one in conversion.key_results if one.verdict is KeyVerdict.NOT_SUPPORTED]
 
 
+@pytest.mark.parametrize(
+    ("kind", "rate"), [("WarmupLR", 2e-5), ("WarmupDecayLR", 1e-3), ("WarmupCosineLR", 2e-5)]
+)
+def test_warmup_decay_lr_has_a_peak_of_its_own(kind: str, rate: float):
+    """Of DeepSpeed's schedulers, it alone has a default for warmup_max_lr."""
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-5}}
+    text = json.dumps({"train_batch_size": 8, "optimizer": optimizer, "scheduler": {"type": kind}})
+    assert converted(text).run.optimizer.learning_rate == rate
+
+
 def test_deepspeed_without_a_scheduler_keeps_the_rate():
     text = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
     schedule = converted(json.dumps(text)).run.schedule
@@ -158,6 +168,7 @@ def test_torchtitans_warmup_is_at_most_as_long_as_the_run(text: str, warmup: int
         "[lr_scheduler]\ndecay_ratio = 0.4\ndecay_type = 'cosine'",
         "[lr_scheduler]\ndecay_type = 'sqrt'",
         '{"train_batch_size": 8, "scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1e-3}}}',
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}}',
     ],
 )
 def test_a_schedule_that_cannot_be_expressed_is_lost(text: str):

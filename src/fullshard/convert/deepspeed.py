@@ -212,9 +212,12 @@ def _convert_schedule(state: ConversionState) -> None:
         state.notes.append(f"{state.get(key)} warms up by the logarithm of the step, and fullshard linearly")
     lowest = state.get("scheduler.params.warmup_min_lr")
     if parse_number(lowest) is not None:
-        record = state.record_not_needed if parse_number(lowest) == 0 else state.record_unsupported
-        record("scheduler.params.warmup_min_lr", "warmup begins at the peak / warmup_steps")
-    _convert_peak_learning_rate(state)
+        min_key, why = "scheduler.params.warmup_min_lr", "warmup begins at the peak / warmup_steps"
+        if parse_number(lowest) == 0:
+            state.record_not_needed(min_key, why)
+        else:
+            state.record_unsupported(min_key, why, misses="schedule.warmup_steps")
+    _convert_peak_learning_rate(state, default=1e-3 if kind == "linear" else None)
 
 
 def _convert_absent_scheduler(state: ConversionState) -> None:
@@ -229,9 +232,10 @@ def _convert_absent_scheduler(state: ConversionState) -> None:
         state.set_default_of_other_tool("schedule.warmup_steps", 0, why=why)
 
 
-def _convert_peak_learning_rate(state: ConversionState) -> None:
+def _convert_peak_learning_rate(state: ConversionState, *, default: float | None) -> None:
+    """Sets the peak. `default`: the scheduler's own; with None, it takes the optimizer's rate."""
     key = "scheduler.params.warmup_max_lr"
-    peak: Any = state.get(key)
+    peak: Any = state.leaves.get(key, default)
     if parse_number(peak) is None:
         return
     optimizers = state.settings.get("optimizer.learning_rate")
@@ -240,3 +244,4 @@ def _convert_peak_learning_rate(state: ConversionState) -> None:
         state.settings.pop("optimizer.learning_rate")
         state.notes.append(f"the scheduler's peak, {peak}, is what DeepSpeed trains at, not {optimizers}")
     state.record_setting(key, "optimizer.learning_rate", value=peak, why="the peak")
+    state.set_default_of_other_tool("optimizer.learning_rate", peak, why="the scheduler's default")
