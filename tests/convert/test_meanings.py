@@ -107,7 +107,7 @@ def test_offload_of_deepspeed_is_a_tier(zero, tier):
     ("kind", "rate"), [("WarmupLR", 2e-5), ("WarmupDecayLR", 1e-3), ("WarmupCosineLR", 2e-5)]
 )
 def test_warmup_decay_lr_has_a_peak_of_its_own(kind: str, rate: float):
-    """Of DeepSpeed's schedulers, it alone has a default for warmup_max_lr."""
+    """WarmupDecayLR alone has a default for warmup_max_lr."""
     optimizer = {"type": "AdamW", "params": {"lr": 2e-5}}
     text = json.dumps({"train_batch_size": 8, "optimizer": optimizer, "scheduler": {"type": kind}})
     assert converted(text).run.optimizer.learning_rate == rate
