@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from fullshard.planner.plan_tables import LADDER, Rung
 from fullshard.spec.pretrained import read_presets
 
 Kind = Literal[
@@ -15,6 +14,29 @@ Kind = Literal[
 
 SEGMENTS = {False: "expandable_segments:False", True: "expandable_segments:True"}
 SMOLLM3 = "examples/smollm3/config.json"
+
+
+class Rung(NamedTuple):
+    """A setting that makes a step faster or smaller, on top of those of the rungs below it.
+
+    what: what changes, in a few words
+    settings: `section.key=value`, which replace those of the rungs below
+    expandable_segments: whether CUDA's allocator grows its segments from here on, instead of making new ones
+    """
+
+    name: str
+    what: str
+    settings: tuple[str, ...] = ()
+    expandable_segments: bool = False
+
+
+LADDER = (
+    Rung("eager", "a kernel per operation, whole logits", ("run.compile=false", "train.loss_chunk=0")),
+    Rung("compile", "torch.compile of each block", ("run.compile=true",)),
+    Rung("chunked loss", "logits in chunks of rows", ("train.loss_chunk=auto",)),
+    Rung("segments", "expandable segments of CUDA's allocator", expandable_segments=True),
+    Rung("fp8", "matmuls of blocks in fp8", ("precision.mode=fp8",)),
+)
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,10 @@ def test_saved_plan_equals_the_printed_one(tmp_path: Path, capsys: Any) -> None:
         ([PRESET, "--on", "8xH100", "--tokens-per-step", "100"], PlanError, "too few for 8 ranks"),
         ([PRESET, "--on", "8xH100", "--save", "absent/plan.json"], SpecError, "cannot be written"),
         ([PRESET, "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
-        ([PRESET, "--on", "8xH100", "--ladder", "--compare"], SpecError, "does not go with --compare"),
+        ([PRESET, "--machines", "8xH100", "--compare"], SpecError, "does not go with --compare"),
         ([PRESET, "--machines", "8xH100", "--on", "8xH100"], SpecError, "does not go with --on"),
         ([PRESET, "--machines", "8xH100@2"], SpecError, "needs a number of tokens"),
         ([PRESET, "--machines", "8xH101"], SpecError, "not a chip of the catalog"),
-        (
-            [PRESET, "--on", "8xH100", "--ladder", "--set", "run.compile=true"],
-            SpecError,
-            "run.compile itself",
-        ),
     ],
 )
 def test_mistakes_have_a_remedy(arguments: list[str], error: type[SpecError], said: str, capsys: Any) -> None:

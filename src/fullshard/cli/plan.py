@@ -1,7 +1,7 @@
 """`fullshard plan`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -53,10 +53,6 @@ Price = Annotated[
     typer.Option(metavar="DOLLARS", callback=require_positive_number, help="Price of one GPU hour."),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
-Ladder = Annotated[
-    bool,
-    typer.Option("--ladder", help="Show what each faster setting gains: compile, chunked loss, fp8, …"),
-]
 Save = Annotated[
     Path | None, typer.Option(metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
 ]
@@ -72,8 +68,6 @@ Machines = Annotated[
         help="Plan on several machines side by side, with dollars per GPU hour: '8xH100@2.5, 8xH200@3.2'.",
     ),
 ]
-_TABLES = ("--machines", "--ladder")
-"""Options that print a table of several plans."""
 
 
 def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
@@ -89,7 +83,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     budget: BudgetOption = None,
     price: Price = None,
     compare: Compare = False,
-    ladder: Ladder = False,
     as_json: AsJson = False,
     save: Save = None,
     force: Force = False,
@@ -97,7 +90,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     machines: Machines = None,
 ) -> None:
     """Predict the memory and time of a run; choose what is fastest."""
-    from fullshard.planner.plan_tables import check_rungs_are_open
     from fullshard.planner.result import (
         PlanOptions,
         check_output_replaceable,
@@ -109,14 +101,10 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         check_output_replaceable(save, force=force)
     settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
     pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value))
-    given = {"--machines": machines, "--ladder": ladder, "--compare": compare}
-    given |= {"--save": save, "--largest": largest, "--on": machines and on}
-    _check_tables_alone([name for name, value in given.items() if value])
-    if ladder:
-        check_rungs_are_open(pinned)
+    given = {"--compare": compare, "--save": save, "--largest": largest, "--on": on}
     options = PlanOptions(model, pinned, ranks, drive_rate, tokens_per_step, budget, price)
-    if machines or ladder:
-        return _print_table(options, on, machines=machines, as_json=as_json)
+    if machines:
+        return _plan_on_machines(options, machines, given=given, as_json=as_json)
     question = options.ask(on)
     spend = options.budget_on(question.hardware)
     answer = choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
@@ -127,31 +115,21 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     return answer.print_page(spend, compare=compare)
 
 
-def _check_tables_alone(given: Sequence[str]) -> None:
-    """Raises SpecError for options that do not go with a table of several plans. `given`: their names."""
+def _plan_on_machines(
+    options: "PlanOptions", machines: str, *, given: Mapping[str, object], as_json: bool
+) -> None:
+    """Prints the best plan on each machine. Raises SpecError for options in `given` that are set, too."""
     from fullshard.errors import SpecError
+    from fullshard.planner.machines import machine_record, parse_machines, plan_machines, show_machines
 
-    table = next((name for name in _TABLES if name in given), None)
-    others = [name for name in given if name != table]
-    if table is not None and others:
+    if others := [name for name, value in given.items() if value]:
         raise SpecError(
-            f"{table} does not go with {', '.join(others)}.",
+            f"--machines does not go with {', '.join(others)}.",
             why="it is a table of several plans",
-            fix=f"these without {table}, for one plan",
+            fix="these without --machines, for one plan",
         )
-
-
-def _print_table(options: "PlanOptions", on: str | None, *, machines: str | None, as_json: bool) -> None:
-    from fullshard.planner import plan_tables as tables
-
-    if machines is not None:
-        rows = tables.plan_machines(tables.parse_machines(machines), options.ask, budget=options.budget_on)
-        table = tables.machines_table(rows)
-    else:
-        question = options.ask(on)
-        rungs = tables.plan_ladder(question, options.budget_on(question.hardware))
-        table = tables.ladder_table(rungs, question=question)
+    rows = plan_machines(parse_machines(machines), options.ask, budget=options.budget_on)
     if as_json:
-        typer.echo(json.dumps({table.kind: table.record}, indent=2))
+        typer.echo(json.dumps({"machines": [machine_record(row) for row in rows]}, indent=2))
     else:
-        table.show()
+        show_machines(rows)

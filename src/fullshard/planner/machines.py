@@ -1,0 +1,186 @@
+"""A table of plans on several machines side by side, with dollars per GPU hour."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from fullshard.errors import PlanError, SpecError
+from fullshard.planner.result import PlanRequest, fastest_plan
+from fullshard.planner.search.candidates import require_prediction
+from fullshard.quantities import format_bytes, format_count
+from fullshard.report.plan import (
+    TrainingBudget,
+    format_dollars,
+    format_duration,
+    mesh_text,
+    recompute_text,
+)
+from fullshard.report.table import show_labelled_lines, show_table
+from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
+from fullshard.spec.machine.certainty import certainty_of
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.plan import Plan
+
+
+class MachineRow(NamedTuple):
+    """The best plan on a machine, or the reason why nothing fits.
+
+    budget: the tokens to train on, at the machine's price; None if the user gave no tokens
+    question: what was planned; None if the batch cannot be divided over the machine's ranks
+    """
+
+    name: str
+    plan: Plan | None = None
+    reason: str = ""
+    budget: TrainingBudget | None = None
+    question: PlanRequest | None = None
+
+
+def parse_machines(text: str) -> tuple[tuple[str, float | None], ...]:
+    """Returns (name, dollars per GPU hour) of each machine of `8xH100@2.5, 4x8xH200`.
+
+    Raises SpecError for an empty list or a price.
+    """
+    machines = tuple(_parse_machine(part.strip()) for part in text.split(",") if part.strip())
+    if not machines:
+        raise SpecError("--machines names none.", got=repr(text), fix="--machines '8xH100, 8xH200'")
+    return machines
+
+
+def _parse_machine(text: str) -> tuple[str, float | None]:
+    name, at, price = (part.strip() for part in text.partition("@"))
+    if not at:
+        return name, None
+    try:
+        dollars = float(price.removeprefix("$"))
+    except ValueError:
+        dollars = 0.0
+    if not 0 < dollars < float("inf"):
+        raise SpecError("the price of a machine is not a positive number.", got=text, fix=f"{name}@2.5")
+    return name, dollars
+
+
+def plan_machines(
+    machines: Sequence[tuple[str, float | None]],
+    ask: Callable[[str], PlanRequest],
+    *,
+    budget: Callable[[Hardware, float | None], TrainingBudget | None],
+) -> list[MachineRow]:
+    """Returns a row for each (name, price per hour). Where nothing fits, it has a reason instead of a plan.
+
+    ask: returns the question on the hardware of a name
+    budget: returns the tokens at a price per hour on a hardware, if the user gave tokens
+
+    Raises SpecError for a name that is no hardware.
+    """
+    rows: list[MachineRow] = []
+    for name, price in machines:
+        question = None
+        try:
+            question = ask(name)
+            best = fastest_plan(question)
+        except PlanError as error:
+            rows.append(MachineRow(name, reason=" ".join(str(error).split()), question=question))
+        else:
+            rows.append(MachineRow(name, best, budget=budget(question.hardware, price), question=question))
+    return rows
+
+
+def show_machines(rows: Sequence[MachineRow]) -> None:
+    """Prints a table with a row for each machine, what the figures rest on, and why nothing fits."""
+    question = next((row.question for row in rows if row.question is not None), None)
+    if question is not None:
+        show_labelled_lines([("model", question.model_summary), ("", "")])
+    header = ("", "tokens/s", "per rank", "MFU", "memory", "of", *_budget_columns(rows), "plan")
+    show_table(header, list(_iterate_cells(rows)))
+    notes = [*_best_machines(rows), *chain.from_iterable(map(_machine_notes, rows))]
+    notes.append(("plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"))
+    show_labelled_lines([("", ""), *notes])
+
+
+def _iterate_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ...]]:
+    columns = _budget_columns(rows)
+    for row in rows:
+        if row.plan is None:
+            yield (row.name, *("-" * (5 + len(columns))), "no plan")
+            continue
+        prediction, cells = require_prediction(row.plan), dict.fromkeys(columns, "-")
+        if row.budget is not None:
+            dollars = row.budget.cost_dollars(row.plan, prediction)
+            cells["time"] = format_duration(row.budget.training_seconds(prediction))
+            cells |= {"dollars": format_dollars(dollars)} if dollars is not None else {}
+        yield (
+            row.name,
+            format_count(prediction.tokens_per_second),
+            format_count(prediction.tokens_per_second / row.plan.world_size),
+            "-" if prediction.mfu is None else f"{100 * prediction.mfu:.1f} %",
+            format_bytes(prediction.required_device_bytes),
+            format_bytes(prediction.capacity_bytes),
+            *cells.values(),
+            f"{row.plan.strategy} {row.plan.microbatch}×{row.plan.accumulation} "
+            + recompute_text(row.plan.run).removesuffix(" block"),
+        )
+
+
+def _budget_columns(rows: Sequence[MachineRow]) -> tuple[str, ...]:
+    budgets = [row.budget for row in rows if row.budget is not None]
+    known = {"time": bool(budgets), "dollars": any(budget.price_per_hour for budget in budgets)}
+    return tuple(name for name, shown in known.items() if shown)
+
+
+def machine_record(row: MachineRow) -> Mapping[str, object]:
+    """Returns a row as JSON values."""
+    if row.plan is None or row.question is None:
+        return {"machine": row.name, "reason": row.reason}
+    prediction, hardware = require_prediction(row.plan), row.question.hardware
+    certainty = certainty_of(row.question.spec, hardware)
+    return {
+        "machine": row.name,
+        "reason": None,
+        "tokens_per_second": prediction.tokens_per_second,
+        "mfu": prediction.mfu,
+        "seconds_per_step": prediction.time.total,
+        "bytes_per_rank": prediction.required_device_bytes,
+        "ranks": row.plan.world_size,
+        "source": hardware.source,
+        "capacity_bytes": prediction.capacity_bytes,
+        "certainty": certainty and certainty._asdict(),
+        **({} if row.budget is None else {"budget": row.budget.record(row.plan, prediction)}),
+        "plan": row.plan.model_dump(mode="json"),
+    }
+
+
+def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
+    if row.plan is None or row.question is None:
+        yield row.name, row.reason
+        return
+    tier, hardware = row.plan.run.offload.tier, row.question.hardware
+    offload = "" if tier == "none" else f", offload {tier}"
+    tokens = format_count(row.plan.run.tokens_per_step)
+    yield row.name, f"{mesh_text(row.plan)}{offload}, {tokens} tokens a step"
+    if (certainty := certainty_of(row.question.spec, hardware)) is not None:
+        yield "", certainty.text
+    entry = find_catalog_entry_of_chip(hardware.chip)
+    if hardware.calibration != "none":
+        yield "", "rates measured on such a machine"
+    elif entry is None or not entry.matmul_runs_of:
+        yield "", "rates of the catalog, not fitted to any run"
+    else:
+        runs = f"rates fitted to runs of {entry.matmul_runs_of}"
+        yield "", f"{runs}: runs of other years may differ by their software alone"
+
+
+def _best_machines(rows: Sequence[MachineRow]) -> Iterator[tuple[str, str]]:
+    """Yields the machines that are fastest and cheapest, if there is a choice."""
+    fitting = [(row, row.plan, require_prediction(row.plan)) for row in rows if row.plan is not None]
+    if len(fitting) < 2:
+        return
+    yield "fastest", max(fitting, key=lambda one: one[2].tokens_per_second)[0].name
+    priced = [
+        (cost, row.name)
+        for row, plan, prediction in fitting
+        if row.budget is not None and (cost := row.budget.cost_dollars(plan, prediction)) is not None
+    ]
+    if len(priced) > 1:
+        missing = len(fitting) - len(priced)
+        yield "cheapest", min(priced)[1] + (f", of the {len(priced)} with a price" if missing else "")
