@@ -24,7 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.unit_order import UnitNames, UnitOrder
 from fullshard.errors import ShardError, TrainError
-from fullshard.torch_private.fsdp import gathered_parameter, parameter_groups, pending_gather
+from fullshard.torch_private.fsdp import (
+    cast_first_gradients,
+    gathered_parameter,
+    parameter_groups,
+    pending_gather,
+)
 from fullshard.torch_private.tensors import tree_leaves, version
 
 
@@ -152,6 +157,7 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
         if not group.reduce_grads:
             post_backward(*args)
             return
+        cast_first_gradients(group)
         has_some, without = _find_missing_gradients(group)
         sums_now = group.all_reduce_grads
         if sums_later and without and (has_some or sums_now):

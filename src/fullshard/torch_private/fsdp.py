@@ -35,9 +35,13 @@ NAMES = require(
         "gathers offloaded and fp8 shards",
     ),
     private(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
+    private(f"{_GROUP}._init_mp_dtypes", "reduces parameters that are trained later in their dtype"),
     # read where there is no set_reduce_scatter_unused_params
     private(
         f"{_PARAMETER}.unsharded_accumulated_grad", "reduces experts that no token reached", is_optional=True
+    ),
+    private(  # until torch 2.14, whose reductions refuse two dtypes
+        f"{_PARAMETER}.to_accumulated_grad_if_needed", "casts a first gradient", is_optional=True
     ),
     private(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
     private(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
@@ -98,6 +102,29 @@ def _reduce_zeros(group: Any, post_backward: Callable[..., None]) -> None:
         post_backward(*unused)
 
     group.post_backward = post_backward_with_zeros
+
+
+def update_reduce_dtypes(module: FSDPModule) -> None:
+    """Makes a unit reduce in the dtype of the parameters that are trained now.
+
+    FSDP2 looks which ones are trained in the first forward only.
+    """
+    for group in parameter_groups(module):
+        group._init_mp_dtypes()
+
+
+def cast_first_gradients(group: Any) -> None:
+    """Casts gradients of parameters that had none in earlier microbatches to the dtype of the kept ones."""
+    if all(one.unsharded_accumulated_grad is None for one in group.fsdp_params):
+        return
+    for one in group.fsdp_params:
+        cast = getattr(one, "to_accumulated_grad_if_needed", None)
+        if (
+            cast is not None
+            and one.unsharded_accumulated_grad is None
+            and gathered_parameter(one) is not None
+        ):
+            cast()
 
 
 def compute_with_plain_tensor(engine_parameter: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank, world_size
@@ -19,6 +20,7 @@ from fullshard.models.loss import Loss, sum_and_count
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.quantities import join_names
+from fullshard.torch_private.fsdp import update_reduce_dtypes
 from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.gradients import list_gradients
 from fullshard.training.state import TrainState
@@ -47,8 +49,8 @@ class ModelBetweenSteps:
     def prepare_step(self) -> None:
         """Restores the modes if the loop left the model in evaluation mode, and keeps them otherwise.
 
-        Logs trainable parameters that the optimizer lacks. Raises TrainError if there are gradients already,
-        or hooks of shards that would never be called.
+        Prepares units for the parameters that are trained now, and logs those that the optimizer lacks.
+        Raises TrainError if there are gradients already, or hooks of shards that would never be called.
         """
         model = self._state.model
         if not model.training and self._modes[model]:
@@ -73,6 +75,9 @@ class ModelBetweenSteps:
         trainable = [parameter.requires_grad for parameter in parameters]
         if trainable != self._trainable:
             self._trainable = trainable
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    update_reduce_dtypes(module)
             _warn_of_parameters_without_optimizer(self._state)
 
 
