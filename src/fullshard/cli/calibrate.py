@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fullshard.cli.options import AsJson, require_positive_number
-from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from fullshard.spec.machine.hardware import Curve, Hardware, Rates
+    from fullshard.spec.machine.hardware import Curve, Hardware
 
 
 def calibrate(
@@ -123,45 +123,21 @@ def _check_drive_is_directory(directory: Path) -> None:
 
 
 def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines: the best point of each rate curve, and other rates."""
-    rates = hardware.rates
-    yield "hardware", f"{_hardware_text(hardware)}; all ranks at once, rates per rank:"
-    yield from _compute_rate_rows(rates)
-    yield "fused AdamW", _best_rate_text(rates.optimizer, amount="B")
-    yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
+    """Yields (label, text) lines: the best rates of matmuls, memory, links and drive. The file has all."""
+    ranks = f"{hardware.ranks_per_node} rank{'s' if hardware.ranks_per_node > 1 else ''}"
+    nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
+    yield "hardware", f"{hardware.name}, {ranks}{nodes}; all ranks at once, rates per rank:"
+    for dtype, curve in hardware.rates.matmul.items():
+        yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
+    yield "memory", _best_rate_text(hardware.rates.memory, amount="B")
     for axis, link in (("within", hardware.within), ("across", hardware.across)):
         for kind, rate in link.known_rates.items() if link is not None else ():
             if rate.curve is not None:
-                text = f"{_best_rate_text(rate.curve, amount='B')}, {format_seconds(rate.hop_seconds)} a rank"
-                yield f"{kind.replace('_', '-')} {axis}", text
-    if hardware.host_bytes_per_second is not None:
-        yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
-    yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s per rank"
+                yield f"{kind.replace('_', '-')} {axis}", _best_rate_text(rate.curve, amount="B")
     if hardware.disk_bytes_per_second is not None:
         yield "drive, reading and writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
-    yield "process", f"{format_bytes(hardware.context_bytes)} beside the tensors"
-
-
-def _hardware_text(hardware: "Hardware") -> str:
-    ranks = f"{hardware.ranks_per_node} rank{'s' if hardware.ranks_per_node > 1 else ''}"
-    nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
-    return f"{hardware.name}, {ranks}{nodes}"
-
-
-def _compute_rate_rows(rates: "Rates") -> Iterator[tuple[str, str]]:
-    for dtype, curve in rates.matmul.items():
-        yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
-    yield "  odd sizes", f"{rates.unaligned_matmul:.0%} of that rate, in half precision"
-    for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
-        for dtype, curve in curves.items():
-            yield f"{label} {dtype}", _best_rate_text(curve, amount="FLOP")
-    yield "memory", _best_rate_text(rates.memory, amount="B")
-    yield "  bf16", f"{rates.half_memory:.0%} of that rate"
 
 
 def _best_rate_text(curve: "Curve", *, amount: str) -> str:
     best = max(curve, key=lambda point: point.rate)
-    text = f"{format_count(best.rate)}{amount}/s at {format_count(best.size)}{amount} a launch"
-    if best is not curve[-1]:
-        text += f", {format_count(curve[-1].rate)}{amount}/s at {format_count(curve[-1].size)}{amount}"
-    return text
+    return f"{format_count(best.rate)}{amount}/s at {format_count(best.size)}{amount} a launch"

@@ -55,14 +55,11 @@ def test_the_chip_is_as_fast_as_its_fastest_matmul(found: list[Hardware]):
     assert (hardware.device, hardware.ranks_per_node, hardware.overlap) == ("cpu", 2, 0.0)
 
 
-def test_the_file_reads_back_equal_and_the_table_names_every_kind(found: list[Hardware], tmp_path: Path):
+def test_the_file_reads_back_equal_and_the_table_names_the_main_rates(found: list[Hardware], tmp_path: Path):
     found[0].save(tmp_path / "hardware.toml")
     assert Hardware.load(tmp_path / "hardware.toml") == found[0]
     table = dict(calibration_rows(found[0]))
-    for label in (
-        *("matmul fp32", "attention bf16", "memory", "fused AdamW", "AdamW on the host"),
-        "reduce-scatter within",
-    ):
+    for label in ("matmul fp32", "memory", "reduce-scatter within"):
         assert label in table
 
 

@@ -61,11 +61,6 @@ class ShardingChoice(NamedTuple):
     strategy: Strategy
     shard_degree: int  # number of ranks that share the parameters
 
-    @property
-    def frees_parameters_after_forward(self) -> bool:
-        """True if unsharded parameters are freed after forward, by the rule of `Plan.from_run`."""
-        return self.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
-
 
 class MicrobatchSplit(NamedTuple):
     """Division of a rank's sequences per step into microbatches."""
