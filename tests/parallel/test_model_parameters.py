@@ -61,8 +61,9 @@ def test_parameters_that_can_be_sharded_are_accepted(kind: str) -> None:
     check_parameters(module_with(ACCEPTED[kind]()))
 
 
-def test_parameters_with_elements_in_common_are_refused_and_neighbours_are_not() -> None:
-    memory = torch.zeros(6)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_with_elements_in_common_are_refused_and_neighbours_are_not(device: str) -> None:
+    memory = torch.zeros(6, device=device)
     model = nn.Module()
     model.first, model.second = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
     check_parameters(model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fullshard.distributed.agreement import all_gather_object, rank
+from fullshard.distributed.tensors import storage_key
 from fullshard.errors import ShardError
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Dtype, Precision
@@ -170,10 +171,10 @@ def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises ShardError if distinct parameters have elements in common, since each gets a copy of its own."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, one in parameters.items():
-        if one.is_meta or type(one.data) is not torch.Tensor or not one.is_contiguous():
+        if type(one.data) is not torch.Tensor or not one.is_contiguous():
             continue
-        begin = one.data_ptr()
-        ranges.setdefault(one.untyped_storage().data_ptr(), []).append((begin, begin + one.nbytes, name))
+        begin = int(one.storage_offset()) * one.itemsize
+        ranges.setdefault(storage_key(one), []).append((begin, begin + one.nbytes, name))
     for own in ranges.values():
         own.sort()
         for (_, end, name), (begin, _, other) in zip(own, own[1:], strict=False):

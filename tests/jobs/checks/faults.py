@@ -115,7 +115,6 @@ MODELS = (
     Fault("unused module", "gradients", of_model("unused")),
     Fault("detached", "gradients", of_model("detached")),
     Fault("gradient is NaN", "gradients", of_model("gradient not finite")),
-    Fault("tie by copy", "tied_parameters", of_model("copied tie")),
     Fault("mean of means", "microbatches", of_model("none", "train.loss=tests.fakes.broken:mean_of_means")),
     Fault("parameter without initialiser", "initial_values", of_model("uninitialised")),
     Fault("all matrices are zero", "initial_values", of_model("zeros")),

@@ -16,7 +16,6 @@ CHECKS: Mapping[str, Sequence[Callable[[Any], Finding]]] = {
         model.check_sees_future,  # huggingface/transformers#48745
         model.check_row_independence,  # huggingface/transformers#47394
         model.check_gradients,  # pytorch/pytorch#65195
-        model.check_tied_parameters,  # NVIDIA-NeMo/Automodel#2213
         model.check_microbatches,  # huggingface/blog#2414
         model.check_initial_values,  # fla-org/flame#9
     ),

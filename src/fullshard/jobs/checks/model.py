@@ -1,18 +1,14 @@
 """Checks of a model: its loss and gradients, by `loss(model, batch)` alone, and its parameters."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fullshard.jobs.checks.model_trial import IGNORED, ModelTrial
-from fullshard.models.build import build_model
 from fullshard.quantities import join_names
 from fullshard.spec.records.finding import Finding
-from fullshard.spec.settings.model_section import PythonModel
-from fullshard.system.dotted import import_callable
 from fullshard.torch_private.tensors import BatchNorm
 
 # Bounds on the first loss as a multiple of ln(vocabulary), for labels drawn at random. Logits of standard
@@ -246,34 +242,6 @@ def _step_gradient(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dic
         total += float(count)
     found = [one.grad.flatten().float() for one in model.parameters() if one.grad is not None]
     return torch.cat(found) / total
-
-
-def check_tied_parameters(trial: ModelTrial) -> Finding:
-    """Looks for parameters that share memory without being one parameter."""
-    section = trial.run.model
-    if isinstance(section, PythonModel):
-        # As the user's function makes it: on the meta device nothing has memory to share.
-        made = import_callable(section.python, key="model.python")(**section.options)
-        shared = _names_that_share_memory(made)
-        if shared:
-            return Finding.failure(
-                f"{' and '.join(shared)} share memory, and are different parameters",
-                why="sharding copies each into shards of its own, so they are no longer tied",
-                fix="one nn.Parameter for both: head.weight = embedding.weight, without .data",
-            )
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in build_model(trial.run).named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    tied = [" = ".join(found) for found in names.values() if len(found) > 1]
-    return Finding.ok(f"tied: {'; '.join(tied[:2])}" if tied else "no tied parameters")
-
-
-def _names_that_share_memory(model: nn.Module) -> list[str]:
-    places: dict[int, dict[int, str]] = defaultdict(dict)
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.numel():
-            places[parameter.untyped_storage().data_ptr()][id(parameter)] = name
-    return next((list(found.values()) for found in places.values() if len(found) > 1), [])
 
 
 def check_initial_values(trial: ModelTrial) -> Finding:
