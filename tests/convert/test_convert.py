@@ -248,7 +248,10 @@ def test_only_prefetch_of_one_unit_is_supported(name: str, verdict: KeyVerdict) 
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: 4}", "reshard_after_forward"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: 4}",
+            "reshard_after_forward",
+        ),
         ('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}', "zero_hpz_partition_size"),
     ],
 )

@@ -147,6 +147,26 @@ def test_torchtitans_decay_ratio_of_zero_is_a_constant_rate():
 
 
 @pytest.mark.parametrize(
+    ("keys", "strategy"),
+    [
+        ("fsdp_version: 1, fsdp_sharding_strategy: SHARD_GRAD_OP", "shard_grad_op"),
+        ("fsdp_version: 1, fsdp_reshard_after_forward: false", "full_shard"),
+        ("fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: false", "full_shard"),
+        ("fsdp_version: 2, fsdp_reshard_after_forward: false", "shard_grad_op"),
+        ("fsdp_version: 2, fsdp_sharding_strategy: NO_SHARD", "full_shard"),
+        (
+            "fsdp_version: 2, fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: false",
+            "shard_grad_op",
+        ),
+    ],
+)
+def test_fsdps_version_chooses_the_key_of_the_strategy(keys: str, strategy: str):
+    conversion = converted(f"distributed_type: FSDP\nfsdp_config: {{{keys}}}")
+    assert conversion.run.sharding.strategy == strategy
+    assert conversion.lost_keys == ()
+
+
+@pytest.mark.parametrize(
     ("text", "warmup"),
     [
         ("[training]\nsteps = 100\n[lr_scheduler]", 100),

@@ -69,9 +69,17 @@ def convert_fsdp_section(
     longer = [key for key in state.leaves if key.startswith(f"{_FSDP}fsdp_")]
     state.rename_keys({key: _FSDP + key.removeprefix(f"{_FSDP}fsdp_") for key in longer})
     keys = {key.removeprefix(_FSDP): key for key in state.leaves if key.startswith(_FSDP)}
-    _convert_reshard_after_forward(state, keys.get("reshard_after_forward", ""))
-    _convert_strategy(state, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
-    if by_default and not {"sharding_strategy", "reshard_after_forward"} & keys.keys():
+    strategy, reshard = keys.get("sharding_strategy", ""), keys.get("reshard_after_forward", "")
+    by_trainer = "distributed_type" not in state.leaves
+    unset = "1" if strategy in state.leaves or not by_trainer else "2"
+    if str(state.get(keys.get("version", "fsdp_version")) or unset) == "2":
+        _convert_reshard_after_forward(state, reshard)
+        state.record_not_needed(strategy, "read with fsdp_version 1 only")
+    else:  # of version 1, the Trainer has the strategy in `reshard_after_forward`
+        named = reshard if by_trainer and strategy not in state.leaves else strategy
+        _convert_strategy(state, named, ranks_per_node=ranks_per_node)
+        state.record_not_needed(reshard, "read with fsdp_version 2 only")
+    if by_default:
         state.set_default_of_other_tool("sharding.strategy", "full_shard", why="FSDP's default")
     rules = load_rules("accelerate").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith(_FSDP)})
@@ -158,9 +166,8 @@ def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
         state.record_unsupported(key, why)
         state.infer_setting("sharding.strategy", "full_shard", origin=key)
         return
-    named = _STRATEGIES.get(last_dotted_part_lower(value)) if degree is None else None
-    flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
-    strategy = named or flag
+    flags = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}
+    strategy = flags.get(str(value).lower())
     if strategy is None:
         why = "sharding.strategy: true (full_shard) or false (shard_grad_op)"
         state.record_unsupported(key, why, misses="sharding.strategy")
