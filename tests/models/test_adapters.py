@@ -205,16 +205,24 @@ def test_adapters_of_experts_in_one_tensor_are_refused(settings: list[str], tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "targets", "message"),
     [
-        ("mixtral", "leaves experts.gate_up_proj, experts.down_proj frozen"),
-        ("clip", "18 of text_model.encoder.layers, 18 of vision_model.encoder.layers"),
+        ("mixtral", '"all-linear"', "leaves experts.gate_up_proj, experts.down_proj frozen"),
+        ("mixtral", '["q_proj"]', ""),
+        ("clip", '"all-linear"', "18 of text_model.encoder.layers, 18 of vision_model.encoder.layers"),
     ],
 )
-def test_places_that_all_linear_adapts_or_leaves_frozen_are_logged(
-    name: str, message: str, tmp_path: Any, caplog: pytest.LogCaptureFixture
+def test_places_that_targets_adapt_or_leave_frozen_are_logged(
+    name: str, targets: str, message: str, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_config(name, tmp_path)
-    run = run_of(f"model.hf={tmp_path}")
+    run = run_of(f"model.hf={tmp_path}", f"adapter.targets={targets}")
     log_adapter_places(build_model(run), run.adapter)
-    assert message in caplog.text
+    assert message in caplog.text if message else not caplog.text
+
+
+def test_stacked_weights_that_targets_mean_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    block = nn.ParameterDict({"gate_up_proj": torch.zeros(2, 3, 4)})
+    section = run_of('adapter.targets=["gate_proj"]').adapter
+    log_adapter_places(nn.ModuleDict({"layers": nn.ModuleList([block])}), section)
+    assert "leaves 0.gate_up_proj frozen" in caplog.text

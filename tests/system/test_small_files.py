@@ -49,6 +49,7 @@ def test_toml_that_is_nested_too_deep_or_has_too_many_digits_is_no_toml() -> Non
         with pytest.raises(ValueError, match=r"deep|(it has|a\.b is) an integer of more than 64 bits"):
             parse_toml(text)
     assert parse_toml(f"a = {2**63 - 1}") == {"a": 2**63 - 1}
+    assert parse_toml("\ufeffa = 1") == {"a": 1}  # Windows' mark of UTF-8
 
 
 def test_values_that_refer_to_one_another_are_not_counted_out() -> None:

@@ -23,7 +23,7 @@ def train_an_unfrozen_layer(strategy: str) -> dict[str, Tensor]:
 
 
 class LateRegression(Regression):
-    """Regression that adds an output of its own where it is told to."""
+    """Regression that adds a second output if `adds_late` is set."""
 
     def __init__(self) -> None:
         super().__init__()

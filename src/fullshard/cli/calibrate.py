@@ -1,7 +1,6 @@
 """`fullshard calibrate`."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,11 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fullshard.cli.options import AsJson, require_positive_number
-from fullshard.quantities import format_count, format_seconds
+from fullshard.cli.options import require_positive_number
+from fullshard.quantities import format_count
 
 if TYPE_CHECKING:
     from fullshard.spec.machine.hardware import Curve, Hardware
+
+
+Drive = Annotated[
+    Path,
+    typer.Option(metavar="DIRECTORY", exists=True, file_okay=False, help="On the drive to measure."),
+]
 
 
 def calibrate(
@@ -37,13 +42,10 @@ def calibrate(
         Path | None,
         typer.Option("--out", metavar="HARDWARE.toml", help="The file to write, if not the default one."),
     ] = None,
-    drive: Annotated[
-        Path, typer.Option("--drive", metavar="DIRECTORY", help="A directory on the drive to measure.")
-    ] = Path(),
+    drive: Drive = Path(),
     force: Annotated[
         bool, typer.Option("--force", help="Replace --out even if it is not a hardware.toml.")
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Measure the rates of this machine, and write a hardware.toml.
 
@@ -54,14 +56,14 @@ def calibrate(
     from fullshard.launch.detect import user_hardware_path
     from fullshard.launch.request import LaunchRequest
     from fullshard.launch.start import perform_request, temporary_private_directory
+    from fullshard.report.table import show_labelled_lines
     from fullshard.spec.machine.hardware import Hardware
     from fullshard.spec.run import Run
     from fullshard.system.targets import check_output_file
 
-    started, path = time.monotonic(), out or user_hardware_path()
+    path = out or user_hardware_path()
     check_output_file(path, is_kind=_is_hardware_file, force=force)
     _check_output_is_writable(path)
-    _check_drive_is_directory(drive)
     typer.echo(f"measuring for about {seconds:g} s", err=True)
     with temporary_private_directory() as name:
         run = Run.load(overrides=[f"run.dir={name}", f"run.device={device}", f"run.ranks={ranks}"])
@@ -72,20 +74,9 @@ def calibrate(
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
             found = Hardware.load(measured)
             found.save(path)
-            _print_result(found, as_json=as_json)
-            taken = format_seconds(time.monotonic() - started)
-            typer.echo(f"written: {path}, {taken} after the start", err=True)
+            show_labelled_lines(calibration_rows(found))
+            typer.echo(f"written: {path}", err=True)
     raise typer.Exit(exit_code)
-
-
-def _print_result(hardware: "Hardware", *, as_json: bool) -> None:
-    """Prints the measured hardware."""
-    from fullshard.report.table import show_labelled_lines
-
-    if as_json:
-        typer.echo(hardware.model_dump_json())
-    else:
-        show_labelled_lines(calibration_rows(hardware))
 
 
 def _is_hardware_file(path: Path) -> bool:
@@ -113,13 +104,6 @@ def _check_output_is_writable(path: Path) -> None:
     except OSError as error:
         fix = "another path for --out"
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix=fix) from error
-
-
-def _check_drive_is_directory(directory: Path) -> None:
-    from fullshard.errors import SpecError
-
-    if not os.path.isdir(directory):
-        raise SpecError(f"{directory} is not a directory.", got="--drive", fix="a directory on the drive")
 
 
 def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:

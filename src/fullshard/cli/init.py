@@ -1,6 +1,5 @@
 """`fullshard init`: a run.toml with the keys that people change, or with all, from the fields of Run."""
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +31,6 @@ _MODEL_NOTE = (
     '# Sizes of the reference decoder; or hf = "path or cached name", a model of transformers: docs/models.md'
 )
 _COMMENT_COLUMN = 34
-_LARGE = 10**9
 
 
 def init(
@@ -133,20 +131,8 @@ def _allowed_values_text(schema: Mapping[str, Any], definitions: Mapping[str, An
         return " or ".join(_allowed_values_text(choice, definitions) for choice in choices)
     if "enum" in schema or "const" in schema:
         return ", ".join(str(choice) for choice in schema.get("enum", [schema.get("const")]))
-    if "prefixItems" in schema:
-        items = [_allowed_values_text(item, definitions) for item in schema["prefixItems"]]
-        return f"a list: {'; '.join(items)}"
-    if schema.get("type") == "array":
-        return f"a list of: {_allowed_values_text(schema['items'], definitions)}"
-    if schema.get("type") == "object":
-        keys = ", ".join(schema.get("properties", {}))
-        return f"a table{f' of {keys}' if keys else ''}"
-    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-    return words[schema["type"]] + _numeric_bounds_text(schema)
-
-
-def _numeric_bounds_text(schema: Mapping[str, Any]) -> str:
-    """Returns a number's bounds in words, without those that no run reaches."""
-    words = {"exclusiveMinimum": "over", "minimum": "from", "exclusiveMaximum": "under", "maximum": "to"}
-    bounds = {word: schema[key] for key, word in words.items() if schema.get(key, math.inf) < _LARGE}
-    return "".join(f" {word} {bound:,}" for word, bound in bounds.items())
+    words = {
+        **{"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"},
+        **{"array": "a list", "object": "a table"},
+    }
+    return words[schema["type"]]

@@ -96,10 +96,11 @@ def read_conversation(row: Mapping[str, Any], messages: Any, *, fields: DataSour
     kwargs = _decode_json(_look_up_optional(row, "chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise UntokenizableRecordError(f"chat_template_kwargs is not an object, but {_type_name(kwargs)}")
+    tools = _look_up_optional(row, "tools")
     read = [_read_message(one, i, fields=fields) for i, one in enumerate(cast(list[Any], rows), start=1)]
     return Conversation(
         read,
-        tools=_read_tools(_look_up_optional(row, "tools")),
+        tools=_read_objects(tools, "tools") or None if tools else None,  # may be null, [] or ""
         template_kwargs={**fields.chat_template_kwargs, **cast(Mapping[str, Any], kwargs or {})},
         untrained=frozenset(
             i for i, one in enumerate(read) if not is_message_trained(one, f"message {i + 1}")
@@ -169,11 +170,6 @@ def _read_tool_calls(value: Any, what: str) -> list[Mapping[str, Any]]:
         if not isinstance(function_of_call(call).get("name"), str):
             raise UntokenizableRecordError(f"{what} have a call without a name")
     return [_convert_arguments(call, lambda value: _decode_arguments(value, what)) for call in calls]
-
-
-def _read_tools(value: Any) -> list[Mapping[str, Any]] | None:
-    """Returns the definitions of the tools; None without tools, which may be given as null, [] or ""."""
-    return _read_objects(value, "tools") or None if value else None
 
 
 def _read_objects(value: Any, what: str) -> list[Mapping[str, Any]]:

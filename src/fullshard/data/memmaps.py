@@ -72,7 +72,6 @@ def _open_memmap_store(
         "dtype": str(tokens.dtype),
         "eod_token": fields.eod_token,
         "rows": bounds is not None,
-        "checked": None,  # of earlier versions, whose entries have the same names
     }
     entry = token_store.get_or_build_entry(
         root, f"index-{token_store.cache_key(facts)}", build=write_document_bounds, alive=alive

@@ -71,10 +71,6 @@ _TRAINED_IF_ZERO = ("masked", "is_masked", "ignore_loss", "skip_loss")
 _UNCLEAR = ("mask", "train_detail", "training_detail")
 
 
-def _all_equal(numbers: Numbers) -> bool:
-    return bool((numbers == numbers[:1]).all())
-
-
 # Field of a row -> whether its numbers exclude and separate nothing.
 _EXCLUDES_NOTHING: dict[str, Callable[[Numbers], bool]] = {
     "labels": lambda numbers: IGNORED_LABEL not in numbers,
@@ -84,7 +80,7 @@ _EXCLUDES_NOTHING: dict[str, Callable[[Numbers], bool]] = {
     **dict.fromkeys(
         (*_TRAINED_IF_ZERO, "prompt_mask", "special_tokens_mask"), lambda numbers: not numbers.any()
     ),
-    **dict.fromkeys((*_DOCUMENT_NUMBERS, "token_type_ids"), _all_equal),
+    **dict.fromkeys((*_DOCUMENT_NUMBERS, "token_type_ids"), lambda ids: bool((ids == ids[:1]).all())),
     **dict.fromkeys(_POSITIONS[:2], lambda numbers: np.array_equal(numbers, np.arange(len(numbers)))),
     **dict.fromkeys(_DOCUMENT_BEGINS, lambda numbers: len(numbers) < 3),
     **dict.fromkeys(_DOCUMENT_LENGTHS, lambda numbers: len(numbers) < 2),

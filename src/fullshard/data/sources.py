@@ -45,12 +45,6 @@ IN_MEMORY_BYTES = 64 << 20
 # Fields of a source that say where its rows are, which the content of the files stands for.
 _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
 
-# Former settings, with which tokens of earlier versions have the same names.
-_FORMER_SETTINGS = {
-    f"{name}_field": name
-    for name in ("labels", "loss_mask", "attention_mask", "chat_template_kwargs", "tools")
-}
-
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
 _LINE_SECONDS = 10.0
 _TOKENS, _OFFSETS, _TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
@@ -270,7 +264,7 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
     facts: dict[str, Any] = {
         "version": 4,
-        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS) | _FORMER_SETTINGS,
+        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS),
         "train_on": settings.train_on if settings.fields.records != "text" else "all",
         "on_error": settings.on_error,
         "eos_token": settings.eos_token,

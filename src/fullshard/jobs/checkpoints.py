@@ -58,10 +58,9 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         state.wait_for_updates()
         skipped = state.counts.up_to_date().skipped_in_a_row
         if skipped and not self.postponed:
-            self._say(
-                f"step {state.step}: not saved, since the last {_step_count_text(skipped)} skipped; saved "
-                "after the next step that is not"
-            )
+            were = "step was" if skipped == 1 else f"{skipped} steps were"
+            after = "saved after the next step that is not"
+            self._say(f"step {state.step}: not saved, since the last {were} skipped; {after}")
         self.postponed = skipped > 0
         if skipped:
             return
@@ -125,7 +124,3 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
     def _report_save_failure(self, error: CheckpointError, *, step: int) -> None:
         self._say(f"step {step}: NOT SAVED; training continues\n{error}")
         self._record("save_failed", step=step, details={"error": str(error)})
-
-
-def _step_count_text(count: int) -> str:
-    return "step was" if count == 1 else f"{count} steps were"

@@ -162,22 +162,28 @@ def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
 
 
 def log_adapter_places(model: nn.Module, section: AdapterSection) -> None:
-    """Logs stacked weights in blocks, which are no linear modules: "all-linear" leaves them frozen.
+    """Logs stacked weights in blocks that the targets mean, and leave frozen: they are no linear modules.
 
-    Logs how many modules it adapts in each list of blocks if there are several, as with a vision tower.
+    Logs how many modules "all-linear" adapts in each list of blocks if there are several, as with a vision
+    tower.
     """
-    if section.rank == 0 or section.targets != "all-linear" or rank() != 0:
+    if section.rank == 0 or rank() != 0:
         return
+    every = section.targets == "all-linear"
+    # `gate_proj` also means stacked weights `experts.gate_up_proj`.
+    stems = () if every else tuple(one.rpartition(".")[2].removesuffix("_proj") for one in section.targets)
     stacked = [
         name
         for name, one in model.named_parameters()
         if one.ndim == 3 and ".lora_" not in name and any(part.isdigit() for part in name.split("."))
+        if every or any(stem in name.rpartition(".")[2] for stem in stems)
     ]
     kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacked)
     if kinds:
-        logger.warning('adapter.targets = "all-linear" leaves %s frozen: no linear modules', ", ".join(kinds))
+        targets = json.dumps(section.targets)
+        logger.warning("adapter.targets = %s leaves %s frozen: no linear modules", targets, ", ".join(kinds))
     places = Counter(re.split(r"\.\d+\.", name)[0] for name, _ in iterate_adapted_layers(model))
-    if len(places) > 1:
+    if every and len(places) > 1:
         counts = ", ".join(f"{count} of {place}" for place, count in places.items())
         logger.warning('adapter.targets = "all-linear" adapts linear modules in several places: %s', counts)
 

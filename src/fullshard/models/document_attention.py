@@ -59,8 +59,10 @@ def document_bounds(ends: Tensor, *, sequence_length: int) -> Tensor | None:
 
     ends: (microbatch, documents), int32: where each document ends in its row; the last is the row's end
     """
-    if ends.is_cuda and not _has_varlen_kernel(ends.device):
-        return None
+    if ends.is_cuda:
+        available = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+        if not available or torch.cuda.get_device_capability(ends.device)[0] < _FIRST_WITH_FLASH:
+            return None
     bounds = bounds_of_documents(ends, sequence_length=sequence_length)
     mark_size_as_dynamic(bounds)
     return bounds
@@ -224,11 +226,6 @@ def avoid_nan_of_cudnn(device: torch.device, *, sequence_length: int) -> None:
         capability = torch.cuda.get_device_capability(device)[0]
         if torch.version.hip is None and capability >= _FIRST_WITH_CUDNN:
             torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def _has_varlen_kernel(device: torch.device) -> bool:
-    available = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
-    return available and torch.cuda.get_device_capability(device)[0] >= _FIRST_WITH_FLASH
 
 
 def _attend_with_mask(

@@ -178,14 +178,9 @@ def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
         own, device = choose_rank_count_and_device(LaunchRequest(run=run))
         return detect_hardware(device, ranks=ranks or own)
     hardware = hardware_on(on)
-    return hardware if ranks is None else hardware_with_ranks(hardware, ranks)
-
-
-def hardware_with_ranks(hardware: Hardware, ranks: int) -> Hardware:
-    """Returns `hardware` with `ranks` ranks, on the nodes that they fill. Raises SpecError if they do not."""
-    if ranks == hardware.world_size:
-        return hardware
     each = hardware.ranks_per_node
+    if ranks in (None, hardware.world_size):
+        return hardware
     if ranks > each and ranks % each:
         raise SpecError(
             f"{ranks} ranks do not fill whole nodes.",

@@ -154,7 +154,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         if lines:
             rows += [(heading, "", "", ""), *_format_line_cells(lines, show)]
     for line in comparison.speed:
-        show = format_count if line.term == "tokens_per_second" else _format_fraction_as_percent
+        show = format_count if line.term == "tokens_per_second" else (lambda part: f"{100 * part:.1f} %")
         rows += _format_line_cells([line], show, indent="")
     return rows
 
@@ -242,10 +242,6 @@ def _format_line_cells(
                 "-" if line.measured is None else show(line.measured),
                 "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",
             )
-
-
-def _format_fraction_as_percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
 
 
 def measurement_rows(m: Measurement) -> Iterator[tuple[str, str]]:

@@ -104,7 +104,8 @@ def parse_json(text: str | bytes) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """Returns the tables of TOML text. Raises TomlError, or ValueError over 100 levels or 64-bit integers."""
     try:
-        tree = tomllib.loads(f"{text}\n")  # with the newline, an error at the end has a line, too
+        # A mark is Windows' of UTF-8. With the newline, an error at the end has a line, too.
+        tree = tomllib.loads(text.removeprefix("\ufeff") + "\n")
     except RecursionError:
         raise _nesting_too_deep_error() from None
     except tomllib.TOMLDecodeError as error:

@@ -223,7 +223,8 @@ class TrainState:
         self.not_acted_on = None
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
-        self.recent = RecentSteps(*(_parse_floats(values.get(k)) for k in ("recent_losses", "recent_norms")))
+        recent = (cast(list[Any], values.get(key) or []) for key in ("recent_losses", "recent_norms"))
+        self.recent = RecentSteps(*([float(str(value)) for value in one] for one in recent))
         self.loss_scale = LossScale(
             scale=float(str(values["loss_scale"])),
             window=_parse_integer(values["loss_scale_window"]),
@@ -476,7 +477,3 @@ def _parse_integer(value: JsonValue) -> int:
     if not isinstance(value, int):
         raise CheckpointError("the checkpoint's manifest is not one of fullshard's.", got=repr(value))
     return value
-
-
-def _parse_floats(values: JsonValue) -> list[float]:
-    return [float(str(value)) for value in values] if isinstance(values, list) else []

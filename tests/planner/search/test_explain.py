@@ -29,11 +29,6 @@ def test_memory_binds_where_more_of_it_would_be_faster():
     assert re.search(r"with .* more than the .* per rank: ", found.because)
 
 
-def test_memory_binds_where_nothing_fits():
-    found = explained(hardware_of(1, 8, gib=10))
-    assert (found.binds, found.fits) == ("memory", False)
-
-
 def test_the_largest_lever_is_a_pinned_setting_that_costs_most():
     """Full recompute costs a quarter of the step; nothing else that is tried gains as much."""
     run = ("recompute.mode=full", "sharding.strategy=full_shard", "train.microbatch=1")

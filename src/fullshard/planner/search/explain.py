@@ -34,7 +34,7 @@ class Lever(FrozenModel):
 
 
 class PlanExplanation(FrozenModel):
-    """Explanation of the best plan, or of the closest if none fits.
+    """Explanation of the best plan.
 
     `binds` is the limit of the plan: what costs the largest part of the step, or `computing` if no other part
     is notable.
@@ -46,7 +46,6 @@ class PlanExplanation(FrozenModel):
     """
 
     plan: Plan
-    fits: bool
     binds: Binding
     because: str  # reason for `binds`, as text
     lever: Lever | None  # the change that gains most, if any is notable
@@ -59,24 +58,19 @@ class PlanExplanation(FrozenModel):
 
 def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanExplanation:
     """Returns the explanation of `found`, the result of a search of `run`."""
-    plan = found.best or found.closest
-    assert plan is not None, "a search that considered something has a best plan or a closest"
-    prediction = require_prediction(plan)
+    plan = found.best
+    assert plan is not None, "a plan that fits is explained"
     binds, because = _binding_limit_and_reason(plan, found)
     return PlanExplanation(
         plan=plan,
-        fits=prediction.fits_in_memory,
         binds=binds,
         because=because,
-        lever=find_largest_lever(plan, hardware, spec=spec, run=run) if found.best else None,
+        lever=find_largest_lever(plan, hardware, spec=spec, run=run),
     )
 
 
 def _binding_limit_and_reason(plan: Plan, found: SearchResult) -> tuple[Binding, str]:
     prediction = require_prediction(plan)
-    if found.best is None:
-        over = prediction.required_device_bytes - prediction.capacity_bytes
-        return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
     limits = _notable_limits(plan, found.fastest_in_twice or plan)
     if (largest := max(limits, key=lambda one: one[0], default=None)) is not None:
         return largest[1:]

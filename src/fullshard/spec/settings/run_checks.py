@@ -180,10 +180,6 @@ def unused_setting_notes(run: Run) -> list[str]:
 TRACKERS_OF_EXTRAS = ("tensorboard", "wandb")
 
 
-def _names_optimizer_class(name: str) -> bool:
-    return "." in name and not name.startswith("torch.optim.")
-
-
 def _names_kernel_repository(options: Mapping[str, Any]) -> bool:
     """Returns whether transformers would load kernels, which are code, from a repository `owner/name`."""
     return any(
@@ -203,7 +199,7 @@ CODE_SETTINGS: Mapping[str, Callable[[Any], bool]] = {
     "data.factory": bool,
     "data.trust_remote_code": bool,
     "train.loss": bool,
-    "optimizer.name": _names_optimizer_class,
+    "optimizer.name": lambda name: "." in name and not name.startswith("torch.optim."),
     "log.trackers": lambda names: not {*names} <= {*TRACKERS_OF_EXTRAS},
 }
 
