@@ -68,7 +68,7 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard train run.toml
 fullshard plan llama3-8b --on 8xH100
 fullshard plan llama3-70b --on 8x8xH100 --tokens-per-step 4M --compare
 fullshard plan path/to/config.json --on 8xMI300X --budget 1T --price 2.5
-fullshard plan llama3-8b --machines '8x8xH100, 64x8xH100' --budget 15T
+fullshard plan llama3-8b --machines 8x8xH100,64x8xH100 --budget 15T
 fullshard plan run.toml --save plan.json    then: fullshard train --plan plan.json
 """,
     "check": """
@@ -79,7 +79,7 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard check run.toml
 """,
     "calibrate": """
 fullshard calibrate
-fullshard calibrate --drive /mnt/nvme       with the drive that offload.path is on
+fullshard calibrate --drive /tmp            with the drive that offload.path is on
 torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard calibrate --out hardware.toml
 """,
     "report": """
