@@ -214,7 +214,7 @@ class Weighted(nn.Module):
         self.blocks = nn.ModuleList([Block().bfloat16(), Block().bfloat16(), Block()])
         self.blocks[0].requires_grad_(False)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
-        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
         self.register_buffer("table", torch.zeros(3), persistent=False)
 
     def _init_weights(self, module: nn.Module) -> None:
