@@ -269,7 +269,7 @@ def warned(held: str) -> list[str]:
 
 def test_rank_0_warns_of_missing_weights(ranks: Any) -> None:
     text = (
-        "6 of 21 parameters hold no values, and are initialised: "
+        "6 of 19 parameters hold no values, and are initialised: "
         "blocks.1.norm.weight, blocks.1.norm.bias, blocks.1.up.weight, blocks.1.up.bias and 2 more"
     )
     assert ranks(2).run(warned, "partly") == [[text], []]
