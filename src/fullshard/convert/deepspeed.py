@@ -243,5 +243,6 @@ def _convert_peak_learning_rate(state: ConversionState, *, default: float | None
         # The scheduler sets the rate in every step, so the optimizer's own is never used.
         state.settings.pop("optimizer.learning_rate")
         state.notes.append(f"the scheduler's peak, {peak}, is what DeepSpeed trains at, not {optimizers}")
+    if key not in state.leaves:
+        state.set_default_of_other_tool("optimizer.learning_rate", peak, why="the scheduler's default")
     state.record_setting(key, "optimizer.learning_rate", value=peak, why="the peak")
-    state.set_default_of_other_tool("optimizer.learning_rate", peak, why="the scheduler's default")

@@ -184,8 +184,9 @@ def _convert_schedule(state: ConversionState) -> None:
     given = parse_positive_integer(state.get(warmup_key))
     if steps and (_WARMUP_STEPS if given is None else given) > steps:
         why = "torchtitan cuts the warmup to the steps"
+        if given is None:
+            state.set_default_of_other_tool("schedule.warmup_steps", steps, why=why)
         state.record_setting(warmup_key, "schedule.warmup_steps", value=steps, why=why)
-        state.set_default_of_other_tool("schedule.warmup_steps", steps, why=why)
     ratio, kind = parse_number(state.get(ratio_key)), str(state.get(type_key) or "linear")
     if ratio is not None and 0 < ratio < 1:
         why = 'with schedule.kind = "wsd"'

@@ -49,7 +49,7 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.model_section import expert_shard_dim
 from fullshard.spec.settings.run_checks import check_settings_work_together
 from fullshard.torch_private import fsdp
-from fullshard.torch_private.tensors import tree_leaves, version
+from fullshard.torch_private.tensors import BatchNorm, tree_leaves, version
 
 logger = logging.getLogger("fullshard")
 
@@ -153,15 +153,13 @@ def _check_batch_norms(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -
     norms = {
         module.weight: module.running_mean.dtype
         for module in model.modules()
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
-        and module.running_mean is not None
+        if isinstance(module, BatchNorm) and isinstance(module.running_mean, Tensor)
     }
     for unit in units if plan.device == "cpu" else ():
         dtype = unit.settings(plan).precision.param
-        found = (
-            n for n, p in unit.parameters.items() if norms.get(p, TORCH_DTYPE[dtype]) != TORCH_DTYPE[dtype]
-        )
-        if dtype != "fp32" and (name := next(found, None)) is not None:
+        same = TORCH_DTYPE[dtype]
+        name = next((n for n, p in unit.parameters.items() if norms.get(p, same) != same), None)
+        if dtype != "fp32" and name is not None:
             raise ShardError(
                 f"torch cannot compute the batch norm of {name} in {dtype} on a CPU.",
                 why="its running statistics stay in fp32, and the CPU takes parameters of their dtype alone",

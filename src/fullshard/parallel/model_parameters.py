@@ -102,20 +102,18 @@ def _check_embeddings(model: nn.Module) -> None:
                 fix="max_norm = None, and between steps, without gradients: "
                 "w.mul_((max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1)) of the weight w",
             )
-        if module.sparse and module.weight.requires_grad:
-            raise ShardError(
-                "an embedding with sparse gradients cannot be sharded.",
-                got=f"{name or type(module).__name__}, sparse = True",
-                why="FSDP2 reduces dense gradients",
-                fix="sparse = False",
-            )
-        if module.scale_grad_by_freq and module.weight.requires_grad:
-            raise ShardError(
-                "an embedding whose gradients are scaled by frequency cannot be sharded.",
-                got=f"{name or type(module).__name__}, scale_grad_by_freq = True",
-                why="each rank counts the tokens of its own microbatch, not those of the batch",
-                fix="scale_grad_by_freq = False",
-            )
+        by_rank = "each rank counts the tokens of its own microbatch, not those of the batch"
+        for option, kind, why in (
+            ("sparse", "with sparse gradients", "FSDP2 reduces dense gradients"),
+            ("scale_grad_by_freq", "whose gradients are scaled by frequency", by_rank),
+        ):
+            if getattr(module, option) and module.weight.requires_grad:
+                raise ShardError(
+                    f"an embedding {kind} cannot be sharded.",
+                    got=f"{name or type(module).__name__}, {option} = True",
+                    why=why,
+                    fix=f"{option} = False",
+                )
 
 
 def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

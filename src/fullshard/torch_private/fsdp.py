@@ -115,16 +115,12 @@ def update_reduce_dtypes(module: FSDPModule) -> None:
 
 def cast_first_gradients(group: Any) -> None:
     """Casts gradients of parameters that had none in earlier microbatches to the dtype of the kept ones."""
-    if all(one.unsharded_accumulated_grad is None for one in group.fsdp_params):
+    first = [one for one in group.fsdp_params if one.unsharded_accumulated_grad is None]
+    if len(first) == len(group.fsdp_params):
         return
-    for one in group.fsdp_params:
-        cast = getattr(one, "to_accumulated_grad_if_needed", None)
-        if (
-            cast is not None
-            and one.unsharded_accumulated_grad is None
-            and gathered_parameter(one) is not None
-        ):
-            cast()
+    for one in first:
+        if hasattr(one, "to_accumulated_grad_if_needed") and gathered_parameter(one) is not None:
+            one.to_accumulated_grad_if_needed()
 
 
 def compute_with_plain_tensor(engine_parameter: Any) -> None:
