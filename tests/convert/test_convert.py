@@ -199,7 +199,7 @@ def test_text_that_grows_when_it_is_read_is_refused(text: str) -> None:
         convert_config(text, name="config")
 
 
-def test_values_that_only_yaml_has_become_text() -> None:
+def test_odd_values_are_refused_or_give_a_run_toml_that_loads() -> None:
     for text in (
         "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2001-01-01, x: !!binary gIGC, y: !!set {a}}",
         '{"train_batch_size": 1e999, "gradient_clipping": "nan", "bf16": {"enabled": "\\u007f"}}',

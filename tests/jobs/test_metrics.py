@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import TrainError
-from fullshard.observe.progress import StepMetrics
 from fullshard.observe.run_log import PREVIOUS_METRICS, MetricsLog
+from fullshard.observe.step_metrics import StepMetrics
 from fullshard.spec.records.run_files import METRICS
 
 

@@ -1,4 +1,4 @@
-"""Jobs for the ranks of these tests, with the signature that `launch.request.Request` describes."""
+"""Jobs for the ranks of these tests, with the signature that `launch.request.LaunchRequest` describes."""
 
 import os
 import signal

@@ -24,7 +24,7 @@ left("after")
 """
 
 
-def test_nothing_is_collected_in_the_block_and_again_after_it() -> None:
+def test_gc_is_off_in_the_block_and_on_after_it() -> None:
     assert gc.isenabled()
     with disable_gc():
         assert not gc.isenabled()

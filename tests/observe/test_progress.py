@@ -6,7 +6,8 @@ from typing import TextIO
 
 import pytest
 
-from fullshard.observe.progress import Progress, RunProgress, StepMetrics
+from fullshard.observe.progress import Progress, RunProgress
+from fullshard.observe.step_metrics import StepMetrics
 
 
 def metrics(

@@ -76,9 +76,9 @@ def blocks(count: int = 4, kind: Callable[[], nn.Module] = Block) -> nn.Sequenti
     return nn.Sequential(*(kind() for _ in range(count)))
 
 
-def offloaded(model: nn.Sequential, copier: HostCopier, *, least: float = HALF) -> nn.Sequential:
+def offloaded(model: nn.Sequential, copier: HostCopier, *, share: float = HALF) -> nn.Sequential:
     twin = copy.deepcopy(model)
-    offload_activations(list(twin), least=least, device="cpu", copier=copier)
+    offload_activations(list(twin), smallest=share, device="cpu", copier=copier)
     return twin
 
 
@@ -97,19 +97,19 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def moves_of(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
+def moves_of(model: nn.Sequential, *, share: float = HALF) -> list[tuple[str, int]]:
     """The moves of a forward and backward. The copier brings nothing back, so gradients are none."""
     moves: list[tuple[str, int]] = []
-    twin = offloaded(model, FakeReportingCopier(lambda way, size: moves.append((way, size))), least=least)
+    twin = offloaded(model, FakeReportingCopier(lambda way, size: moves.append((way, size))), share=share)
     gradients(twin, twin)
     return moves
 
 
 @pytest.mark.parametrize("copier", LANES)
-@pytest.mark.parametrize("least", [0.0, HALF])
-def test_gradients_are_bitwise_equal_with_offload(copier: str, least: float) -> None:
+@pytest.mark.parametrize("share", [0.0, HALF])
+def test_gradients_are_bitwise_equal_with_offload(copier: str, share: float) -> None:
     model, lanes = blocks(), LANES[copier]()
-    twin = offloaded(model, lanes, least=least)
+    twin = offloaded(model, lanes, share=share)
     for _ in range(2):
         assert same(gradients(twin, twin), gradients(model, model))
     if isinstance(lanes, LateLane):
@@ -122,7 +122,7 @@ def test_large_storages_of_all_blocks_except_the_last_move_once() -> None:
     each = [ROWS * WIDTH * 4, ROWS * WIDTH * 4, ROWS * 3 * WIDTH * 4]
     for way in ("out", "back"):
         assert [size for done, size in moves if done == way] == 2 * each
-    small = moves_of(blocks(3), least=0.0)
+    small = moves_of(blocks(3), share=0.0)
     assert sorted(size for way, size in small if way == "out") == sorted(2 * [*each, ROWS * 4, ROWS * 4])
 
 
@@ -141,7 +141,7 @@ def test_a_few_rows_do_not_send_weights_along() -> None:
     model = blocks(2, Flat)
     moves: list[tuple[str, int]] = []
     offload_activations(
-        list(model), least=0.0, device="cpu", copier=FakeReportingCopier(lambda *one: moves.append(one))
+        list(model), smallest=0.0, device="cpu", copier=FakeReportingCopier(lambda *one: moves.append(one))
     )
     model(torch.ones(1, 9)).sum().backward()
     assert {size for way, size in moves if way == "out"} == {9 * 4}
@@ -262,7 +262,7 @@ class Sliced(Block):
 @pytest.mark.parametrize("copier", LANES)
 def test_views_come_back_as_they_were(copier: str) -> None:
     model = blocks(3, Sliced)
-    twin = offloaded(model, LANES[copier](), least=0.0)
+    twin = offloaded(model, LANES[copier](), share=0.0)
     assert same(gradients(twin, twin), gradients(model, model))
     # q, k and v are one storage, of 3 widths: the tanh itself.
     assert [size for way, size in moves_of(model) if way == "out"].count(ROWS * 3 * WIDTH * 4) == 2 * 2
@@ -286,12 +286,12 @@ class Mutating(Block):
 
 
 @pytest.mark.parametrize("copier", LANES)
-@pytest.mark.parametrize("least", [0.0, 100.0])
-def test_in_place_change_of_saved_tensors_is_refused(copier: str, least: float) -> None:
+@pytest.mark.parametrize("share", [0.0, 100.0])
+def test_in_place_change_of_saved_tensors_is_refused(copier: str, share: float) -> None:
     """As without hooks, whether it moves or stays."""
     model = blocks(3, Mutating)
     model[0].changes = "own"
-    twin = offloaded(model, LANES[copier](), least=least)
+    twin = offloaded(model, LANES[copier](), share=share)
     for one in (model, twin):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(one, one)
@@ -348,7 +348,7 @@ def test_tensors_saved_by_compiled_blocks_move() -> None:
         twin = copy.deepcopy(model)
         for block in twin:
             block.forward = torch.compile(block.forward)
-        offload_activations(list(twin), least=HALF, device="cpu", copier=twin_copier)
+        offload_activations(list(twin), smallest=HALF, device="cpu", copier=twin_copier)
         ours = gradients(twin, twin)
     torch.testing.assert_close(ours, gradients(model, model))
     assert copier.log == ["leave", "wait"] * 2 + ["fetch", "wait"] * 2
@@ -374,7 +374,7 @@ def test_gradients_on_a_gpu_are_bitwise_equal_with_offload() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(6))).cuda()
     twin = copy.deepcopy(model)
-    offload_activations(list(twin), least=0.0, device="cuda")
+    offload_activations(list(twin), smallest=0.0, device="cuda")
     x = torch.randn(1 << 16, WIDTH, device="cuda")
     found = []
     for one in (model, twin):

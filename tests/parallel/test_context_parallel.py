@@ -154,7 +154,7 @@ def test_document_mask_with_a_balance_loss_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_refusal_of_balance_loss_and_eager_attention_has_a_remedy(attention: str) -> None:
+def test_refusal_of_a_balance_loss_or_of_eager_attention_says_what_to_set(attention: str) -> None:
     model: Any = built("mixtral" if attention == "sdpa" else "llama")[0]
     model.config._attn_implementation = attention
     model.config.output_router_logits = attention == "sdpa"

@@ -53,7 +53,7 @@ def test_a_name_that_other_trainers_use_is_answered_with_the_key(written: str, m
     assert meant in (raised.value.fix or "")
 
 
-def test_answers_to_foreign_names_are_keys():
+def test_settings_that_are_suggested_for_names_of_other_tools_exist():
     keys = {"model.hf", "sharding.units", *iterate_dotted_field_names(Run)}
     for answer in set(FOREIGN_NAMES.values()) - {"fullshard train --resume"}:
         named = [word.strip(",") for word in answer.split() if "." in word]

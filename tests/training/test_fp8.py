@@ -295,7 +295,7 @@ def test_experts_stay_in_bf16() -> None:
     assert "6 of experts, 2 of other modules" in text or "2 of other modules, 6 of experts" in text
 
 
-def test_gathering_in_fp8_from_elsewhere_is_refused() -> None:
+def test_gathering_in_fp8_is_refused_with_an_offload_target() -> None:
     setting = "offload.tier=optimizer:cpu"
     with pytest.raises(SpecError, match='precision.mode = "fp8" does not go with .*"fp8_rowwise" does'):
         fp8_run("fp8", *FULL, setting)

@@ -157,7 +157,9 @@ def test_changed_batch_continues_after_the_seen_rows(batch: int, ranks: Any, tmp
     assert len(messages) == (0 if batch == 12 else 2)
 
 
-def test_data_by_step_alone_skips_rows_up_to_a_step_and_this_is_reported(ranks: Any, tmp_path: Path) -> None:
+def test_data_addressed_by_step_skips_to_the_next_batch_and_this_is_reported(
+    ranks: Any, tmp_path: Path
+) -> None:
     after = ["train.global_batch=8", "optimizer.learning_rate=2e-2"]
     used, (settings, rows) = ranks(1).run(rows_used, tmp_path, [], after, ByStep)[0]
     assert used == [*range(36), *range(40, 56)]

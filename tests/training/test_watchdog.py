@@ -125,7 +125,7 @@ EARLY, LATE = report(RunPhase.REDUCE), report(RunPhase.FORWARD, step=5)
         ([report(RunPhase.FORWARD), EARLY], "rank 1 left out a collective that rank 0 waits"),
     ],
 )
-def test_the_few_or_the_one_that_is_further_on_left_something_out(
+def test_the_minority_or_the_rank_that_is_further_ahead_left_something_out(
     reports: list[RankReport], said: str
 ) -> None:
     verdict = diagnose_hang(dict(enumerate(reports)), {}, now=NOW)

@@ -285,35 +285,6 @@ def path_or_url_of(files: CheckpointFiles) -> Path | str:
     return files.path if isinstance(files, LocalFiles) else str(files)
 
 
-def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
-    """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
-
-    keep: number of checkpoints to keep; 0 keeps all. [Note: saved while steps are skipped] are not counted.
-    keep_every: also keeps the steps that are multiples of it; 0 for none
-
-    A failure is only logged, because the new checkpoint is committed.
-    """
-    if not keep:
-        return
-    try:
-        left = keep - 1
-        for number, files in place.list_checkpoints():
-            if number >= step:
-                continue
-            try:
-                manifest = read_manifest_and_check_sizes(files)
-            except CheckpointError:
-                continue
-            if not manifest.skipped_in_a_row:
-                left -= 1
-                if left >= 0:
-                    continue
-            if not (keep_every and number % keep_every == 0):
-                place.remove_checkpoint(files)
-    except OSError as error:
-        logger.warning("old checkpoints in %s could not be removed: %s", place, error)
-
-
 def _path_of_local_files(files: CheckpointFiles) -> Path:
     assert isinstance(files, LocalFiles), f"{files} lies elsewhere"
     return files.path

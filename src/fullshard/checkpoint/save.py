@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.files import WRITER, CheckpointFiles
-from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of, prune_checkpoints
+from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of
 from fullshard.checkpoint.manifest import (
     MODEL_PREFIX,
     Checkpointable,
@@ -32,6 +32,7 @@ from fullshard.checkpoint.manifest import (
     skipped_in_a_row,
     small_file_entry,
 )
+from fullshard.checkpoint.retention import prune_checkpoints
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
@@ -253,7 +254,7 @@ class _SavedStep(NamedTuple):
     manifest: Manifest
 
     def has_same_numbers(self, mine: Snapshot, *, group: Group) -> bool:
-        """Returns whether it has the numbers of `mine`, by the smallest trained tensor. Collective."""
+        """Returns whether it has the numbers of `mine`, judged by the smallest trained matrix. Collective."""
         names = [n for n, one in mine.tensors.items() if n.startswith(MODEL_PREFIX) and one.numel()]
         names = [name for name in names if name in mine.finite] or names
         if not names or self.manifest.layout == "ranks":  # of an earlier version

@@ -11,8 +11,8 @@ from fullshard.convert.rules import (
     convert_offload,
     convert_trackers,
     is_true_yes_on,
-    keys_without_wildcards,
     last_dotted_part_lower,
+    list_exact_keys,
     load_other_names,
     load_rules,
     parse_nonnegative_integer,
@@ -49,7 +49,7 @@ def convert_deepspeed(state: ConversionState) -> None:
     apply_rules(state, rules)
     if "gradient_clipping" not in state.leaves:
         state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
-    state.record_unknown_keys([*keys_without_wildcards(rules), *state.key_results])
+    state.record_unknown_keys([*list_exact_keys(rules), *state.key_results])
 
 
 def _convert_zero_stage(state: ConversionState) -> None:

@@ -15,8 +15,8 @@ from fullshard.convert.rules import (
     convert_betas,
     convert_offload,
     is_true_yes_on,
-    keys_without_wildcards,
     last_dotted_part_lower,
+    list_exact_keys,
     load_other_names,
     load_rules,
     parse_number,
@@ -55,7 +55,7 @@ def convert_accelerate(state: ConversionState) -> None:
     own_file = "deepspeed_config.deepspeed_config_file" in state.leaves
     if kind == "deepspeed" and "deepspeed_config.zero_stage" not in state.leaves and not own_file:
         state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")
-    state.record_unknown_keys(keys_without_wildcards(rules))
+    state.record_unknown_keys(list_exact_keys(rules))
 
 
 def convert_fsdp_section(
@@ -245,7 +245,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     why = "the trainer's default, which the file leaves as it is"
     for target, value in defaults.items():
         state.set_default_of_other_tool(target, value, why=why)
-    state.record_unknown_keys([*keys_without_wildcards(rules), *load_other_names("trainer")])
+    state.record_unknown_keys([*list_exact_keys(rules), *load_other_names("trainer")])
 
 
 def _convert_model_overrides(state: ConversionState) -> None:

@@ -383,7 +383,7 @@ def convert_trackers(state: ConversionState, key: str) -> None:
         state.record_setting(switches[name], "log.trackers", value=wanted)
 
 
-def keys_without_wildcards(rules: Iterable[str]) -> list[str]:
+def list_exact_keys(rules: Iterable[str]) -> list[str]:
     """Returns the keys of `rules` that are not patterns, which are suggested for misspelled keys."""
     return [key for key in rules if "*" not in key]
 

@@ -14,7 +14,7 @@ from fullshard.convert.rules import (
     convert_betas,
     convert_trackers,
     is_true_yes_on,
-    keys_without_wildcards,
+    list_exact_keys,
     load_other_names,
     load_rules,
     parse_number,
@@ -65,7 +65,7 @@ def convert_torchtitan(state: ConversionState) -> None:
     why = "torchtitan's default, which the file leaves as it is"
     for target, value in _DEFAULTS.items():
         state.set_default_of_other_tool(target, value, why=why)
-    state.record_unknown_keys(keys_without_wildcards(rules))
+    state.record_unknown_keys(list_exact_keys(rules))
 
 
 def _rename_older_keys(state: ConversionState, rules: Rules) -> None:

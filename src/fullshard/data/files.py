@@ -98,7 +98,7 @@ def _list_files(pattern: str, kind: FileKind) -> Iterable[SourceFile]:
 def _existing_path_or_matches(pattern: str) -> list[str]:
     """Returns `pattern` if it exists, else the paths that match it.
 
-    Names with wildcards, such as `data [v2]`, thus stand for themselves, also those of leading directories.
+    A file or leading directory that exists is meant by its name, even with wildcards, as in `data [v2]`.
     """
     if os.path.lexists(pattern):
         return [pattern]

@@ -63,7 +63,10 @@ class VocabularyPart:
         return torch.where(own, rows, 0), own
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Returns the logits (..., sequence, vocabulary) of all parts. Each rank uses all of them alike."""
+        """Returns the logits (..., sequence, vocabulary) of all parts.
+
+        Ranks must compute the same of them, so that gradients need no sum.
+        """
         return _GatherLogits.apply(logits, self)  # pyright: ignore[reportReturnType]
 
     def log_softmax(self, logits: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -137,12 +137,12 @@ def weight_dtype_in_config(section: HuggingFaceModel) -> torch.dtype | None:
 
 
 def has_balance_loss(model: nn.Module) -> bool:
-    """Returns whether a transformers mixture of experts adds a loss of all tokens that balances them."""
+    """Returns whether a mixture of transformers adds its load-balancing loss (`output_router_logits`)."""
     return any(getattr(config, "output_router_logits", False) for config in _own_and_text_config(model))
 
 
 def balance_loss_factor(model: nn.Module) -> float:
-    """Returns the factor of that loss; 0 for a model without one."""
+    """Returns the factor of the load-balancing loss; 0 for a model without one."""
     factors = (getattr(config, "router_aux_loss_coef", None) for config in _own_and_text_config(model))
     return next((factor for factor in factors if factor is not None), 0.0)
 
@@ -211,7 +211,7 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
 
 
 def _resize_per_layer_lists(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
-    """Cuts lists with one entry per layer to `now` layers; drops shorter ones, which the config rebuilds."""
+    """Cuts lists with one entry per layer to `now` layers. If layers are added, drops the lists."""
     per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
     return {
         key: value[:now] if key in per_layer else value

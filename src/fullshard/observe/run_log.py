@@ -14,7 +14,8 @@ from typing import Any, TextIO
 import torch
 
 from fullshard.errors import SpecError, TrainError
-from fullshard.observe.progress import Progress, RunProgress, StepMetrics
+from fullshard.observe.progress import Progress, RunProgress
+from fullshard.observe.step_metrics import StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
 from fullshard.spec.records.event import RunEvent, read_events

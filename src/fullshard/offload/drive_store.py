@@ -193,7 +193,10 @@ class DriveStore:
         self.generations.close()
 
     def _stream_groups(self, *, source: int | None, target: int | None) -> GroupStream:
-        """Streams the groups. See [Note: three buffers]."""
+        """Yields groups of generation `source` (None: zeros); writes them to `target` if not None.
+
+        See [Note: three buffers].
+        """
         left = deque(self._groups)
         ahead: deque[tuple[OffloadGroup, _GroupBuffer, Future[None]]] = deque()
 

@@ -150,24 +150,24 @@ Forward = Callable[..., Any]
 
 
 def offload_activations(
-    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, copier: HostCopier | None = None
+    blocks: Sequence[nn.Module], *, smallest: float, device: DeviceType, copier: HostCopier | None = None
 ) -> None:
     """Makes `blocks`, in order of use, keep tensors saved for backward on the host.
 
     See [Note: moving activations].
 
-    least: size of the smallest storage to move, as a fraction of the bytes of the block's input
+    smallest: size of the smallest storage to move, as a fraction of the bytes of the block's input
     device: the plan's device
     copier: the copier to use; None chooses the device's
     """
     mover = ActivationOffloader(device, copier=copier)
     for block in blocks:
-        least_to_move = least if block is not blocks[-1] else None
-        block.forward = _offloading_forward(block, mover, least=least_to_move)
+        smallest_to_move = smallest if block is not blocks[-1] else None
+        block.forward = _offloading_forward(block, mover, smallest=smallest_to_move)
 
 
-def _offloading_forward(block: nn.Module, mover: "ActivationOffloader", *, least: float | None) -> Forward:
-    """Returns the block's forward with saved-tensor hooks of `mover`. If `least` is None, nothing moves."""
+def _offloading_forward(block: nn.Module, mover: "ActivationOffloader", *, smallest: float | None) -> Forward:
+    """Returns the block's forward with saved-tensor hooks of `mover`. With None, nothing moves."""
     forward = block.forward
 
     @wraps(forward)
@@ -176,8 +176,8 @@ def _offloading_forward(block: nn.Module, mover: "ActivationOffloader", *, least
             return forward(*args, **kwargs)
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         entering = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        least_bytes = least * entering.nbytes if least is not None and entering is not None else None
-        call = mover.start_forward_call(block, entering, least_bytes=least_bytes)
+        smallest_bytes = None if smallest is None or entering is None else smallest * entering.nbytes
+        call = mover.start_forward_call(block, entering, smallest_bytes=smallest_bytes)
         with saved_tensors_hooks(partial(mover.pack_saved_tensor, call), mover.unpack_saved_tensor):
             result = forward(*args, **kwargs)
         mover.end_forward_call(call)
@@ -218,7 +218,7 @@ class BlockForwardCall:
 
     block: nn.Module
     device: torch.device | None
-    least_bytes: float | None  # smaller storages stay on the device; None: all storages stay
+    smallest_bytes: float | None  # smaller storages stay on the device; None: all storages stay
     before: "weakref.ref[BlockForwardCall] | None"  # the preceding forward call, of any block
     held: set[int] | None  # storages of parameters and buffers, which stay; None: not gathered yet
     saved: list["weakref.ref[SavedStorage]"] = field(default_factory=list["weakref.ref[SavedStorage]"])
@@ -226,12 +226,12 @@ class BlockForwardCall:
 
     def keeps_on_device(self, tensor: Tensor) -> bool:
         """Returns True if `tensor` stays on the device."""
-        if self.least_bytes is None or tensor.device != self.device or tensor.layout is not torch.strided:
+        if self.smallest_bytes is None or tensor.device != self.device or tensor.layout is not torch.strided:
             return True
         if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
             return True
         size = tensor.untyped_storage().nbytes()
-        if size < max(self.least_bytes, 1) or size % tensor.itemsize:
+        if size < max(self.smallest_bytes, 1) or size % tensor.itemsize:
             return True
         viewed = base(tensor)
         viewed = tensor if viewed is None else viewed
@@ -273,13 +273,13 @@ class ActivationOffloader:
         self._coming: list[PendingCopyToDevice] = []
 
     def start_forward_call(
-        self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None
+        self, block: nn.Module, entering: Tensor | None, *, smallest_bytes: float | None
     ) -> BlockForwardCall:
         """Starts a forward call of `block`. `entering` is its first floating-point input, if any."""
         gathered = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
         held = _parameter_and_buffer_storage_keys(block) if gathered else None
         device = entering.device if entering is not None else None
-        call = BlockForwardCall(block, device, least_bytes, before=self._last, held=held)
+        call = BlockForwardCall(block, device, smallest_bytes, before=self._last, held=held)
         self._last = weakref.ref(call)
         return call
 

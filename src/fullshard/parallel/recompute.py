@@ -77,7 +77,7 @@ def apply_recompute(
     check_recomputed_blocks(section, len(blocks))
     chosen = [block for position, block in enumerate(blocks) if section.applies_to(position)]
     if section.mode == "offload":
-        offload_activations(chosen, least=LEAST_OFFLOADED, device=device, copier=copier)
+        offload_activations(chosen, smallest=LEAST_OFFLOADED, device=device, copier=copier)
         return
     for block in chosen:
         recomputed = partial(_checkpoint_with_buffers, block, block.forward, use_reentrant=False)
@@ -111,7 +111,7 @@ class FoundBuffers:
         return found
 
     def restore(self) -> None:
-        """Gives all buffers the values that were found."""
+        """Gives all buffers the values that they had before the forward."""
         with torch.no_grad():
             for (module, name), (one, _version, copied) in self._before.items():
                 setattr(module, name, one)

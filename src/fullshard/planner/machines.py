@@ -25,7 +25,7 @@ from fullshard.spec.plan import Plan
 class MachineRow(NamedTuple):
     """The best plan on a machine, or the reason why nothing fits.
 
-    budget: the tokens to train on, at the machine's price; None if the user gave no tokens
+    budget: the number of tokens to train on and the machine's price; None if the user gave no tokens
     question: what was planned; None if the batch cannot be divided over the machine's ranks
     """
 

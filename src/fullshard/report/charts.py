@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.quantities import format_count
+from fullshard.report.event_texts import describe_event
 from fullshard.report.run_record import Points, RunRecord
 from fullshard.report.table import escape_html
-from fullshard.report.verdict import describe_event
 
 _LEFT, _RIGHT, _TOP, _BELOW = 52, 118, 26, 18  # margins for labels, in pixels of the viewBox
 _LANE, _LABEL = 13, 12  # heights of a row of marks, and of a label

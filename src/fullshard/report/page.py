@@ -15,11 +15,12 @@ from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report import kernels
 from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_run, comparison_rows
+from fullshard.report.event_texts import describe_event
 from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.step_traces import read_last_step
 from fullshard.report.table import Cell, escape_html, html_table, percent_text
-from fullshard.report.verdict import circumstances, describe_event, verdict
+from fullshard.report.verdict import circumstances, verdict
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.run import Run

@@ -54,7 +54,7 @@ class StepColumns:
     """Figures by step. Values that were not measured, or are not finite, are NaN.
 
     steps: numbers of the steps, ascending
-    columns: values by name, each as long as `steps`. See `fullshard.observe.progress.StepMetrics`, and
+    columns: values by name, each as long as `steps`. See `fullshard.observe.step_metrics.StepMetrics`, and
         `fullshard.observe.memory.read_memory_figures` for those of rank 0's memory.
     """
 
@@ -160,7 +160,7 @@ class RunRecord:
         return max((event.attempt for event in self.events), default=1)
 
     @property
-    def wall_seconds(self) -> float | None:
+    def seconds_in_attempts(self) -> float | None:
         """Seconds of all attempts, from each start to its last event; None without events."""
         starts = [index for index, event in enumerate(self.events) if event.event == "start"]
         if not starts:

@@ -1,20 +1,16 @@
 """Sentences about a run: its events, how it ended, what it learnt, and how it compares with its plan."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from statistics import median
-from typing import TypeAlias
 
 from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
+from fullshard.report.event_texts import fault_text
 from fullshard.report.plan import count_text, mesh_text
 from fullshard.report.run_record import RunRecord
-from fullshard.report.table import percent_text
 from fullshard.spec.prediction import CALIBRATION_MARKS
-from fullshard.spec.records.event import RunEvent
 
-Details: TypeAlias = Mapping[str, object]
 _AS_PLANNED_PERCENT = 2.0
-_LARGEST = 1e30
 _RECENT_STEPS = 50  # last steps by which the speed of a run is judged
 
 
@@ -35,8 +31,8 @@ def circumstances(run: RunRecord) -> str:
     skipped, rollbacks = len(run.metrics.skipped_steps()), len(run.of_kind("rollback"))
     sentences += [f"{count_text(skipped, 'step')} skipped."] if skipped else []
     sentences += [f"{count_text(rollbacks, 'rollback')}."] if rollbacks else []
-    if run.wall_seconds is not None and run.state != "running":
-        sentences.append(f"{format_seconds(run.wall_seconds)} in all.")
+    if run.seconds_in_attempts is not None and run.state != "running":
+        sentences.append(f"{format_seconds(run.seconds_in_attempts)} in all.")
     sentences += [f"This version cannot read {name}, which is left out." for name in run.unreadable]
     return " ".join(sentences)
 
@@ -141,70 +137,3 @@ def _against_plan(value: float, planned: float | None) -> str:
     if abs(more) < _AS_PLANNED_PERCENT:
         return ", as planned"
     return f", {abs(more):,.0f} % {'more' if more > 0 else 'less'} than planned"
-
-
-def describe_event(event: RunEvent) -> str:
-    """Returns what happened, as one sentence without its step."""
-    if (describe := _SENTENCES.get(event.event)) is not None:
-        return describe(event.details)
-    known = ", ".join(f"{key} {value}" for key, value in event.details.items())
-    return f"{event.event}: {known}" if known else event.event
-
-
-def fault_text(details: Details) -> str:
-    """Returns the rank, the error and the first line of its message."""
-    rank, error = details.get("rank"), details.get("error", "an error")
-    message = str(details.get("message", "")).split("\n", maxsplit=1)[0]
-    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {error}: {message}"
-
-
-def _describe_save(details: Details) -> str:
-    seconds, stalled = _number(details.get("seconds")), _number(details.get("stalled_seconds"))
-    took = "" if seconds is None else f" in {format_seconds(seconds)}"
-    if stalled is not None and stalled != seconds:
-        took += f", while training waited {format_seconds(stalled)}"
-    return f"saved {details.get('path')}{took}"
-
-
-def _describe_straggler(details: Details) -> str:
-    seconds, share = _number(details.get("seconds")), _number(details.get("share"))
-    per_step = f", {format_seconds(seconds)} per step" if seconds and seconds > 0 else ""
-    per_step += f" ({percent_text(share, 1.0)})" if per_step and share else ""
-    since = f" from step {first:,}" if isinstance(first := details.get("from_step"), int) else ""
-    return f"rank {details.get('rank')} held the others up{since}: {details.get('cause')}{per_step}"
-
-
-def _number(value: object) -> float | None:
-    """Returns a number of a reasonable size, and None for anything else."""
-    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
-
-
-def _figure(value: object) -> str:
-    number = _number(value)
-    return "not finite" if number is None else f"{number:.4g}"
-
-
-def _figures_text(details: Details) -> str:
-    return f"loss {_figure(details.get('loss'))}, gradient norm {_figure(details.get('grad_norm'))}"
-
-
-_SENTENCES: Mapping[str, Callable[[Details], str]] = {
-    "start": lambda d: f"started on {d.get('ranks')} {d.get('device')} ranks ({d.get('process')})",
-    "resume": lambda d: f"resumed after this step, on {d.get('ranks')} ranks",
-    "save": _describe_save,
-    "save_failed": lambda d: f"NOT SAVED: {d.get('error')}",
-    "skip": lambda d: f"left out, for it was not finite: {_figures_text(d)}",
-    "spike": lambda d: f"left out, for it stood out: {_figures_text(d)}",
-    "rollback": lambda d: f"rolled back to step {d.get('to_step')}: {_figures_text(d)}",
-    "straggler": _describe_straggler,
-    "straggler_over": lambda d: f"rank {d.get('rank')} no longer did: {d.get('cause')}",
-    "out_of_memory": lambda d: (
-        f"rank {d.get('rank')} ran out of memory in {d.get('phase')}, while it held "
-        f"{format_bytes(_number(d.get('held_bytes')) or 0)} of tensors; see {d.get('path')}"
-    ),
-    "fault": fault_text,
-    "restart": lambda d: f"restart {d.get('count')} of {d.get('allowed')}",
-    "signal": lambda d: f"the launcher received {d.get('signal')}",
-    "stop": lambda d: f"stopped, {'and saved' if d.get('saved') else 'without a save'}",
-    "end": lambda d: f"finished: loss {_figure(d.get('loss'))}",
-}

@@ -106,7 +106,7 @@ def train(
 ) -> Iterator[Step]:
     """Trains `state` from its current step to the last step of the run, and yields each step. Collective.
 
-    loss: `loss(model, microbatch)`, see `training.loss.Loss`. If the plan divides sequences over ranks, it
+    loss: `loss(model, microbatch)`, see `models.loss.Loss`. If the plan divides sequences over ranks, it
         gets this rank's part of each microbatch, as `cut_sequences` returns it.
     should_stop: called before each step; if it returns True on any rank, that step, or on GPUs the one after,
         is the last on all ranks
@@ -119,7 +119,7 @@ def train(
 
     After a `break`, another `train` of the same state continues where it stopped. A plain iterable as
     `state.data` ends training on all ranks as soon as it ends on any, which is logged, and then starts anew:
-    only `data.MicrobatchSource` resumes exactly. Changed settings and rows are logged (`continue_run`).
+    only `data.batches.MicrobatchSource` resumes exactly. What changed is logged (`continue_run`).
 
     Raises TrainError if there is no data, or not enough for one step, if the loop leaves gradients in the
     model, after `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and
@@ -329,7 +329,7 @@ def _warn_if_all_ranks_have(batch: Any, plan: Plan) -> None:
     if len(by_data_rank) > 1 and is_same and rank() == 0:
         logger.warning(
             "the first microbatch is the same on all %d ranks: each row would be trained on %d times. Give "
-            "each rank its own rows (torch.utils.data.DistributedSampler, or a `data.MicrobatchSource`).",
+            "each rank its own rows (DistributedSampler of torch, or a `data.batches.MicrobatchSource`).",
             len(by_data_rank),
             len(by_data_rank),
         )

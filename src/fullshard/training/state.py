@@ -57,7 +57,7 @@ class TrainState:
     """A model, its optimizer, its data, and its progress.
 
     step: number of steps, of which the device may still be running the last one
-    data: a source of microbatches by step (`data.MicrobatchSource`), or an iterable of microbatches
+    data: a source of microbatches by step (`data.batches.MicrobatchSource`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
     rows: number of rows of the data that the steps took or passed over; the next step takes those behind.
         None, in a state that was not trained yet, stands for `step` global batches.

@@ -325,7 +325,7 @@ def _config_dtype_name(manifest: Manifest, dtype: str | None) -> str:
 
 
 def find_end_tokens(run: Run | None) -> dict[int, str]:
-    """Returns the tokens with which the training data ends documents and turns, and what ends with each.
+    """Returns tokens that end documents or turns of the training data; values: "documents end", "turns end".
 
     Empty without a tokenizer. Logs if the tokenizer or its template cannot be read.
     """

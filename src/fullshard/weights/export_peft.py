@@ -125,9 +125,9 @@ def _check_all_trained_are_saved(model: nn.Module, trained: set[str], *, saved: 
 def _list_modules_trained_whole(model: nn.Module, trained: set[str]) -> list[str]:
     """Returns the names of modules that peft can keep as `modules_to_save`, a copy beside the base's.
 
-    peft takes every module whose name ends in one of these texts, without regard to dots, so they are full
-    names. Other trained parameters, such as biases, weights below an adapter and tied ones, are not listed:
-    peft loads these into the base model.
+    peft takes every module whose name ends in a listed one (`subhead` for `head`), so full names are listed
+    that no other name ends in. Other trained parameters, such as biases, weights below an adapter and tied
+    ones, are not listed: peft loads these into the base model.
     """
     counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     whole = list[str]()

@@ -145,7 +145,8 @@ def _check_needed_tensors_were_read(
 ) -> None:
     """Raises CheckpointError for missing tensors that are required, or frozen beside adapters.
 
-    A frozen parameter with an initial value is in no export of adapters, and no base model has it.
+    A frozen parameter that was initialised here would be lost: adapters are exported without it, and the base
+    model lacks it.
     """
     missing = [name for name in loaded.missing if ADDED not in name]
     if isinstance(run.model, HuggingFaceModel) and run.model.weights == "require":

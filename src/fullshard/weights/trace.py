@@ -41,7 +41,7 @@ class TracedTensor(Tensor):
 
 
 def make_traced_tensor(shape: Shape, parts: Iterable[BoxCopy]) -> TracedTensor:
-    """Returns a traced tensor of `shape` that `parts` fill."""
+    """Returns a traced tensor of `shape`, without values. `parts` say whence its elements come."""
     # Appears contiguous, so that every reshape is a view; only views are supported here.
     made = make_wrapper_subclass(TracedTensor, shape, dtype=torch.float32, device="meta")
     made.parts = tuple(parts)

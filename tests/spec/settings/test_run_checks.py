@@ -115,7 +115,7 @@ def test_names_of_torch_are_no_code_of_a_plan(name: str) -> None:
     assert settings_that_run_code(Run.load(overrides=[f"optimizer.name={name}"])) == {}
 
 
-def test_plan_beside_other_settings_is_refused() -> None:
+def test_a_plan_is_refused_for_a_run_with_other_settings() -> None:
     planned = Plan.from_run(Run(), world_size=2).run
     check_plan_is_of_run(planned, Run.load(overrides=["sharding.strategy=auto"]), plan="plan.json")
     with pytest.raises(SpecError, match=r"train\.steps"):

@@ -194,7 +194,7 @@ def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) 
 
 
 def measure_elementwise_bandwidth(meter: RateMeter, *, seconds: float) -> tuple[Curve, float]:
-    """Returns the bytes/s, read plus written, of a product and a SiLU by size; and the part of it in bf16.
+    """Returns the bytes/s, read plus written, of product and SiLU by size; and the share of it in bf16.
 
     A product moves three numbers per element, and a SiLU two. Both write into new memory, as in a model.
     """

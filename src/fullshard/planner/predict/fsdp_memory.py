@@ -46,7 +46,10 @@ class PhaseBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Phases of a trace. `units`: for each unit that the phases refer to, its index in the spec."""
+    """Live bytes in the phases of a trace, without skipped periods.
+
+    units: for each unit that the phases refer to, its index in the spec
+    """
 
     phases: tuple[PhaseBytes, ...]
     units: tuple[int, ...]

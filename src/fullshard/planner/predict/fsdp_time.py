@@ -23,12 +23,12 @@ communicator  gathers and reduce-scatters over the shard axis share one NCCL com
 end           after each backward the compute stream waits for all reductions. At the next root's forward the
               gather streams wait for the compute stream.
 
-offload       see [Note: tiers] in `planner.offload`. Before a unit's first all-gather of the step its group
-              is updated: the drive, the host's update and the copy to the device each process their own
-              queue. With params+, each all-gather's own shard is copied in while the previous one is sent. A
-              reduced gradient is copied out after its reduction; the next but one waits for it.
+offload       see [Note: tiers] in `planner.predict.offload`. Before a unit's first all-gather of the step
+              its group is updated: the drive, the host's update and the copy to the device each process
+              their own queue. With params+, each all-gather's own shard is copied in while the previous one
+              is sent. A reduced gradient is copied out after its reduction; the next but one waits for it.
 
-activations   see [Note: activations on the host] in `planner.offload`.
+activations   see [Note: activations on the host] in `planner.predict.offload`.
 
 On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) waits in each collective.
 """
@@ -67,7 +67,7 @@ class UnitCost:
     all_reduce: int  # over replicas
     keep_unsynced: int  # unsharded gradients cast to the reduce dtype, without sync
     keep_again: int  # unsharded gradients cast and added to earlier ones, without sync
-    # Costs of an offload target: see [Note: tiers] in `planner.offload`.
+    # Costs of an offload target: see [Note: tiers] in `planner.predict.offload`.
     leave: int = 0  # the reduced chunk copied to the host
     add: int = 0  # the chunk added to an earlier one on the host
     update_disk: int = 0  # the group's state read from the drive and written

@@ -46,7 +46,7 @@ one. On GPUs `auto` selects the device if the longer copy direction (in) plus th
 than the host's update: see `choose_update_device`.
 
 [Note: activations on the host]
-See [Note: moving activations] in `sharding.activation_offload`. Copies out are issued when a block's forward
+See [Note: moving activations] in `parallel.activation_offload`. Copies out are issued when a block's forward
 ends; computing waits for them at the end of the next such block's forward. Copies back are issued when a
 block's backward begins, for the block before, where computing waits for them. So a block's copies are free as
 long as they fit beside the computing of one period of blocks:
@@ -274,7 +274,7 @@ class SlotBytesAtUpdateStart(NamedTuple):
 
 
 def slot_bytes_at_update_start(plan: Plan, records: Sequence[int]) -> SlotBytesAtUpdateStart:
-    """Returns the contents of the slots. `records`: bytes of each group's state, in the order of updates."""
+    """Returns the bytes in the slots. `records`: bytes of each group's state, in the order of updates."""
     section, places = plan.run.offload, range(len(records))
     if not section.is_on_drive or not records:
         return SlotBytesAtUpdateStart()

@@ -187,7 +187,7 @@ def kernel_seconds(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> fl
     that tensor cores cannot load in vectors, or a factor for the width of attention's heads. Elementwise
     launches count bytes only, in half precision at a part of the rate. See [Note: grouped matmul] for the
     rate of experts.
-    Of collectives, only the copies around them count here: see `planner.collectives`.
+    Of collectives, only the copies around them count here: see `planner.predict.collectives`.
     """
     if kernel.axis is not None:
         return memory_seconds(_copied_bytes(kernel, microbatch), rates.memory)

@@ -1,4 +1,4 @@
-"""Simulation of a step on the streams, event by event. See [Note: FSDP2's order] in `planner.fsdp_time`.
+"""Simulation of a step on the streams, by events. See [Note: FSDP2's order] in `planner.predict.fsdp_time`.
 
 [Note: skipping]
 A step consists of similar turns: blocks in forward and in backward, and microbatches. A turn's effect on the

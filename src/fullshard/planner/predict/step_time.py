@@ -3,15 +3,15 @@
     total = (streams + contention + optimizer + offload) * (1 + stragglers)
 
 streams      when the compute stream finishes all microbatches: see [Note: FSDP2's order] in
-             `planner.fsdp_time`. The time is spent computing, copying, or waiting for a kind of collective.
+             `planner.predict.fsdp_time`. It is spent computing, copying, or waiting for a kind of collective.
 contention   hardware.contention * overlapped: the seconds of collectives that overlap the compute stream,
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
              reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
              in fp32. All over the own shards.
 offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
-             offload target or with activations on the host (see [Note: tiers] in `planner.offload`, and
-             [Note: activations on the host]). It includes an offloaded update; `optimizer` does not.
+             offload target or with activations on the host (see [Note: tiers] and [Note: activations on the
+             host] in `planner.predict.offload`). It includes an offloaded update; `optimizer` does not.
 """
 
 from collections.abc import Sequence
@@ -323,7 +323,7 @@ def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
 def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:
     """Returns the seconds in which the ranks agree on the scales of weights that are gathered in fp8.
 
-    Every own shard is read, and one all-reduce finds the largest values: see `sharding.fp8`.
+    Every own shard is read, and one all-reduce finds the largest values: see `parallel.fp8`.
     """
     read = sum(size.in_fp8 * size.master_itemsize * count for size, count in sizes)
     if not read:

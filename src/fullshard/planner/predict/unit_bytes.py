@@ -16,7 +16,7 @@ class UnitBytes:
     """Bytes of one unit on one rank's device.
 
     N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, parameters
-    are the first rank's part. Shards may be offloaded: see [Note: tiers] in `planner.offload`.
+    are the first rank's part. Shards may be offloaded: see [Note: tiers] in `planner.predict.offload`.
     """
 
     shard_degree: int  # N

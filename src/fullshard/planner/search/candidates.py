@@ -371,7 +371,7 @@ class CandidateCosts:
 
 
 def step_seconds_with_startup(plan: Plan) -> float:
-    """Returns the predicted seconds of a step, with each step's share of compiling before the first."""
+    """Returns the predicted seconds of a step, plus the seconds of compiling divided by the run's steps."""
     prediction = require_prediction(plan)
     return prediction.time.total + prediction.compile_seconds / _steps_that_share_compiling(plan.run)
 

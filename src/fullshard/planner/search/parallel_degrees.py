@@ -126,8 +126,7 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
 
     describe: returns the spec of the run's model
 
-    If no plan fits, the result is that of whole sequences, matmuls and experts. Raises PlanError as `search`
-    does.
+    If no plan fits, the result is that of the search without such ranks. Raises PlanError as `search` does.
     """
     searcher = _DegreeSearcher(describe, hardware)
     whole, error = None, None

@@ -4,8 +4,8 @@
 A plan may use the device's memory without a margin (`plan.memory_margin`), because a prediction may be too
 low. Of the plans that fit so, those within SAME_SPEED of the fastest are ties, since no prediction is better
 than that. Of these, the one with the least memory is chosen. If several are within SAME_MEMORY (a fraction of
-the device) of it, the plainest of them is chosen (see `planner.candidates`). What leaves the device is not
-saved: all this is among the plans of one offload target, the plainest with a plan that is at most
+the device) of it, the plainest of them is chosen (see `planner.search.candidates`). What leaves the device is
+not saved: all this is among the plans of one offload target, the plainest with a plan that is at most
 WORTH_MORE_OFFLOAD slower than the fastest.
 
 The search is exact: see [Note: exact pruning] in `planner.search.candidates`.

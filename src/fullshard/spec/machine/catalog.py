@@ -326,7 +326,7 @@ def _split_chips_into_nodes(count: int, hardware: Hardware, *, text: str) -> tup
 
 
 def _hardware_with_layout(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardware:
-    """Returns `hardware` with this layout. In nodes of two, a catalog link becomes that of pairs, if any."""
+    """Returns `hardware` with this layout. Two ranks per node get the catalog's link of pairs, if any."""
     entry = find_catalog_entry_of_chip(hardware.chip)
     laid_out = hardware.with_rank_counts(nodes=nodes, ranks_per_node=ranks_per_node)
     if entry and entry.pair and ranks_per_node == 2 and hardware.within == link_from_catalog(entry.within):
