@@ -113,6 +113,37 @@ def test_warmup_decay_lr_has_a_peak_of_its_own(kind: str, rate: float):
     assert converted(text).run.optimizer.learning_rate == rate
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, ("adamw", 1e-3, 0.0)),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, ("torch.optim.Adam", 1e-3, 0.0)),
+        ({"type": "Adam", "params": {"adam_w_mode": 0, "lr": "auto"}}, ("torch.optim.Adam", 3e-3, 0.0)),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, ("adamw", 1e-3, 0.01)),
+        ({"type": "Adagrad"}, ("torch.optim.Adagrad", 1e-2, 0.0)),
+        ({"type": "SGD", "params": {"lr": 0.1}}, ("sgd", 0.1, 0.0)),
+    ],
+)
+@pytest.mark.parametrize("scheduler", [{}, {"type": "WarmupLR"}])
+def test_an_optimizer_of_deepspeed_has_the_defaults_of_its_class(optimizer, settings, scheduler):
+    text = {"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler}
+    section = converted(json.dumps(text)).run.optimizer
+    assert (section.name, section.learning_rate, section.weight_decay) == settings
+
+
+def test_the_peak_of_a_scheduler_stands_in_the_comment_of_the_rate():
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}
+    text = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "scheduler": scheduler}
+    origins = converted(json.dumps(text)).origins
+    assert origins["optimizer.learning_rate"] == "scheduler.params.warmup_max_lr"
+
+
+@pytest.mark.parametrize("enabled", [True, "true", 1, "1"])
+def test_a_switch_of_deepspeed_is_on_as_pydantic_reads_it(enabled):
+    text = {"train_batch_size": 8, "bf16": {"enabled": enabled}}
+    assert converted(json.dumps(text)).run.precision.mode == "bf16"
+
+
 def test_deepspeed_without_a_scheduler_keeps_the_rate():
     text = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
     schedule = converted(json.dumps(text)).run.schedule
@@ -189,6 +220,7 @@ def test_torchtitans_warmup_is_at_most_as_long_as_the_run(text: str, warmup: int
         "[lr_scheduler]\ndecay_type = 'sqrt'",
         '{"train_batch_size": 8, "scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1e-3}}}',
         '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}}',
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [1e-5]}}}',
     ],
 )
 def test_a_schedule_that_cannot_be_expressed_is_lost(text: str):
@@ -314,6 +346,8 @@ def test_a_config_of_another_tool_is_of_no_known_format(text):
             ["data_efficiency.enabled"],
         ),
         ('[training]\nsteps = 9\n[optimizer]\nname = "Lion"', ["optimizer.name"]),
+        ('{"train_batch_size": 8, "elasticity": {"enabled": true}}', ["elasticity.enabled"]),
+        ('{"train_batch_size": 8, "pipeline": {"stages": 2}}', ["pipeline.stages"]),
     ],
 )
 def test_exit_code_reports_lost_keys(text, lost, tmp_path, capsys):

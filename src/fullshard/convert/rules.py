@@ -251,8 +251,8 @@ def parse_positive_integer(value: Any) -> int | None:
 
 
 def is_true_yes_on(value: Any) -> bool:
-    """Returns True for True and the texts `true`, `yes` and `on`, in any case."""
-    return value is True or str(value).lower() in ("true", "yes", "on")
+    """Returns True for True, 1, and the texts `true`, `yes`, `on` and `1`, in any case."""
+    return str(value).lower() in ("true", "yes", "on", "1", "1.0")
 
 
 def is_one_of_same_type(value: Any, values: Iterable[Any]) -> bool:
