@@ -186,8 +186,15 @@ _DEFAULTS = {
     "optimizer.weight_decay": 0.0,
     "schedule.kind": "linear",
     "schedule.min_lr_ratio": 0.0,
+    "data.packing": "none",
 }
-_AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine"}
+_AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine", "data.sequence_length": 512}
+# TRL's LoRA, with peft's targets in most models. LLaMA-Factory's alpha is twice its rank.
+_TRL_LORA = {
+    "adapter.alpha": 32.0,
+    "adapter.dropout": 0.05,
+    "adapter.targets": ["q_proj", "v_proj"],
+}
 # Degrees of ranks that share each sequence or its matmuls.
 _MODEL_PARALLEL = (
     "tensor_parallel_size",
@@ -202,7 +209,12 @@ def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
     state.rename_keys(load_other_names("trainer"))
     _convert_schedule(state, default_warmup=lambda steps: 0)
-    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS, microbatch=8)
+    length = {"data.sequence_length": 2048 if _is_llama_factory(state) else 1024}  # or TRL's
+    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS | length, microbatch=8)
+    if "precision.mode" not in state.settings and AUTO not in (state.get("bf16"), state.get("fp16")):
+        state.notes.append(
+            "precision.mode is left open: transformers' Trainer computes in fp32 unless asked, TRL in bf16"
+        )
 
 
 def convert_axolotl(state: ConversionState) -> None:
@@ -231,9 +243,13 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)
+    _convert_packing(state)
     if str(state.get("adapter")).lower() in ("lora", "qlora", "true"):
-        rank = parse_positive_integer(state.get("lora_r"))
-        state.record_setting("adapter", "adapter.rank", value=rank or 8, why="LoRA")
+        named = state.original_names.get("adapter")
+        rank = parse_positive_integer(state.get("lora_r")) or (16 if named == "use_peft" else 8)
+        state.record_setting("adapter", "adapter.rank", value=rank, why="LoRA")
+        lora = {"use_peft": _TRL_LORA, "finetuning_type": {"adapter.alpha": 2.0 * rank}}
+        defaults = defaults | lora.get(named or "", {})
     else:
         for key in [
             key for key in state.leaves if key.startswith(("lora_", "peft_", "use_dora", "use_rslora"))
@@ -256,9 +272,31 @@ def _convert_model_overrides(state: ConversionState) -> None:
             state.record_setting(key, f"model.options.{option}", value=state.get(key))
 
 
+def _is_llama_factory(state: ConversionState) -> bool:
+    names = {*state.leaves, *state.original_names.values()}
+    return bool(names & {"stage", "finetuning_type", "template", "cutoff_len", "neat_packing"})
+
+
+def _convert_packing(state: ConversionState) -> None:
+    """Sets the packing, and whether packed documents see each other, which LLaMA-Factory's do by default."""
+    neat, strategy = is_true_yes_on(state.get("neat_packing")), "packing_strategy"
+    pretrains = state.get("stage") == "pt"
+    value = state.get("packing")
+    if not (is_true_yes_on(value) or neat or (pretrains and value is None)):
+        return
+    joined = pretrains or state.get(strategy) == "wrapped"
+    for key in ("packing", "neat_packing", strategy):
+        state.record_setting(key, "data.packing", value="concat" if joined else "best_fit")
+    if neat or not (joined or _is_llama_factory(state)):
+        state.infer_setting("data.document_mask", True, origin="packed documents do not see each other")
+
+
 def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
     key, steps_key = "per_device_train_batch_size", "gradient_accumulation_steps"
     each, steps = state.checked_positive_integer(key), state.checked_positive_integer(steps_key)
+    if each and not steps and state.original_names.get(key) == "micro_batch_size":  # axolotl's
+        steps = (state.checked_positive_integer("batch_size") or each) // each
+        state.record_not_needed("batch_size", "one rank's: micro_batch_size × accumulation steps")
     if each:
         state.record_setting(key, "train.microbatch", value=each, why="sequences per rank and microbatch")
     sequences = (each or default) * (steps or 1)
@@ -302,6 +340,8 @@ def _convert_precision(state: ConversionState) -> None:
         state.record_setting(key, "precision.mode", value="bf16_pure", why="without masters in fp32")
     for key in on[:1]:
         state.record_setting(key, "precision.mode", value=_PRECISIONS[key], why="with masters in fp32")
+    if not on and not pure and not is_true_yes_on(state.get("float16")) and state.get("bf16") is False:
+        state.record_setting("bf16", "precision.mode", value="fp32", why="off")
     for key in _PRECISIONS:
         if state.get(key) == AUTO:
             state.record_open(key, "precision.mode")
@@ -325,5 +365,10 @@ def _convert_schedule(state: ConversionState, *, default_warmup: Callable[[int],
         state.record_setting("warmup_ratio", "schedule.warmup_steps", value=value, why="of max_steps")
     elif own is None and not ratio and (steps or default_warmup(10_000) == 0):
         why = "the trainer's default, which the file leaves as it is"
-        state.record_not_needed("warmup_ratio", "0: no warmup")
+        state.record_not_needed("warmup_ratio", "0: the trainer's default")
         state.set_default_of_other_tool("schedule.warmup_steps", default_warmup(steps or 0), why=why)
+    elif not {"warmup_ratio", "warmup_steps"} & state.leaves.keys():
+        why = (
+            "axolotl warms up for 3 % of the steps, at most 100, and the file does not say how many there are"
+        )
+        state.notes.append(f"schedule.warmup_steps has its default: {why}")

@@ -495,5 +495,5 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "list": lambda value: value if isinstance(value, list) else None,
     "targets": _adapter_targets,
     "trackers": _trackers,
-    "recompute": lambda value: None if value is None else "none" if value is False else "full",
+    "recompute": lambda value: "none" if str(value).lower() in ("false", "no", "off", "0") else "full",
 }
