@@ -197,6 +197,47 @@ def test_fsdps_version_chooses_the_key_of_the_strategy(keys: str, strategy: str)
     assert conversion.lost_keys == ()
 
 
+SECTIONS = """
+fsdp_config: {fsdp_offload_params: true, activation_checkpointing: true, fsdp_sharding_strategy: NO_SHARD}
+deepspeed_config: {zero_stage: 1, gradient_clipping: 0.5}
+megatron_lm_config: {megatron_lm_tp_degree: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("MULTI_GPU", ("no_shard", "auto", "auto", 1.0, 1)),
+        ("NO", ("no_shard", "auto", "auto", 1.0, 1)),
+        ("FSDP", ("no_shard", "params+optimizer:cpu", "full", 1.0, 1)),
+        ("DEEPSPEED", ("zero1", "auto", "auto", 0.5, 1)),
+        ("MEGATRON_LM", ("auto", "auto", "auto", 1.0, 4)),
+    ],
+)
+def test_accelerate_reads_the_section_of_its_type_alone(kind, settings):
+    run = converted(f"distributed_type: {kind}{SECTIONS}").run
+    assert (
+        run.sharding.strategy,
+        run.offload.tier,
+        run.recompute.mode,
+        run.optimizer.clip_norm,
+        run.sharding.tensor_degree,
+    ) == settings
+
+
+def test_accelerate_computes_in_fp32_unless_asked():
+    assert converted("distributed_type: FSDP").run.precision.mode == "fp32"
+    assert converted("distributed_type: FSDP\nmixed_precision: bf16").run.precision.mode == "bf16"
+    deepspeed = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: a.json}"
+    assert converted(deepspeed).run.precision.mode == "auto"
+
+
+def test_replicas_of_torchtitan_are_whole_beside_tensor_parallelism():
+    text = "[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2"
+    section = convert_config(text, name="config", ranks=16).run.sharding
+    assert (section.shard_degree, section.tensor_degree) == (4, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "warmup"),
     [

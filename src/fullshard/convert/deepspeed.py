@@ -24,8 +24,6 @@ from fullshard.convert.rules import (
 from fullshard.errors import SpecError
 
 _ZERO = "zero_optimization"
-_ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
-_DOTTED = {"adagrad": "torch.optim.Adagrad", "sgd": "sgd", "torch.optim.sgd": "sgd"}
 # Defaults of the optimizers' classes for keys that `optimizer.params` leaves out.
 _ADAM_DEFAULTS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _DEFAULTS = {
@@ -164,27 +162,12 @@ def _convert_batch_sizes(state: ConversionState) -> None:
 
 
 def _convert_optimizer(state: ConversionState) -> None:
-    key = "optimizer.type"
-    if key not in state.leaves:
-        return
-    kind = str(state.get(key)).lower()
-    decoupled = state.leaves.get("optimizer.params.adam_w_mode", True)
-    if kind == "adam" and not decoupled:
+    """Converts the optimizer's keys, before the scheduler's, which may replace the learning rate."""
+    key, mode = "optimizer.type", "optimizer.params.adam_w_mode"
+    if str(state.get(key)).lower() == "adam" and not state.leaves.get(mode, True):  # AdamW ignores it
         why = "its weight decay is an L2 term"
         state.record_setting(key, "optimizer.name", value="torch.optim.Adam", why=why)
-        state.record_not_needed("optimizer.params.adam_w_mode", "optimizer.name says it")
-    elif kind in _ADAMS:
-        why = "fused, as DeepSpeed's is" if kind == "adam" else ""
-        state.record_setting(key, "optimizer.name", value="adamw", why=why)
-    elif kind in _DOTTED:
-        state.record_setting(key, "optimizer.name", value=_DOTTED[kind])
-    else:
-        instead = (
-            "adamw stands instead, with the same rate; optimizer.name takes the dotted name of any "
-            "torch.optim.Optimizer"
-        )
-        state.record_unsupported(key, instead, misses="optimizer.name")
-    # The scheduler may replace the learning rate, so the optimizer's keys come first.
+        state.record_not_needed(mode, "optimizer.name says it")
     rules = load_rules("deepspeed").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith("optimizer.")})
 

@@ -35,26 +35,39 @@ _STRATEGIES = {
 
 def convert_accelerate(state: ConversionState) -> None:
     """Records a verdict on every key of an Accelerate config."""
+    kind = "no" if state.get("distributed_type") is False else str(state.get("distributed_type")).lower()
+    # Accelerate reads the section of its type alone.
+    sections = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed", "megatron_lm_config": "megatron_lm"}
+    unread: dict[str, Any] = {}
+    if kind not in ("none", AUTO):
+        owners = {key: sections.get(key.partition(".")[0], kind) for key in state.leaves}
+        unread = {key: value for key, value in state.leaves.items() if owners[key] != kind}
+        state.leaves = {key: value for key, value in state.leaves.items() if owners[key] == kind}
+    _convert_read_sections(state, kind)
+    state.leaves |= unread
+    for key in unread:
+        state.record_not_needed(key, f"not read with distributed_type {kind.upper()}")
+
+
+def _convert_read_sections(state: ConversionState, kind: str) -> None:
     per_node = _convert_rank_count(state)
     require_valid_zero_stage(state, "deepspeed_config.zero_stage")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         state.checked_positive_integer(f"deepspeed_config.{name}")
-    kind = str(state.get("distributed_type")).lower()
     _convert_distributed_type(state, kind)
     _convert_parallelism_config(state)
     convert_fsdp_section(state, by_default=kind == "fsdp", ranks_per_node=per_node)
-    for part in ("optimizer", "param"):  # Accelerate writes `none` for an absent path
-        path = f"deepspeed_config.offload_{part}_nvme_path"
-        if state.get(path) in ("none", None):
-            state.record_not_needed(path, "off, as it is here")
     rules = load_rules("accelerate")
     apply_rules(state, {key: rules[key] for key in ("deepspeed_config.zero_stage",)})
     optimizer, params = (f"deepspeed_config.offload_{part}_device" for part in ("optimizer", "param"))
     convert_offload(state, optimizer=optimizer, params=params)
     apply_rules(state, rules)
-    own_file = "deepspeed_config.deepspeed_config_file" in state.leaves
-    if kind == "deepspeed" and "deepspeed_config.zero_stage" not in state.leaves and not own_file:
-        state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")
+    if "deepspeed_config.deepspeed_config_file" not in state.leaves:
+        if kind == "deepspeed":
+            state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")
+        if state.get("mixed_precision") is None:
+            why = "Accelerate computes in fp32, unless the program asks for another dtype"
+            state.set_default_of_other_tool("precision.mode", "fp32", why=why)
     state.record_unknown_keys(keys_without_wildcards(rules))
 
 
@@ -116,22 +129,24 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
 
 
 def _convert_parallelism_config(state: ConversionState) -> None:
-    """Sets the strategy from `parallelism_config`: replicated and sharded axes mean hybrid_shard.
-
-    Parameters are sharded over the ranks of `cp_size` too.
-    """
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
-    replicate, shard = found.get("dp_replicate_size", ""), found.get("dp_shard_size", "")
-    context = found.get("cp_size", "")
-    if (parse_positive_integer(state.get(replicate)) or 1) == 1:
-        return
-    degree = math.prod(parse_positive_integer(state.get(key)) or 1 for key in (shard, context))
-    if degree == 1:
-        state.record_setting(replicate, "sharding.strategy", value="no_shard")
-        return
-    why = "replicated over ranks / shard_degree"
-    state.record_setting(replicate, "sharding.strategy", value="hybrid_shard", why=why)
-    state.record_setting(shard, "sharding.shard_degree", value=degree)
+    _convert_mesh(state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")])
+
+
+def _convert_mesh(state: ConversionState, keys: list[str]) -> bool:
+    """Sets hybrid_shard or no_shard if there are replicas, and returns whether there are.
+
+    keys: of the number of replicas, of ranks that share parameters, and of those that share sequences, over
+        which parameters are sharded too
+    """
+    replicas, *sharded = (parse_positive_integer(state.get(key)) or 1 for key in keys)
+    degree = math.prod(sharded)
+    if replicas > 1:
+        strategy = "hybrid_shard" if degree > 1 else "no_shard"
+        state.record_setting(keys[0], "sharding.strategy", value=strategy, why="ranks / shard_degree")
+        if degree > 1:
+            state.record_setting(keys[1], "sharding.shard_degree", value=degree)
+    return replicas > 1
 
 
 def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int | None) -> None:
@@ -306,23 +321,13 @@ def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
 
 def _convert_trainer_strategy(state: ConversionState) -> None:
     """Sets the strategy from `fsdp`, `fsdp_config`, and axolotl's degrees of parallelism."""
-    replicate, shard = "dp_replicate_size", "dp_shard_size"
-    sizes = (
-        parse_positive_integer(state.get(key)) or 1 for key in (replicate, shard, "context_parallel_size")
-    )
-    replicas, sharded, shared = sizes
-    degree = sharded * shared  # parameters are sharded over ranks that share sequences, too
-    if replicas > 1:
-        strategy = "hybrid_shard" if degree > 1 else "no_shard"
-        state.record_setting(replicate, "sharding.strategy", value=strategy, why="ranks / shard_degree")
-    if replicas > 1 and degree > 1:
-        state.record_setting(shard, "sharding.shard_degree", value=degree)
+    has_replicas = _convert_mesh(state, ["dp_replicate_size", "dp_shard_size", "context_parallel_size"])
     value: Any = state.get("fsdp")
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
     named = next((word for word in words.lower().split() if word in _SHARDING_STRATEGIES), None)
     section = any(key.startswith("fsdp_config.") for key in state.leaves)
     # Of FSDP2, fsdp_config has the strategy, whatever `fsdp` says.
-    if replicas == 1:
+    if not has_replicas:
         convert_fsdp_section(state, by_default=(section or is_true_yes_on(value)) and named is None)
     if named is not None and "sharding.strategy" not in state.settings:
         state.record_setting("fsdp", "sharding.strategy", value=named)
