@@ -197,41 +197,6 @@ def test_fsdps_version_chooses_the_key_of_the_strategy(keys: str, strategy: str)
     assert conversion.lost_keys == ()
 
 
-SECTIONS = """
-fsdp_config: {fsdp_offload_params: true, activation_checkpointing: true, fsdp_sharding_strategy: NO_SHARD}
-deepspeed_config: {zero_stage: 1, gradient_clipping: 0.5}
-megatron_lm_config: {megatron_lm_tp_degree: 4}
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("MULTI_GPU", ("no_shard", "auto", "auto", 1.0, 1)),
-        ("NO", ("no_shard", "auto", "auto", 1.0, 1)),
-        ("FSDP", ("no_shard", "params+optimizer:cpu", "full", 1.0, 1)),
-        ("DEEPSPEED", ("zero1", "auto", "auto", 0.5, 1)),
-        ("MEGATRON_LM", ("auto", "auto", "auto", 1.0, 4)),
-    ],
-)
-def test_accelerate_reads_the_section_of_its_type_alone(kind, settings):
-    run = converted(f"distributed_type: {kind}{SECTIONS}").run
-    assert (
-        run.sharding.strategy,
-        run.offload.tier,
-        run.recompute.mode,
-        run.optimizer.clip_norm,
-        run.sharding.tensor_degree,
-    ) == settings
-
-
-def test_accelerate_computes_in_fp32_unless_asked():
-    assert converted("distributed_type: FSDP").run.precision.mode == "fp32"
-    assert converted("distributed_type: FSDP\nmixed_precision: bf16").run.precision.mode == "bf16"
-    deepspeed = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: a.json}"
-    assert converted(deepspeed).run.precision.mode == "auto"
-
-
 def test_replicas_of_torchtitan_are_whole_beside_tensor_parallelism():
     text = "[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2"
     section = convert_config(text, name="config", ranks=16).run.sharding
@@ -504,65 +469,3 @@ def test_a_decoder_has_positions_for_the_sequences():
         ).run.model.max_sequence
         == 9000
     )
-
-
-FACTORY = "model_name_or_path: a\nstage: sft\nnum_train_epochs: 1\n"
-TRL = "model_name_or_path: a\nnum_train_epochs: 1\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "packing", "mask", "length"),
-    [
-        (TRL, "none", False, 1024),
-        (TRL + "packing: true\nmax_length: 64", "best_fit", True, 64),
-        (TRL + "packing: true\npacking_strategy: wrapped", "concat", False, 1024),
-        (FACTORY, "none", False, 2048),
-        (FACTORY + "packing: true", "best_fit", False, 2048),
-        (FACTORY + "neat_packing: true", "best_fit", True, 2048),
-        (FACTORY.replace("sft", "pt"), "concat", False, 2048),
-        (FACTORY.replace("sft", "pt") + "packing: false", "none", False, 2048),
-        ("base_model: a\nval_set_size: 0.1", "none", False, 512),
-        ("base_model: a\nval_set_size: 0.1\nsample_packing: true", "best_fit", True, 512),
-    ],
-)
-def test_documents_are_packed_and_apart_as_in_the_trainer(text, packing, mask, length):
-    data = converted(text).run.data
-    assert (data.packing, data.document_mask, data.sequence_length) == (packing, mask, length)
-
-
-@pytest.mark.parametrize(
-    ("text", "adapter"),
-    [
-        (TRL + "use_peft: true", (16, 32.0, 0.05, ("q_proj", "v_proj"))),
-        (TRL + "use_peft: true\nlora_r: 4\nlora_target_modules: all-linear", (4, 32.0, 0.05, "all-linear")),
-        (FACTORY + "finetuning_type: lora", (8, 16.0, 0.0, "all-linear")),
-        (FACTORY + "finetuning_type: lora\nlora_rank: 64", (64, 128.0, 0.0, "all-linear")),
-        (FACTORY + "finetuning_type: lora\nlora_rank: 64\nlora_alpha: 8", (64, 8.0, 0.0, "all-linear")),
-    ],
-)
-def test_an_adapter_has_the_defaults_of_its_tool(text, adapter):
-    section = converted(text).run.adapter
-    assert (section.rank, section.alpha, section.dropout, section.targets) == adapter
-
-
-def test_a_trainer_without_half_precision_computes_in_fp32():
-    assert converted(TRL + "bf16: false\nfp16: false").run.precision.mode == "fp32"
-    assert converted(TRL + "bf16: false\nfp16: true").run.precision.mode == "fp16"
-    assert any("precision.mode is left open" in note for note in converted(TRL).notes)
-    assert "precision.mode is left" not in " ".join(converted(TRL + "bf16: true").notes)
-
-
-def test_batch_size_of_axolotl_is_one_ranks():
-    text = "base_model: a\nsequence_len: 64\nmicro_batch_size: 4\nbatch_size: 32"
-    assert convert_config(text, name="config", ranks=8).run.train.global_batch == 256
-
-
-def test_a_warmup_that_depends_on_steps_that_are_not_known_is_noted():
-    assert any("3 % of the steps" in note for note in converted("base_model: a\nsequence_len: 64").notes)
-    assert not any("3 %" in note for note in converted(TRL).notes)
-
-
-@pytest.mark.parametrize("kind", ["offload", "unsloth", True])
-def test_every_kind_of_gradient_checkpointing_recomputes(kind):
-    assert converted(f"{TRL}gradient_checkpointing: {kind}").run.recompute.mode == "full"
-    assert converted(f"{TRL}gradient_checkpointing: false").run.recompute.mode == "none"

@@ -23,6 +23,7 @@ from fullshard.convert.rules import (
     parse_positive_integer,
     require_valid_zero_stage,
 )
+from fullshard.errors import SpecError
 
 _FSDP, _MESH = "fsdp_config.", "parallelism_config."
 # In the order of their numbers in FSDP1's ShardingStrategy, which begin at 1.
@@ -84,8 +85,8 @@ def convert_fsdp_section(
     keys = {key.removeprefix(_FSDP): key for key in state.leaves if key.startswith(_FSDP)}
     strategy, reshard = keys.get("sharding_strategy", ""), keys.get("reshard_after_forward", "")
     by_trainer = "distributed_type" not in state.leaves
-    unset = "1" if strategy in state.leaves or not by_trainer else "2"
-    if str(state.get(keys.get("version", "fsdp_version")) or unset) == "2":
+    unset = 1 if strategy in state.leaves or not by_trainer else 2
+    if (parse_positive_integer(state.get(keys.get("version", "fsdp_version"))) or unset) == 2:
         _convert_reshard_after_forward(state, reshard)
         state.record_not_needed(strategy, "read with fsdp_version 1 only")
     else:  # of version 1, the Trainer has the strategy in `reshard_after_forward`
@@ -104,7 +105,9 @@ def _convert_rank_count(state: ConversionState) -> int | None:
     machines = state.checked_positive_integer("num_machines") or 1
     if ranks is None:
         return None
-    state.ranks = state.ranks or ranks
+    if state.ranks not in (None, ranks):
+        raise SpecError("--ranks is not num_processes.", got=f"{state.ranks}, {ranks}", fix="one of them")
+    state.ranks = ranks
     if machines == 1:
         state.record_setting("num_processes", "run.ranks", value=ranks)
     else:
@@ -205,11 +208,10 @@ _DEFAULTS = {
 }
 _AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine", "data.sequence_length": 512}
 # TRL's LoRA, with peft's targets in most models. LLaMA-Factory's alpha is twice its rank.
-_TRL_LORA = {
-    "adapter.alpha": 32.0,
-    "adapter.dropout": 0.05,
-    "adapter.targets": ["q_proj", "v_proj"],
-}
+_TRL_LORA = {"adapter.alpha": 32.0, "adapter.dropout": 0.05, "adapter.targets": ["q_proj", "v_proj"]}
+# Keys of which one suffices to recognise the tool that the Trainer's arguments belong to.
+_LLAMA_FACTORY = {"stage", "finetuning_type", "template", "cutoff_len", "neat_packing"}
+_TRL = {"packing", "max_length", "max_seq_length", "use_peft", "dataset_text_field", "completion_only_loss"}
 # Degrees of ranks that share each sequence or its matmuls.
 _MODEL_PARALLEL = (
     "tensor_parallel_size",
@@ -224,12 +226,12 @@ def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
     state.rename_keys(load_other_names("trainer"))
     _convert_schedule(state, default_warmup=lambda steps: 0)
-    length = {"data.sequence_length": 2048 if _is_llama_factory(state) else 1024}  # or TRL's
-    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS | length, microbatch=8)
-    if "precision.mode" not in state.settings and AUTO not in (state.get("bf16"), state.get("fp16")):
-        state.notes.append(
-            "precision.mode is left open: transformers' Trainer computes in fp32 unless asked, TRL in bf16"
-        )
+    tool = {"data.sequence_length": 1024, "precision.mode": "fp32"}
+    if _has_keys_of(state, _LLAMA_FACTORY):
+        tool = {"data.sequence_length": 2048}
+    elif _has_keys_of(state, _TRL):
+        tool |= {"optimizer.learning_rate": 2e-5, "precision.mode": "bf16"}
+    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS | tool, microbatch=8)
 
 
 def convert_axolotl(state: ConversionState) -> None:
@@ -287,9 +289,8 @@ def _convert_model_overrides(state: ConversionState) -> None:
             state.record_setting(key, f"model.options.{option}", value=state.get(key))
 
 
-def _is_llama_factory(state: ConversionState) -> bool:
-    names = {*state.leaves, *state.original_names.values()}
-    return bool(names & {"stage", "finetuning_type", "template", "cutoff_len", "neat_packing"})
+def _has_keys_of(state: ConversionState, names: set[str]) -> bool:
+    return any(state.original_names.get(key, key) in names for key in state.leaves)
 
 
 def _convert_packing(state: ConversionState) -> None:
@@ -302,7 +303,7 @@ def _convert_packing(state: ConversionState) -> None:
     joined = pretrains or state.get(strategy) == "wrapped"
     for key in ("packing", "neat_packing", strategy):
         state.record_setting(key, "data.packing", value="concat" if joined else "best_fit")
-    if neat or not (joined or _is_llama_factory(state)):
+    if neat or not (joined or _has_keys_of(state, _LLAMA_FACTORY)):
         state.infer_setting("data.document_mask", True, origin="packed documents do not see each other")
 
 
@@ -331,7 +332,7 @@ def _convert_trainer_strategy(state: ConversionState) -> None:
         convert_fsdp_section(state, by_default=(section or is_true_yes_on(value)) and named is None)
     if named is not None and "sharding.strategy" not in state.settings:
         state.record_setting("fsdp", "sharding.strategy", value=named)
-    elif named is not None:
+    elif named is not None or is_true_yes_on(value):
         state.record_not_needed("fsdp", f"{state.origins['sharding.strategy']} says the strategy")
     if "offload" in words.lower().split():
         state.infer_setting("offload.tier", "params+optimizer:cpu", origin="fsdp")
@@ -361,7 +362,10 @@ def _convert_schedule(state: ConversionState, *, default_warmup: Callable[[int],
     """
     steps = state.checked_positive_integer("max_steps", unset=(-1, 0))
     ratio, own = parse_number(state.get("warmup_ratio")), parse_positive_integer(state.get("warmup_steps"))
-    if str(state.get("lr_scheduler_type")).lower() == "constant":
+    kind = str(state.get("lr_scheduler_type") or "cosine").lower()
+    if not kind.startswith("cosine"):
+        state.record_not_needed("cosine_min_lr_ratio", f"axolotl reads it for cosine alone, not {kind}")
+    if kind == "constant":
         for key in ("warmup_ratio", "warmup_steps"):
             state.record_not_needed(key, "constant has no warmup")
         state.infer_setting("schedule.warmup_steps", 0, origin="constant has no warmup")
