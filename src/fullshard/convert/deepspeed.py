@@ -174,7 +174,7 @@ def _convert_optimizer(state: ConversionState) -> None:
 
 def _set_optimizer_defaults(state: ConversionState) -> None:
     """Sets what `optimizer.params` and the scheduler leave out to the defaults of the optimizer's class."""
-    name = state.settings.get("optimizer.name")
+    name = state.settings.get("optimizer.name", "")
     defaults = _DEFAULTS.get(name, {})
     if name == "adamw" and is_true_yes_on(state.get("optimizer.params.torch_adam")):
         defaults = defaults | {"weight_decay": 1e-2}
