@@ -39,11 +39,9 @@ def convert_accelerate(state: ConversionState) -> None:
     kind = "no" if state.get("distributed_type") is False else str(state.get("distributed_type")).lower()
     # Accelerate reads the section of its type alone.
     sections = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed", "megatron_lm_config": "megatron_lm"}
-    unread: dict[str, Any] = {}
-    if kind not in ("none", AUTO):
-        owners = {key: sections.get(key.partition(".")[0], kind) for key in state.leaves}
-        unread = {key: value for key, value in state.leaves.items() if owners[key] != kind}
-        state.leaves = {key: value for key, value in state.leaves.items() if owners[key] == kind}
+    others = {section for section, owner in sections.items() if kind not in ("none", AUTO, owner)}
+    unread = {key: value for key, value in state.leaves.items() if key.partition(".")[0] in others}
+    state.leaves = {key: value for key, value in state.leaves.items() if key not in unread}
     _convert_read_sections(state, kind)
     state.leaves |= unread
     for key in unread:
