@@ -327,8 +327,8 @@ def test_disabled_feature_is_not_needed(text, key, verdict):
 
 
 def test_first_of_contradicting_keys_counts_and_the_other_is_reported():
-    text = "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}"
+    text = "distributed_type: FSDP\nparallelism_config: {cp_size: 2, sp_size: 4}"
     conversion = convert_config(text, name="a.yaml")
-    assert conversion.run.sharding.strategy is Strategy.NO_SHARD
-    assert conversion.key_results[1].verdict is KeyVerdict.NOT_SUPPORTED
-    assert "distributed_type" in conversion.key_results[1].why
+    assert conversion.run.sharding.context_degree == 2
+    assert conversion.key_results[2].verdict is KeyVerdict.NOT_SUPPORTED
+    assert "cp_size" in conversion.key_results[2].why

@@ -113,6 +113,37 @@ def test_warmup_decay_lr_has_a_peak_of_its_own(kind: str, rate: float):
     assert converted(text).run.optimizer.learning_rate == rate
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, ("adamw", 1e-3, 0.0)),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, ("torch.optim.Adam", 1e-3, 0.0)),
+        ({"type": "Adam", "params": {"adam_w_mode": 0, "lr": "auto"}}, ("torch.optim.Adam", 3e-3, 0.0)),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, ("adamw", 1e-3, 0.01)),
+        ({"type": "Adagrad"}, ("torch.optim.Adagrad", 1e-2, 0.0)),
+        ({"type": "SGD", "params": {"lr": 0.1}}, ("sgd", 0.1, 0.0)),
+    ],
+)
+@pytest.mark.parametrize("scheduler", [{}, {"type": "WarmupLR"}])
+def test_an_optimizer_of_deepspeed_has_the_defaults_of_its_class(optimizer, settings, scheduler):
+    text = {"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler}
+    section = converted(json.dumps(text)).run.optimizer
+    assert (section.name, section.learning_rate, section.weight_decay) == settings
+
+
+def test_the_peak_of_a_scheduler_stands_in_the_comment_of_the_rate():
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}
+    text = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "scheduler": scheduler}
+    origins = converted(json.dumps(text)).origins
+    assert origins["optimizer.learning_rate"] == "scheduler.params.warmup_max_lr"
+
+
+@pytest.mark.parametrize("enabled", [True, "true", 1, "1"])
+def test_a_switch_of_deepspeed_is_on_as_pydantic_reads_it(enabled):
+    text = {"train_batch_size": 8, "bf16": {"enabled": enabled}}
+    assert converted(json.dumps(text)).run.precision.mode == "bf16"
+
+
 def test_deepspeed_without_a_scheduler_keeps_the_rate():
     text = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
     schedule = converted(json.dumps(text)).run.schedule
@@ -166,6 +197,12 @@ def test_fsdps_version_chooses_the_key_of_the_strategy(keys: str, strategy: str)
     assert conversion.lost_keys == ()
 
 
+def test_replicas_of_torchtitan_are_whole_beside_tensor_parallelism():
+    text = "[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2"
+    section = convert_config(text, name="config", ranks=16).run.sharding
+    assert (section.shard_degree, section.tensor_degree) == (4, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "warmup"),
     [
@@ -189,6 +226,7 @@ def test_torchtitans_warmup_is_at_most_as_long_as_the_run(text: str, warmup: int
         "[lr_scheduler]\ndecay_type = 'sqrt'",
         '{"train_batch_size": 8, "scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1e-3}}}',
         '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}}',
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [1e-5]}}}',
     ],
 )
 def test_a_schedule_that_cannot_be_expressed_is_lost(text: str):
@@ -314,6 +352,8 @@ def test_a_config_of_another_tool_is_of_no_known_format(text):
             ["data_efficiency.enabled"],
         ),
         ('[training]\nsteps = 9\n[optimizer]\nname = "Lion"', ["optimizer.name"]),
+        ('{"train_batch_size": 8, "elasticity": {"enabled": true}}', ["elasticity.enabled"]),
+        ('{"train_batch_size": 8, "pipeline": {"stages": 2}}', ["pipeline.stages"]),
     ],
 )
 def test_exit_code_reports_lost_keys(text, lost, tmp_path, capsys):
@@ -366,6 +406,10 @@ OUTCOMES = {
     (TRAINER, "use_dora: true"): LOST,
     (AXOLOTL, "early_stopping_patience: 3"): LOST,
     (AXOLOTL, "eval_steps: 0.1"): "run.seed=0",  # how often: not what is trained
+    (TRAINER, "group_by_length: true"): LOST,
+    (TRAINER, "train_sampling_strategy: sequential"): LOST,
+    (TRAINER, "accelerator_config: {split_batches: true}"): LOST,
+    (TRAINER, "accelerator_config: {split_batches: false}"): NOT_NEEDED,
     (AXOLOTL, "a_key_of_next_year: 1"): LOST,
     (TRAINER, "a_key_of_next_year: auto"): "run.seed=0",
     ("distributed_type: FSDP\n", "fsdp_config: {fsdp_of_next_year: 1}"): LOST,

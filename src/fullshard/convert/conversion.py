@@ -30,6 +30,7 @@ _WHAT_IS_TRAINED = {"model": 'hf = "…"', "data": 'source = "…"'}
 _SIZES_OF_SEQUENCES = (
     "data.sequence_length",
     "data.packing",
+    "data.document_mask",
     "data.validation_fraction",
     "model.max_sequence",
 )

@@ -24,10 +24,14 @@ from fullshard.convert.rules import (
 from fullshard.errors import SpecError
 
 _ZERO = "zero_optimization"
-_ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
-_DOTTED = {"adagrad": "torch.optim.Adagrad", "sgd": "sgd", "torch.optim.sgd": "sgd"}
-# Defaults of DeepSpeed's FusedAdam for keys that `optimizer.params` leaves out.
-_ADAM_DEFAULTS = {"optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.0}
+# Defaults of the optimizers' classes for keys that `optimizer.params` leaves out.
+_ADAM_DEFAULTS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_DEFAULTS = {
+    "adamw": _ADAM_DEFAULTS,
+    "torch.optim.Adam": _ADAM_DEFAULTS,
+    "torch.optim.Adagrad": {"lr": 1e-2, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
+}
 
 
 def convert_deepspeed(state: ConversionState) -> None:
@@ -44,6 +48,7 @@ def convert_deepspeed(state: ConversionState) -> None:
         if state.get(f"{part}.device") == "nvme" and isinstance(path, str):
             state.record_setting(f"{part}.nvme_path", "offload.path", value=path)
     _convert_schedule(state)
+    _set_optimizer_defaults(state)
     convert_trackers(state, "{}.enabled")
     rules = load_rules("deepspeed")
     apply_rules(state, rules)
@@ -85,7 +90,8 @@ def _convert_precision(state: ConversionState) -> None:
     for key, mode in [(key, mode) for key, mode in modes.items() if key in state.leaves]:
         if key in on:
             mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode
-            state.record_setting(key, "precision.mode", value=mode)
+            why = "gradients are summed in fp32; DeepSpeed sums in the dtype it computes in, unless asked"
+            state.record_setting(key, "precision.mode", value=mode, why="" if sent else why)
         elif key in open_keys:
             state.record_open(key, "precision.mode")
         elif on or autocast or open_keys:
@@ -156,36 +162,27 @@ def _convert_batch_sizes(state: ConversionState) -> None:
 
 
 def _convert_optimizer(state: ConversionState) -> None:
-    key = "optimizer.type"
-    if key not in state.leaves:
-        return
-    kind = str(state.get(key)).lower()
-    coupled = state.get("optimizer.params.adam_w_mode") is False
-    if kind in _ADAMS and coupled:
+    """Converts the optimizer's keys, before the scheduler's, which may replace the learning rate."""
+    key, mode = "optimizer.type", "optimizer.params.adam_w_mode"
+    if str(state.get(key)).lower() == "adam" and not state.leaves.get(mode, True):  # AdamW ignores it
         why = "its weight decay is an L2 term"
         state.record_setting(key, "optimizer.name", value="torch.optim.Adam", why=why)
-        state.record_not_needed("optimizer.params.adam_w_mode", "optimizer.name says it")
-    elif kind in _ADAMS:
-        why = "fused, as DeepSpeed's is" if kind == "adam" else ""
-        state.record_setting(key, "optimizer.name", value="adamw", why=why)
-    elif kind in _DOTTED:
-        state.record_setting(key, "optimizer.name", value=_DOTTED[kind])
-    else:
-        instead = (
-            "adamw stands instead, with the same rate; optimizer.name takes the dotted name of any "
-            "torch.optim.Optimizer"
-        )
-        state.record_unsupported(key, instead, misses="optimizer.name")
-    # The scheduler may replace the learning rate, so the optimizer's keys come first.
+        state.record_not_needed(mode, "optimizer.name says it")
     rules = load_rules("deepspeed").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith("optimizer.")})
-    if kind in _ADAMS:
-        why = "DeepSpeed's default, which the file leaves as it is"
-        for target, value in _ADAM_DEFAULTS.items():
-            if f"optimizer.params.{target.partition('.')[2]}" not in state.leaves:
-                state.set_default_of_other_tool(target, value, why=why)
-    elif _DOTTED.get(kind) and "optimizer.params.weight_decay" not in state.leaves:
-        state.set_default_of_other_tool("optimizer.weight_decay", 0.0, why="torch's default for it")
+
+
+def _set_optimizer_defaults(state: ConversionState) -> None:
+    """Sets what `optimizer.params` and the scheduler leave out to the defaults of the optimizer's class."""
+    name = state.settings.get("optimizer.name", "")
+    defaults = _DEFAULTS.get(name, {})
+    if name == "adamw" and is_true_yes_on(state.get("optimizer.params.torch_adam")):
+        defaults = defaults | {"weight_decay": 1e-2}
+    for param, value in defaults.items():
+        if f"optimizer.params.{param}" not in state.leaves:
+            target = "optimizer.learning_rate" if param == "lr" else f"optimizer.{param}"
+            why = "DeepSpeed's default, which the file leaves as it is"
+            state.set_default_of_other_tool(target, value, why=why)
 
 
 def _convert_schedule(state: ConversionState) -> None:
@@ -210,13 +207,6 @@ def _convert_schedule(state: ConversionState) -> None:
         state.set_default_of_other_tool("schedule.warmup_steps", 1000, why=f"{state.get(key)}'s default")
     if "scheduler.params.warmup_type" not in state.leaves:
         state.notes.append(f"{state.get(key)} warms up by the logarithm of the step, and fullshard linearly")
-    lowest = state.get("scheduler.params.warmup_min_lr")
-    if parse_number(lowest) is not None:
-        min_key, why = "scheduler.params.warmup_min_lr", "warmup begins at the peak / warmup_steps"
-        if parse_number(lowest) == 0:
-            state.record_not_needed(min_key, why)
-        else:
-            state.record_unsupported(min_key, why, misses="schedule.warmup_steps")
     _convert_peak_learning_rate(state, default=1e-3 if kind == "linear" else None)
 
 
@@ -242,6 +232,7 @@ def _convert_peak_learning_rate(state: ConversionState, *, default: float | None
     if optimizers is not None and optimizers != peak:
         # The scheduler sets the rate in every step, so the optimizer's own is never used.
         state.settings.pop("optimizer.learning_rate")
+        state.origins.pop("optimizer.learning_rate")
         state.notes.append(f"the scheduler's peak, {peak}, is what DeepSpeed trains at, not {optimizers}")
     if key not in state.leaves:
         state.set_default_of_other_tool("optimizer.learning_rate", peak, why="the scheduler's default")

@@ -23,6 +23,7 @@ from fullshard.convert.rules import (
     parse_positive_integer,
     require_valid_zero_stage,
 )
+from fullshard.errors import SpecError
 
 _FSDP, _MESH = "fsdp_config.", "parallelism_config."
 # In the order of their numbers in FSDP1's ShardingStrategy, which begin at 1.
@@ -35,26 +36,37 @@ _STRATEGIES = {
 
 def convert_accelerate(state: ConversionState) -> None:
     """Records a verdict on every key of an Accelerate config."""
+    kind = "no" if state.get("distributed_type") is False else str(state.get("distributed_type")).lower()
+    # Accelerate reads the section of its type alone.
+    sections = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed", "megatron_lm_config": "megatron_lm"}
+    others = {section for section, owner in sections.items() if kind not in ("none", AUTO, owner)}
+    unread = {key: value for key, value in state.leaves.items() if key.partition(".")[0] in others}
+    state.leaves = {key: value for key, value in state.leaves.items() if key not in unread}
+    _convert_read_sections(state, kind)
+    state.leaves |= unread
+    for key in unread:
+        state.record_not_needed(key, f"not read with distributed_type {kind.upper()}")
+
+
+def _convert_read_sections(state: ConversionState, kind: str) -> None:
     per_node = _convert_rank_count(state)
     require_valid_zero_stage(state, "deepspeed_config.zero_stage")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         state.checked_positive_integer(f"deepspeed_config.{name}")
-    kind = str(state.get("distributed_type")).lower()
     _convert_distributed_type(state, kind)
     _convert_parallelism_config(state)
     convert_fsdp_section(state, by_default=kind == "fsdp", ranks_per_node=per_node)
-    for part in ("optimizer", "param"):  # Accelerate writes `none` for an absent path
-        path = f"deepspeed_config.offload_{part}_nvme_path"
-        if state.get(path) in ("none", None):
-            state.record_not_needed(path, "off, as it is here")
     rules = load_rules("accelerate")
     apply_rules(state, {key: rules[key] for key in ("deepspeed_config.zero_stage",)})
     optimizer, params = (f"deepspeed_config.offload_{part}_device" for part in ("optimizer", "param"))
     convert_offload(state, optimizer=optimizer, params=params)
     apply_rules(state, rules)
-    own_file = "deepspeed_config.deepspeed_config_file" in state.leaves
-    if kind == "deepspeed" and "deepspeed_config.zero_stage" not in state.leaves and not own_file:
-        state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")
+    if "deepspeed_config.deepspeed_config_file" not in state.leaves:
+        if kind == "deepspeed":
+            state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")
+        if state.get("mixed_precision") is None:
+            why = "Accelerate computes in fp32, unless the program asks for another dtype"
+            state.set_default_of_other_tool("precision.mode", "fp32", why=why)
     state.record_unknown_keys(list_exact_keys(rules))
 
 
@@ -71,8 +83,8 @@ def convert_fsdp_section(
     keys = {key.removeprefix(_FSDP): key for key in state.leaves if key.startswith(_FSDP)}
     strategy, reshard = keys.get("sharding_strategy", ""), keys.get("reshard_after_forward", "")
     by_trainer = "distributed_type" not in state.leaves
-    unset = "1" if strategy in state.leaves or not by_trainer else "2"
-    if str(state.get(keys.get("version", "fsdp_version")) or unset) == "2":
+    unset = 1 if strategy in state.leaves or not by_trainer else 2
+    if (parse_positive_integer(state.get(keys.get("version", "fsdp_version"))) or unset) == 2:
         _convert_reshard_after_forward(state, reshard)
         state.record_not_needed(strategy, "read with fsdp_version 1 only")
     else:  # of version 1, the Trainer has the strategy in `reshard_after_forward`
@@ -91,7 +103,9 @@ def _convert_rank_count(state: ConversionState) -> int | None:
     machines = state.checked_positive_integer("num_machines") or 1
     if ranks is None:
         return None
-    state.ranks = state.ranks or ranks
+    if state.ranks not in (None, ranks):
+        raise SpecError("--ranks is not num_processes.", got=f"{state.ranks}, {ranks}", fix="one of them")
+    state.ranks = ranks
     if machines == 1:
         state.record_setting("num_processes", "run.ranks", value=ranks)
     else:
@@ -116,22 +130,24 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
 
 
 def _convert_parallelism_config(state: ConversionState) -> None:
-    """Sets the strategy from `parallelism_config`: replicated and sharded axes mean hybrid_shard.
-
-    Parameters are sharded over the ranks of `cp_size` too.
-    """
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
-    replicate, shard = found.get("dp_replicate_size", ""), found.get("dp_shard_size", "")
-    context = found.get("cp_size", "")
-    if (parse_positive_integer(state.get(replicate)) or 1) == 1:
-        return
-    degree = math.prod(parse_positive_integer(state.get(key)) or 1 for key in (shard, context))
-    if degree == 1:
-        state.record_setting(replicate, "sharding.strategy", value="no_shard")
-        return
-    why = "replicated over ranks / shard_degree"
-    state.record_setting(replicate, "sharding.strategy", value="hybrid_shard", why=why)
-    state.record_setting(shard, "sharding.shard_degree", value=degree)
+    _convert_mesh(state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")])
+
+
+def _convert_mesh(state: ConversionState, keys: list[str]) -> bool:
+    """Sets hybrid_shard or no_shard if there are replicas, and returns whether there are.
+
+    keys: of the number of replicas, of ranks that share parameters, and of those that share sequences, over
+        which parameters are sharded too
+    """
+    replicas, *sharded = (parse_positive_integer(state.get(key)) or 1 for key in keys)
+    degree = math.prod(sharded)
+    if replicas > 1:
+        strategy = "hybrid_shard" if degree > 1 else "no_shard"
+        state.record_setting(keys[0], "sharding.strategy", value=strategy, why="ranks / shard_degree")
+        if degree > 1:
+            state.record_setting(keys[1], "sharding.shard_degree", value=degree)
+    return replicas > 1
 
 
 def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int | None) -> None:
@@ -186,8 +202,14 @@ _DEFAULTS = {
     "optimizer.weight_decay": 0.0,
     "schedule.kind": "linear",
     "schedule.min_lr_ratio": 0.0,
+    "data.packing": "none",
 }
-_AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine"}
+_AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine", "data.sequence_length": 512}
+# TRL's LoRA, with peft's targets in most models. LLaMA-Factory's alpha is twice its rank.
+_TRL_LORA = {"adapter.alpha": 32.0, "adapter.dropout": 0.05, "adapter.targets": ["q_proj", "v_proj"]}
+# Keys of which one suffices to recognise the tool that the Trainer's arguments belong to.
+_LLAMA_FACTORY = {"stage", "finetuning_type", "template", "cutoff_len", "neat_packing"}
+_TRL = {"packing", "max_length", "max_seq_length", "use_peft", "dataset_text_field", "completion_only_loss"}
 # Degrees of ranks that share each sequence or its matmuls.
 _MODEL_PARALLEL = (
     "tensor_parallel_size",
@@ -202,7 +224,12 @@ def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
     state.rename_keys(load_other_names("trainer"))
     _convert_schedule(state, default_warmup=lambda steps: 0)
-    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS, microbatch=8)
+    tool = {"data.sequence_length": 1024, "precision.mode": "fp32"}
+    if _has_keys_of(state, _LLAMA_FACTORY):
+        tool = {"data.sequence_length": 2048}
+    elif _has_keys_of(state, _TRL):
+        tool |= {"optimizer.learning_rate": 2e-5, "precision.mode": "bf16"}
+    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS | tool, microbatch=8)
 
 
 def convert_axolotl(state: ConversionState) -> None:
@@ -231,9 +258,13 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)
+    _convert_packing(state)
     if str(state.get("adapter")).lower() in ("lora", "qlora", "true"):
-        rank = parse_positive_integer(state.get("lora_r"))
-        state.record_setting("adapter", "adapter.rank", value=rank or 8, why="LoRA")
+        named = state.original_names.get("adapter")
+        rank = parse_positive_integer(state.get("lora_r")) or (16 if named == "use_peft" else 8)
+        state.record_setting("adapter", "adapter.rank", value=rank, why="LoRA")
+        lora = {"use_peft": _TRL_LORA, "finetuning_type": {"adapter.alpha": 2.0 * rank}}
+        defaults = defaults | lora.get(named or "", {})
     else:
         for key in [
             key for key in state.leaves if key.startswith(("lora_", "peft_", "use_dora", "use_rslora"))
@@ -256,9 +287,30 @@ def _convert_model_overrides(state: ConversionState) -> None:
             state.record_setting(key, f"model.options.{option}", value=state.get(key))
 
 
+def _has_keys_of(state: ConversionState, names: set[str]) -> bool:
+    return any(state.original_names.get(key, key) in names for key in state.leaves)
+
+
+def _convert_packing(state: ConversionState) -> None:
+    """Sets the packing, and whether packed documents see each other, which LLaMA-Factory's do by default."""
+    neat, strategy = is_true_yes_on(state.get("neat_packing")), "packing_strategy"
+    pretrains = state.get("stage") == "pt"
+    value = state.get("packing")
+    if not (is_true_yes_on(value) or neat or (pretrains and value is None)):
+        return
+    joined = pretrains or state.get(strategy) == "wrapped"
+    for key in ("packing", "neat_packing", strategy):
+        state.record_setting(key, "data.packing", value="concat" if joined else "best_fit")
+    if neat or not (joined or _has_keys_of(state, _LLAMA_FACTORY)):
+        state.infer_setting("data.document_mask", True, origin="packed documents do not see each other")
+
+
 def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
     key, steps_key = "per_device_train_batch_size", "gradient_accumulation_steps"
     each, steps = state.checked_positive_integer(key), state.checked_positive_integer(steps_key)
+    if each and not steps and state.original_names.get(key) == "micro_batch_size":  # axolotl's
+        steps = (state.checked_positive_integer("batch_size") or each) // each
+        state.record_not_needed("batch_size", "one rank's: micro_batch_size × accumulation steps")
     if each:
         state.record_setting(key, "train.microbatch", value=each, why="sequences per rank and microbatch")
     sequences = (each or default) * (steps or 1)
@@ -268,27 +320,17 @@ def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
 
 def _convert_trainer_strategy(state: ConversionState) -> None:
     """Sets the strategy from `fsdp`, `fsdp_config`, and axolotl's degrees of parallelism."""
-    replicate, shard = "dp_replicate_size", "dp_shard_size"
-    sizes = (
-        parse_positive_integer(state.get(key)) or 1 for key in (replicate, shard, "context_parallel_size")
-    )
-    replicas, sharded, shared = sizes
-    degree = sharded * shared  # parameters are sharded over ranks that share sequences, too
-    if replicas > 1:
-        strategy = "hybrid_shard" if degree > 1 else "no_shard"
-        state.record_setting(replicate, "sharding.strategy", value=strategy, why="ranks / shard_degree")
-    if replicas > 1 and degree > 1:
-        state.record_setting(shard, "sharding.shard_degree", value=degree)
+    has_replicas = _convert_mesh(state, ["dp_replicate_size", "dp_shard_size", "context_parallel_size"])
     value: Any = state.get("fsdp")
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
     named = next((word for word in words.lower().split() if word in _SHARDING_STRATEGIES), None)
     section = any(key.startswith("fsdp_config.") for key in state.leaves)
     # Of FSDP2, fsdp_config has the strategy, whatever `fsdp` says.
-    if replicas == 1:
+    if not has_replicas:
         convert_fsdp_section(state, by_default=(section or is_true_yes_on(value)) and named is None)
     if named is not None and "sharding.strategy" not in state.settings:
         state.record_setting("fsdp", "sharding.strategy", value=named)
-    elif named is not None:
+    elif named is not None or is_true_yes_on(value):
         state.record_not_needed("fsdp", f"{state.origins['sharding.strategy']} says the strategy")
     if "offload" in words.lower().split():
         state.infer_setting("offload.tier", "params+optimizer:cpu", origin="fsdp")
@@ -302,6 +344,8 @@ def _convert_precision(state: ConversionState) -> None:
         state.record_setting(key, "precision.mode", value="bf16_pure", why="without masters in fp32")
     for key in on[:1]:
         state.record_setting(key, "precision.mode", value=_PRECISIONS[key], why="with masters in fp32")
+    if not on and not pure and not is_true_yes_on(state.get("float16")) and state.get("bf16") is False:
+        state.record_setting("bf16", "precision.mode", value="fp32", why="off")
     for key in _PRECISIONS:
         if state.get(key) == AUTO:
             state.record_open(key, "precision.mode")
@@ -316,7 +360,10 @@ def _convert_schedule(state: ConversionState, *, default_warmup: Callable[[int],
     """
     steps = state.checked_positive_integer("max_steps", unset=(-1, 0))
     ratio, own = parse_number(state.get("warmup_ratio")), parse_positive_integer(state.get("warmup_steps"))
-    if str(state.get("lr_scheduler_type")).lower() == "constant":
+    kind = str(state.get("lr_scheduler_type") or "cosine").lower()
+    if not kind.startswith("cosine"):
+        state.record_not_needed("cosine_min_lr_ratio", f"axolotl reads it for cosine alone, not {kind}")
+    if kind == "constant":
         for key in ("warmup_ratio", "warmup_steps"):
             state.record_not_needed(key, "constant has no warmup")
         state.infer_setting("schedule.warmup_steps", 0, origin="constant has no warmup")
@@ -325,5 +372,10 @@ def _convert_schedule(state: ConversionState, *, default_warmup: Callable[[int],
         state.record_setting("warmup_ratio", "schedule.warmup_steps", value=value, why="of max_steps")
     elif own is None and not ratio and (steps or default_warmup(10_000) == 0):
         why = "the trainer's default, which the file leaves as it is"
-        state.record_not_needed("warmup_ratio", "0: no warmup")
+        state.record_not_needed("warmup_ratio", "0: the trainer's default")
         state.set_default_of_other_tool("schedule.warmup_steps", default_warmup(steps or 0), why=why)
+    elif not {"warmup_ratio", "warmup_steps"} & state.leaves.keys():
+        why = (
+            "axolotl warms up for 3 % of the steps, at most 100, and the file does not say how many there are"
+        )
+        state.notes.append(f"schedule.warmup_steps has its default: {why}")

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from string import Template
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
@@ -251,8 +251,8 @@ def parse_positive_integer(value: Any) -> int | None:
 
 
 def is_true_yes_on(value: Any) -> bool:
-    """Returns True for True and the texts `true`, `yes` and `on`, in any case."""
-    return value is True or str(value).lower() in ("true", "yes", "on")
+    """Returns True for True, 1, and the texts `true`, `yes`, `on` and `1`, in any case."""
+    return str(value).lower() in ("true", "yes", "on", "1", "1.0")
 
 
 def is_one_of_same_type(value: Any, values: Iterable[Any]) -> bool:
@@ -297,7 +297,7 @@ class KeyRule(FrozenModel):
     unless: values that do not request the unsupported feature, or set nothing; null never does
     switch: name of the key in the same top-level section that turns the unsupported feature on, if any
     sets: the key of run.toml to set; the next fields convert the value, which is otherwise taken as it is
-    choices: converted values by the value's last dotted part in lower case; `dtypes`: use `DTYPES`
+    choices: converted values by the value's last dotted part in lower case
     on, off: converted values for a true value and for any other; without `off`, others request nothing
     read: name of a conversion in `_CONVERSIONS`
     why: remark on a difference between the two keys
@@ -310,7 +310,7 @@ class KeyRule(FrozenModel):
     unless: tuple[Any, ...] = (False, "none", "None", 0)
     switch: str = ""
     sets: str = ""
-    choices: Mapping[str, Any] | Literal["dtypes"] | None = None
+    choices: Mapping[str, Any] | None = None
     on: Any = None
     off: Any = None
     read: str = ""
@@ -320,8 +320,7 @@ class KeyRule(FrozenModel):
     def convert_value(self, value: Any) -> Any:
         """Returns `value` converted for run.toml; None if it cannot be expressed there."""
         if self.choices is not None:
-            choices = DTYPES if self.choices == "dtypes" else self.choices
-            return choices.get(last_dotted_part_lower(value))
+            return self.choices.get(last_dotted_part_lower(value))
         if value is None or self.on is None:
             return _CONVERSIONS[self.read](value)
         return self.on if is_true_yes_on(value) else self.off
@@ -495,5 +494,4 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "list": lambda value: value if isinstance(value, list) else None,
     "targets": _adapter_targets,
     "trackers": _trackers,
-    "recompute": lambda value: None if value is None else "none" if value is False else "full",
 }

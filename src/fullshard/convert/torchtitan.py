@@ -56,7 +56,7 @@ def convert_torchtitan(state: ConversionState) -> None:
     _convert_batch_sizes(state)
     _convert_model_flavor(state)
     _convert_activation_checkpoint(state)
-    _convert_optimizer(state)
+    convert_betas(state, ("optimizer.beta1", "optimizer.beta2"), default=(0.9, 0.95))
     _convert_schedule(state)
     _convert_precision(state)
     _convert_sections_with_switch(state)
@@ -93,13 +93,14 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
         state.record_setting(replicate_key, "sharding.strategy", value="no_shard", why=why)
         state.record_not_needed(shard_key, "1: nothing is sharded")
     elif replicate > 1:
-        degree = shard if shard > 1 else (state.ranks // replicate if state.ranks else None)
+        divided = replicate * (parse_positive_integer(state.get("parallelism.tensor_parallel_degree")) or 1)
+        degree = shard if shard > 1 else (state.ranks // divided if state.ranks else None)
         strategy = "hybrid_shard_zero2" if never else "hybrid_shard"
         why = "ranks / shard_degree replicas"
         state.record_setting(replicate_key, "sharding.strategy", value=strategy, why=why)
         if degree is None:
-            state.record_not_needed(shard_key, f"set sharding.shard_degree: ranks / {replicate}")
-            state.notes.append(f"set sharding.shard_degree = ranks / {replicate}, or give --ranks")
+            state.record_not_needed(shard_key, f"set sharding.shard_degree: ranks / {divided}")
+            state.notes.append(f"set sharding.shard_degree = ranks / {divided}, or give --ranks")
         else:
             state.infer_setting("sharding.shard_degree", degree, origin=shard_key)
             state.record_setting(shard_key, "sharding.shard_degree", value=degree)
@@ -169,14 +170,6 @@ def _convert_activation_checkpoint(state: ConversionState) -> None:
         state.record_unsupported(mode_key, "recompute.mode: none, full, selective, offload, or auto")
 
 
-def _convert_optimizer(state: ConversionState) -> None:
-    names = {"adamw": "adamw", "adam": "torch.optim.Adam"}
-    name = names.get(str(state.get("optimizer.name")).lower())
-    if name is not None:
-        state.record_setting("optimizer.name", "optimizer.name", value=name)
-    convert_betas(state, ("optimizer.beta1", "optimizer.beta2"), default=(0.9, 0.95))
-
-
 def _convert_schedule(state: ConversionState) -> None:
     """Sets the schedule. A decay ratio is the fraction of steps, at the end, in which the rate decays."""
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
@@ -239,24 +232,14 @@ def _uses_float8(state: ConversionState) -> bool:
 
 
 def _convert_sections_with_switch(state: ConversionState) -> None:
-    """Converts sections that have a switch: checkpoints, validation and compile."""
-    saves = "checkpoint.enable"
-    if saves in state.leaves:
-        every = parse_positive_integer(state.get("checkpoint.interval")) or 500
-        if is_true_yes_on(state.get(saves)):
-            state.record_setting(saves, "checkpoint.every", value=every)
-            state.record_setting("checkpoint.interval", "checkpoint.every", value=every)
-        else:
-            state.record_not_needed(saves, "off: saved at the end, and when interrupted")
-            state.record_not_needed("checkpoint.interval", "off")
-    validates = "validation.enable"
-    if is_true_yes_on(state.get(validates)):
-        every = parse_positive_integer(state.get("validation.freq")) or 10
-        for key in (validates, "validation.freq"):
-            state.record_setting(key, "train.validate_every", value=every)
-    for key in (validates, "validation.freq"):
-        state.record_not_needed(key, "off: train.validate_every")
-    compiled = "compile.enable"
-    if compiled in state.leaves:
-        value = is_true_yes_on(state.get(compiled))
-        state.record_setting(compiled, "run.compile", value=value, why="block by block")
+    """Converts how often a run is saved and validated, if the section is on; the steps have a default."""
+    for switch, key, target, default in (
+        ("checkpoint.enable", "checkpoint.interval", "checkpoint.every", 500),
+        ("validation.enable", "validation.freq", "train.validate_every", 10),
+    ):
+        every = parse_positive_integer(state.get(key)) or default
+        for one in (switch, key):
+            if is_true_yes_on(state.get(switch)):
+                state.record_setting(one, target, value=every)
+            else:
+                state.record_not_needed(one, f"off: {target}")

@@ -1,0 +1,135 @@
+"""Defaults of transformers' Trainer, TRL, LLaMA-Factory, axolotl and Accelerate, and which keys they read."""
+
+import pytest
+
+from fullshard.convert.conversion import Conversion, convert_config
+from fullshard.errors import SpecError
+
+
+def converted(text: str) -> Conversion:
+    return convert_config(text, name="config")
+
+
+FACTORY = "model_name_or_path: a\nstage: sft\nnum_train_epochs: 1\n"
+TRL = "model_name_or_path: a\nnum_train_epochs: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "packing", "mask", "length"),
+    [
+        (TRL, "none", False, 1024),
+        (TRL + "packing: true\nmax_length: 64", "best_fit", True, 64),
+        (TRL + "packing: true\npacking_strategy: wrapped", "concat", False, 1024),
+        (FACTORY, "none", False, 2048),
+        (FACTORY + "packing: true", "best_fit", False, 2048),
+        (FACTORY + "neat_packing: true", "best_fit", True, 2048),
+        (FACTORY.replace("sft", "pt"), "concat", False, 2048),
+        (FACTORY.replace("sft", "pt") + "packing: false", "none", False, 2048),
+        ("base_model: a\nval_set_size: 0.1", "none", False, 512),
+        ("base_model: a\nval_set_size: 0.1\nsample_packing: true", "best_fit", True, 512),
+    ],
+)
+def test_documents_are_packed_and_apart_as_in_the_trainer(text, packing, mask, length):
+    data = converted(text).run.data
+    assert (data.packing, data.document_mask, data.sequence_length) == (packing, mask, length)
+
+
+@pytest.mark.parametrize(
+    ("text", "adapter"),
+    [
+        (TRL + "use_peft: true", (16, 32.0, 0.05, ("q_proj", "v_proj"))),
+        (TRL + "use_peft: true\nlora_r: 4\nlora_target_modules: all-linear", (4, 32.0, 0.05, "all-linear")),
+        (FACTORY + "finetuning_type: lora", (8, 16.0, 0.0, "all-linear")),
+        (FACTORY + "finetuning_type: lora\nlora_rank: 64", (64, 128.0, 0.0, "all-linear")),
+        (FACTORY + "finetuning_type: lora\nlora_rank: 64\nlora_alpha: 8", (64, 8.0, 0.0, "all-linear")),
+    ],
+)
+def test_an_adapter_has_the_defaults_of_its_tool(text, adapter):
+    section = converted(text).run.adapter
+    assert (section.rank, section.alpha, section.dropout, section.targets) == adapter
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "rate"),
+    [
+        (TRL, "fp32", 5e-5),
+        (TRL + "max_length: 64", "bf16", 2e-5),
+        (TRL + "packing: true\nbf16: false", "fp32", 2e-5),
+        (TRL + "bf16: false\nfp16: true", "fp16", 5e-5),
+        (TRL + "bf16: true", "bf16", 5e-5),
+        (FACTORY, "auto", 5e-5),
+        (FACTORY + "bf16: false\nfp16: false", "fp32", 5e-5),
+        ("base_model: a\nsequence_len: 64\nbf16: auto", "auto", 5e-5),
+    ],
+)
+def test_precision_and_rate_are_the_tools_if_the_file_leaves_them_out(text, mode, rate):
+    run = converted(text).run
+    assert (run.precision.mode, run.optimizer.learning_rate) == (mode, rate)
+
+
+def test_a_strategy_that_fsdp_turns_on_is_not_lost():
+    conversion = converted(TRL + "fsdp: true\nfsdp_config: {version: 2.0, reshard_after_forward: false}")
+    assert conversion.run.sharding.strategy == "shard_grad_op"
+    assert conversion.lost_keys == ()
+
+
+def test_cosine_min_lr_ratio_is_of_cosine_alone():
+    text = "base_model: a\nsequence_len: 64\ncosine_min_lr_ratio: 0.2\n"
+    assert converted(text).run.schedule.min_lr_ratio == 0.2
+    assert converted(text + "lr_scheduler: linear").run.schedule.min_lr_ratio == 0
+
+
+def test_ranks_that_contradict_the_file_are_refused():
+    with pytest.raises(SpecError, match="is not num_processes"):
+        convert_config("distributed_type: FSDP\nnum_processes: 8", name="config", ranks=16)
+
+
+def test_batch_size_of_axolotl_is_one_ranks():
+    text = "base_model: a\nsequence_len: 64\nmicro_batch_size: 4\nbatch_size: 32"
+    assert convert_config(text, name="config", ranks=8).run.train.global_batch == 256
+
+
+def test_a_warmup_that_depends_on_steps_that_are_not_known_is_noted():
+    assert any("3 % of the steps" in note for note in converted("base_model: a\nsequence_len: 64").notes)
+    assert not any("3 %" in note for note in converted(TRL).notes)
+
+
+@pytest.mark.parametrize("kind", ["offload", "unsloth", True])
+def test_every_kind_of_gradient_checkpointing_recomputes(kind):
+    assert converted(f"{TRL}gradient_checkpointing: {kind}").run.recompute.mode == "full"
+    assert converted(f"{TRL}gradient_checkpointing: false").run.recompute.mode == "none"
+
+
+SECTIONS = """
+fsdp_config: {fsdp_offload_params: true, activation_checkpointing: true, fsdp_sharding_strategy: NO_SHARD}
+deepspeed_config: {zero_stage: 1, gradient_clipping: 0.5}
+megatron_lm_config: {megatron_lm_tp_degree: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("MULTI_GPU", ("no_shard", "auto", "auto", 1.0, 1)),
+        ("NO", ("no_shard", "auto", "auto", 1.0, 1)),
+        ("FSDP", ("no_shard", "params+optimizer:cpu", "full", 1.0, 1)),
+        ("DEEPSPEED", ("zero1", "auto", "auto", 0.5, 1)),
+        ("MEGATRON_LM", ("auto", "auto", "auto", 1.0, 4)),
+    ],
+)
+def test_accelerate_reads_the_section_of_its_type_alone(kind, settings):
+    run = converted(f"distributed_type: {kind}{SECTIONS}").run
+    assert (
+        run.sharding.strategy,
+        run.offload.tier,
+        run.recompute.mode,
+        run.optimizer.clip_norm,
+        run.sharding.tensor_degree,
+    ) == settings
+
+
+def test_accelerate_computes_in_fp32_unless_asked():
+    assert converted("distributed_type: FSDP").run.precision.mode == "fp32"
+    assert converted("distributed_type: FSDP\nmixed_precision: bf16").run.precision.mode == "bf16"
+    deepspeed = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: a.json}"
+    assert converted(deepspeed).run.precision.mode == "auto"
