@@ -154,6 +154,17 @@ def test_marks_of_another_template_than_the_one_that_is_used_do_not_count(tmp_pa
     assert trained_text(path, conversation=talk) == [f"sat on a mat{END}", f"ran{END}"]
 
 
+def test_answers_that_a_template_does_not_mark_are_reported(tmp_path: Path):
+    last = MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
+    for template, talk, names in (
+        (MARKED, TALK, set()),
+        (last, TALK, {"answers without {% generation %} marks"}),
+    ):
+        path = save_tokenizer(tmp_path / "tok", template=template)
+        found = ChatTemplate(path).encode_conversation(Conversation(talk), train_on="assistant")
+        assert found.unwritten == names
+
+
 THOUGHT = {"role": "assistant", "content": "ran", "reasoning_content": "away"}
 SYSTEM = {"role": "system", "content": "a mat"}
 THINKS = (

@@ -50,7 +50,7 @@ class EncodedConversation:
     tokens: tokens of the whole conversation
     trained: mask of the trained tokens
     has_end_of_turn: False if the last message is the assistant's and nothing follows its content
-    unwritten: names of the content that the template does not write
+    unwritten: names of the content that the template does not write, or not mark
     """
 
     tokens: NDArray[np.int64]
@@ -134,10 +134,12 @@ class ChatTemplate:
         conversation, text = self._render_conversation(conversation)
         unwritten = self._check_content_is_written(conversation, train_on=train_on)
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        own = [i for i in answers if i not in conversation.untrained]
         if train_on == "assistant" and _MARK in self._template_of(conversation).replace("{%-", "{%"):
             tokens, trained = self._encode_by_generation_marks(conversation, answers)
+            if np.count_nonzero(np.diff(trained, prepend=False) & trained) < len(own):
+                unwritten |= {"answers without {% generation %} marks"}
         elif train_on == "assistant":
-            own = [i for i in answers if i not in conversation.untrained]
             spans = [self._message_span(conversation, i, text=text) for i in own]
             tokens, trained = self._encode_text_with_spans(text, spans)
         else:
@@ -149,12 +151,8 @@ class ChatTemplate:
             # See [Note: what the assistant says]: the token that ends the turn may follow the marked words.
             if tokens[end + 1] in self._special_tokens and not self._ends_special(tokens[: end + 1]):
                 trained[end + 1] = True
-        return EncodedConversation(
-            tokens,
-            trained,
-            self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens),
-            unwritten,
-        )
+        has_end = self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens)
+        return EncodedConversation(tokens, trained, has_end, unwritten)
 
     def find_end_of_turn(self) -> int | None:
         """Returns the special token at the end of an answer if it is trained on, else None."""
