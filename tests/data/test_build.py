@@ -123,6 +123,9 @@ def test_tokens_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path):
     [
         ({"source": "jsonl"}, "needs paths"),
         ({"source": "datasets"}, "paths = .* or name"),
+        ({"source": "datasets", "paths": ("a",), "subset": "b"}, "name = .* and maybe a subset"),
+        ({"source": "jsonl", "paths": ("a", "b", "a")}, "paths has 'a' twice"),
+        ({"sources": [{"source": "jsonl", "paths": ("a",)}], "factory": "a:b"}, "factory is given"),
         ({"source": "jsonl", "paths": ("a",), "name": "b"}, "name, subset and split are for"),
         ({"source": "jsonl", "paths": ("a",), "split": "test"}, "name, subset and split are for"),
         ({"source": "jsonl", "paths": ("a",), "messages_field": "b"}, 'records = "messages"'),

@@ -135,6 +135,36 @@ def test_a_message_that_a_flag_excludes_is_not_trained_on(tmp_path: Path, templa
     assert ("the cat" in said[0]) == (train_on == "all")
 
 
+def test_a_message_of_others_that_a_flag_includes_is_refused_or_trained_on(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok", template=CHAT)
+    talk = Conversation([{**TALK[0], "train": True}, *TALK[1:]])
+    with pytest.raises(UntokenizableRecordError, match=r"message 1 \(user\) has train = true"):
+        trained_text(path, "assistant", talk)
+    assert "the cat" in trained_text(path, "all", talk)[0]
+
+
+def test_marks_of_another_template_than_the_one_that_is_used_do_not_count(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok", template=CHAT)
+    (tmp_path / "tok" / "chat_template.jinja").write_text(CHAT)
+    more = tmp_path / "tok" / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text(MARKED + "{{ tools[0].function.name }}")
+    assert trained_text(path) == [f"sat on a mat{END}\n", f"ran{END}\n"]
+    talk = Conversation(TALK, tools=[{"type": "function", "function": {"name": "look"}}])
+    assert trained_text(path, conversation=talk) == [f"sat on a mat{END}", f"ran{END}"]
+
+
+def test_answers_that_a_template_does_not_mark_are_reported(tmp_path: Path):
+    last = MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
+    for template, talk, names in (
+        (MARKED, TALK, set()),
+        (last, TALK, {"answers without {% generation %} marks"}),
+    ):
+        path = save_tokenizer(tmp_path / "tok", template=template)
+        found = ChatTemplate(path).encode_conversation(Conversation(talk), train_on="assistant")
+        assert found.unwritten == names
+
+
 THOUGHT = {"role": "assistant", "content": "ran", "reasoning_content": "away"}
 SYSTEM = {"role": "system", "content": "a mat"}
 THINKS = (

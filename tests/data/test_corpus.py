@@ -186,6 +186,33 @@ def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str
     assert words == "sat<|endoftext|>\n" * 3
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "completion"])
+def test_prompts_of_both_kinds_are_left_out_in_a_mixture(tmp_path: Path, tokenizer: str, train_on: str):
+    talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    chat = write_json_lines(tmp_path / "a.jsonl", [{"messages": talk}])
+    pair = write_json_lines(tmp_path / "b.jsonl", [{"prompt": "the cat", "completion": " ran"}])
+    sources = [
+        {"source": "jsonl", "paths": (chat,), "records": "messages"},
+        {"source": "jsonl", "paths": (pair,), "records": "completion"},
+    ]
+    section = run_of(tmp_path / "cache", sources=sources, tokenizer=tokenizer, train_on=train_on).data
+    root, said = make_cache_directory(section.cache), list[str]()
+    for source in section.sources:
+        (store,) = open_token_stores(source, section, root=root, alive=no_heartbeat)
+        said.append(decoded(tokenizer, store.tokens[store.loss_mask == 1]))
+    assert said == ["sat<|endoftext|>\n", " ran<|endoftext|>"]
+
+
+def test_a_token_that_only_another_file_adds_is_refused(tmp_path: Path, tokenizer: str):
+    config = Path(tokenizer, "tokenizer_config.json")
+    added = {"400": {"content": "<new>", "special": True}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": added}))
+    talk = [{"role": "user", "content": "the <new> cat"}, {"role": "assistant", "content": "sat"}]
+    path = write_json_lines(tmp_path / "a.jsonl", [{"messages": talk}])
+    with pytest.raises(DataError, match=r"(?s)not in tokenizer.json.*save_pretrained"):
+        store_of(tmp_path, source="jsonl", paths=(path,), tokenizer=tokenizer, records="messages")
+
+
 BAD_LINES = ['{"text": "good"}', "{", '{"other": 1}', '{"text": 7}', '{"text": "too"}']
 
 

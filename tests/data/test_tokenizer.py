@@ -54,9 +54,31 @@ def test_bytes_are_tokens():
 
 def test_tokens_follow_from_all_files_of_a_directory(tmp_path: Path):
     path = save_tokenizer(tmp_path / "tok")
-    names = {"tokenizer.json", "tokenizer_config.json"}
+    names = {"tokenizer.json", "tokenizer_config.json", "tool_use.jinja", "special_tokens_map.json"}
+    (tmp_path / "tok" / "additional_chat_templates").mkdir()
+    (tmp_path / "tok" / "additional_chat_templates" / "tool_use.jinja").touch()
+    (tmp_path / "tok" / "special_tokens_map.json").write_text("{}")
     assert {file.name for file in list_tokenizer_files(path)} == names
     assert {file.name for file in list_tokenizer_files(f"{path}/tokenizer.json")} == names
+
+
+def test_the_end_of_a_document_is_the_one_of_transformers(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    path = Path(save_tokenizer(tmp_path / "tok"))
+    (path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "t"}}))
+    for config in (
+        {},
+        {"eos_token": "a"},
+        {"eos_token": "a", "added_tokens_decoder": {}},
+        {"eos_token": None},
+    ):
+        file = path / "tokenizer_config.json"
+        file.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+        theirs = transformers.AutoTokenizer.from_pretrained(str(path))
+        assert open_tokenizer(str(path)).tokens_after_document == (theirs.eos_token_id,)
+    file.write_text("{")
+    with pytest.raises(DataError, match="tokenizer_config.json cannot be read"):
+        open_tokenizer(str(path))
 
 
 def test_absent_and_broken_tokenizers_are_refused(tmp_path: Path):

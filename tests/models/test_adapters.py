@@ -181,6 +181,10 @@ def test_adapters_are_in_the_layers_to_transform(targets: str, layers: str) -> N
         (["adapter.options={no_such = 1}"], "no_such"),
         (["adapter.options={layers_to_transform = [0, 2]}"], "no target in layer 2"),
         (['adapter.options={layers_pattern = "blocks"}'], "`layers_to_transform` must also be"),
+        (["adapter.options={inference_mode = true}"], "freezes the adapters"),
+        (["adapter.options={use_qalora = true}"], "quantised weights"),
+        (["adapter.options={rank_pattern = {queri = 8}}"], "has no target 'queri'"),
+        (["adapter.options={alpha_pattern = {query = 8, queri = 8}}"], "has no target 'queri'"),
         (['adapter.options={target_parameters = ["no.such"]}'], "has no parameter 'no.such'"),
     ],
 )

@@ -104,6 +104,25 @@ def test_scaling_of_positions_keeps_the_base_of_the_rotation(tmp_path: Path) -> 
     assert (config.rope_parameters["rope_theta"], config.rope_parameters["factor"]) == (5e5, 2.0)
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_scaling_of_positions_replaces_that_of_an_older_config(name: str, tmp_path: Path) -> None:
+    old = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 5e5}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"] | old))
+    options = {name: {"rope_type": "dynamic", "factor": 2.0}}
+    config = build_hf_model(HuggingFaceModel(hf=str(tmp_path), options=options)).config
+    rope = config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("dynamic", 2.0, 5e5)
+
+
+def test_options_change_the_lists_that_a_config_makes_of_them(tmp_path: Path) -> None:
+    section("smollm3", tmp_path)
+    build_hf_model(HuggingFaceModel(hf=str(tmp_path))).config.save_pretrained(tmp_path)
+    options = {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 16}
+    config = build_hf_model(HuggingFaceModel(hf=str(tmp_path), options=options)).config
+    assert config.no_rope_layers == [1, 0, 1]
+    assert config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_factor_of_a_balance_loss_that_is_not_computed_is_noted(asked: bool, tmp_path: Path) -> None:
     options = {"router_aux_loss_coef": 5.0} | ({"output_router_logits": True} if asked else {})
@@ -131,6 +150,9 @@ def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp
     ("own", "message"),
     [
         ({"options": {"num_hidden_layer": 2}}, "model.options.num_hidden_layers"),
+        ({"options": {"dtype": "bfloat16"}}, "adapter.base_dtype"),
+        ({"options": {"_attn_implementation": "eager"}}, "model.attention"),
+        ({"options": {"model_type": "qwen2"}}, "model.hf"),
         ({"options": {"num_attention_heads": 3}}, "not valid"),
         ({"options": {"num_hidden_layers": 10**9}}, "num_hidden_layers is too large"),
         ({"architecture": "LlamaForCausalML"}, 'model.architecture = "LlamaForCausalLM"'),

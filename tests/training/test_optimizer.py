@@ -19,13 +19,31 @@ from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.models import OddModel
-from tests.training.runs import WIDTH, Regression, mean_square, meta, pairs, run_of, sharded, unsharded, whole
+from tests.training.runs import (
+    WIDTH,
+    Regression,
+    logged,
+    mean_square,
+    meta,
+    pairs,
+    run_of,
+    sharded,
+    unsharded,
+    whole,
+)
 
 
 def described(*overrides: str) -> tuple[str, dict[str, Any]]:
     """(class, the first group's options) of a run's optimizer."""
     optimizer = sharded(run_of(*overrides))[0].optimizer
     return type(optimizer).__name__, {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+
+
+def messages_of(name: str, *overrides: str) -> list[str]:
+    """Returns what is logged while the optimizer is built."""
+    with logged() as found:
+        described(f"optimizer.name={name}", *overrides)
+    return found
 
 
 def refused(*overrides: str) -> str:
@@ -84,6 +102,17 @@ def test_optimizers_that_cannot_be_built_are_refused(ranks: Any) -> None:
     for said, (_, _, message) in zip(ranks(1).run(for_each, refused, cases)[0], REFUSED, strict=True):
         assert message in said
         assert "try:" in said
+
+
+def test_betas_and_eps_that_a_class_does_not_use_are_logged(ranks: Any) -> None:
+    logs = ranks(1).run(
+        messages_of, "torch.optim.Adagrad", "optimizer.betas=[0.8, 0.9]", "optimizer.eps=1e-5"
+    )[0]
+    assert logs == [
+        "optimizer.betas = (0.8, 0.9) is not used by torch.optim.Adagrad: it has no such value",
+        "optimizer.eps = 1e-05 is not used by torch.optim.Adagrad: optimizer.options sets it",
+    ]
+    assert ranks(1).run(messages_of, "adamw", "optimizer.betas=[0.8, 0.9]", "optimizer.eps=1e-5") == [[]]
 
 
 class Matrices(nn.Module):

@@ -85,11 +85,21 @@ def test_the_chat_template_that_was_trained_with_is_exported(ranks, tmp_path):
     hugging_face("llama", tmp_path / "in")
     for name, text in (("tokenizer.json", "{}"), ("chat_template.jinja", "theirs"), ("own.jinja", "ours")):
         (tmp_path / ("own.jinja" if name == "own.jinja" else f"in/{name}")).write_text(text)
+    more = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / "in" / more).parent.mkdir()
+    (tmp_path / "in" / more).write_text("calls")
     chat = ("data.source=jsonl", "data.records=messages", 'data.paths=["chat.jsonl"]')
     files = (f"data.tokenizer={tmp_path / 'in'}", f"data.chat_template={tmp_path / 'own.jinja'}")
     ranks(2).run(saved, tmp_path, "llama", *chat, *files)
     export_hf(tmp_path / "run" / "checkpoints", tmp_path / "out")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "ours"
+    assert not (tmp_path / "out" / more).exists()  # the one template was also that of calls
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "in").symlink_to(tmp_path / "in")
+    ranks(2).run(saved, tmp_path / "own", "llama", *chat, files[0])
+    export_hf(tmp_path / "own" / "run" / "checkpoints", tmp_path / "theirs")
+    assert (tmp_path / "theirs" / "chat_template.jinja").read_text() == "theirs"
+    assert (tmp_path / "theirs" / more).read_text() == "calls"
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from fullshard.data import tokenizer
 from fullshard.data.conversation import Conversation, Message, function_of_call
-from fullshard.data.row_fields import UntokenizableRecordError
+from fullshard.data.row_fields import UntokenizableRecordError, flags_that_train
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.system.small_files import SETTINGS_BYTES, ForeignErrorTranslator, read_text
 
@@ -50,7 +50,7 @@ class EncodedConversation:
     tokens: tokens of the whole conversation
     trained: mask of the trained tokens
     has_end_of_turn: False if the last message is the assistant's and nothing follows its content
-    unwritten: names of the content that the template does not write
+    unwritten: names of the content that the template does not write, or not mark
     """
 
     tokens: NDArray[np.int64]
@@ -120,7 +120,6 @@ class ChatTemplate:
         added = self._tokenizer.added_tokens_decoder.items()
         special = {number for number, token in added if token.special}
         self._special_tokens = np.array(sorted(special | {*self._tokenizer.all_special_ids}))
-        self._marked = _MARK in str(self._tokenizer.chat_template).replace("{%-", "{%")
 
     def encode_conversation(
         self, conversation: Conversation, *, train_on: Literal["all", "assistant"]
@@ -135,10 +134,12 @@ class ChatTemplate:
         conversation, text = self._render_conversation(conversation)
         unwritten = self._check_content_is_written(conversation, train_on=train_on)
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if train_on == "assistant" and self._marked:
+        own = [i for i in answers if i not in conversation.untrained]
+        if train_on == "assistant" and _MARK in self._template_of(conversation).replace("{%-", "{%"):
             tokens, trained = self._encode_by_generation_marks(conversation, answers)
+            if np.count_nonzero(np.diff(trained, prepend=False) & trained) < len(own):
+                unwritten |= {"answers without {% generation %} marks"}
         elif train_on == "assistant":
-            own = [i for i in answers if i not in conversation.untrained]
             spans = [self._message_span(conversation, i, text=text) for i in own]
             tokens, trained = self._encode_text_with_spans(text, spans)
         else:
@@ -150,12 +151,8 @@ class ChatTemplate:
             # See [Note: what the assistant says]: the token that ends the turn may follow the marked words.
             if tokens[end + 1] in self._special_tokens and not self._ends_special(tokens[: end + 1]):
                 trained[end + 1] = True
-        return EncodedConversation(
-            tokens,
-            trained,
-            self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens),
-            unwritten,
-        )
+        has_end = self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens)
+        return EncodedConversation(tokens, trained, has_end, unwritten)
 
     def find_end_of_turn(self) -> int | None:
         """Returns the special token at the end of an answer if it is trained on, else None."""
@@ -172,7 +169,7 @@ class ChatTemplate:
         Raises UntokenizableRecordError for such content of a message that is trained on, unless the template
         leaves it out only of earlier messages, and for an answer that is empty.
         """
-        template = str(self._tokenizer.chat_template)
+        template = self._template_of(conversation)
         unwritten = {
             f"chat_template_kwargs.{name}" for name in conversation.template_kwargs if name not in template
         }
@@ -185,6 +182,11 @@ class ChatTemplate:
             role = message["role"]
             trained = i not in conversation.untrained and (train_on == "all" or role == "assistant")
             own = [piece for piece in pieces if piece.message == i]
+            if not trained and i not in conversation.untrained and flags_that_train(message):
+                raise UntokenizableRecordError(
+                    f"message {i + 1} ({role}) has {flags_that_train(message)[0]} = true, but train_on = "
+                    '"assistant" leaves it out; "all" trains on each message without a false flag'
+                )
             if trained and role == "assistant" and all(piece.field == "name" for piece in own):
                 raise UntokenizableRecordError(f"message {i + 1}, of the assistant, is empty")
             for piece in own:
@@ -284,6 +286,11 @@ class ChatTemplate:
         for begin, end in runs[excluded]:
             trained[begin:end] = False
         return np.array(coded["input_ids"], np.int64), trained
+
+    def _template_of(self, conversation: Conversation) -> str:
+        """Returns the text of the template: a tokenizer may have another for conversations with tools."""
+        with _convert_template_errors():
+            return str(self._tokenizer.get_chat_template(tools=conversation.tools))
 
     def _apply_template(self, conversation: Conversation, options: Mapping[str, bool]) -> Any:
         with _convert_template_errors():

@@ -62,10 +62,8 @@ _DOCUMENT_NUMBERS = (
 )
 _DOCUMENT_BEGINS = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q", "seq_start_id")
 _DOCUMENT_LENGTHS = ("seq_lengths", "seq_lens", "seqlens", "sequence_lengths", "document_lengths")
-_TRAINED_IF_ONE = (
-    *("weight", "loss_weight", "sample_weight"),
-    *("train", "training", "trainable", "is_trainable", "do_train", "train_on"),
-)
+_TRAINED_IF_TRUE = ("train", "training", "trainable", "is_trainable", "do_train", "train_on")
+_TRAINED_IF_ONE = ("weight", "loss_weight", "sample_weight", *_TRAINED_IF_TRUE)
 _TRAINED_IF_ZERO = ("masked", "is_masked", "ignore_loss", "skip_loss")
 # A mask of 1 includes in some programs, and excludes in others.
 _UNCLEAR = ("mask", "train_detail", "training_detail")
@@ -290,6 +288,11 @@ def is_message_trained(message: Mapping[str, Any], what: str) -> bool:
         if name in message and message[name] != []:
             raise _unused_mark_error(f"{name!r} of {what}", message[name])
     return trained
+
+
+def flags_that_train(message: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the flags by which a message asks to be trained on."""
+    return [name for name in _TRAINED_IF_TRUE if message.get(name) is True]
 
 
 def _numbers_of(value: Any, *, single: bool) -> Numbers | None:

@@ -45,6 +45,12 @@ IN_MEMORY_BYTES = 64 << 20
 # Fields of a source that say where its rows are, which the content of the files stands for.
 _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
 
+# Kind of records -> the part of it that is trained on if only answers are.
+_ANSWERS: Mapping[str, Literal["assistant", "completion"]] = {
+    "messages": "assistant",
+    "completion": "completion",
+}
+
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
 _LINE_SECONDS = 10.0
 _TOKENS, _OFFSETS, _TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
@@ -106,7 +112,7 @@ def open_token_stores(
         fields=fields,
         tokenizer=section.tokenizer,
         eos_token=section.eos_token,
-        train_on=section.train_on,
+        train_on="all" if section.train_on == "all" else _ANSWERS.get(fields.records, "all"),
         on_error=section.on_error,
         dtype="uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "uint32",
         trust_remote_code=section.trust_remote_code,
@@ -265,7 +271,7 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     facts: dict[str, Any] = {
         "version": 4,
         "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS),
-        "train_on": settings.train_on if settings.fields.records != "text" else "all",
+        "train_on": settings.train_on,
         "on_error": settings.on_error,
         "eos_token": settings.eos_token,
         "tokenizer": None,

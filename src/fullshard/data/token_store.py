@@ -213,7 +213,7 @@ class TokenizeNotes:
     skip_messages: messages about the first few records left out
     unended: number of conversations whose last answer has nothing that ends the turn
     doubled: number of texts that already had the tokens that were put around them
-    unwritten: name of content that is not in the tokens -> number of records that have it
+    unwritten: name of content that is not in the tokens, or not trained on -> number of records that have it
     empty: number of documents without a token, which are not among the documents
     """
 
@@ -270,7 +270,7 @@ class TokenStore:
         """Warnings about tokens that train a model otherwise than expected."""
         notes = self.notes
         warnings = [
-            f"{number:,} records of {self.name} have content that is not in the tokens: {name}"
+            f"{number:,} records of {self.name} have content that is not in the tokens or not trained: {name}"
             for name, number in sorted(notes.unwritten.items())
         ]
         if notes.empty:

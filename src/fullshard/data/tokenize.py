@@ -185,6 +185,11 @@ class TaskTokenizer:
         conversation = read_conversation(record.value, messages, fields=fields)
         train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         encoded = self._chat.encode_conversation(conversation, train_on=train_on)
+        if (largest := encoded.tokens.max(initial=0)) >= self._tokenizer.vocabulary_size:
+            raise row_fields.UntokenizableRecordError(
+                f"token {largest} is not in tokenizer.json, and another file adds it; mend the directory by "
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+            )
         self._notes.unended += not encoded.has_end_of_turn
         self._notes.unwritten.update(encoded.unwritten)
         return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])

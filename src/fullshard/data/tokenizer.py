@@ -23,6 +23,11 @@ BYTES = 256
 """Vocabulary size of byte tokens."""
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL_FILE, _ADDED_FILE, MORE_TEMPLATES = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "additional_chat_templates",
+)
 _MOST_BYTES = 64 << 20  # the largest tokenizer.json files have about forty million bytes
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
 
@@ -130,7 +135,7 @@ def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokeniz
 
     A document gets the tokens that the tokenizer's post-processor puts around a text, and the end token,
     unless the post-processor adds it already. The end token is `eos_token`, else the eos_token of
-    tokenizer_config.json, else one with a usual name.
+    tokenizer_config.json or special_tokens_map.json, else one with a usual name.
 
     Raises DataError for an absent or broken file, and if no end token is known; MissingExtraError without the
     package tokenizers.
@@ -167,7 +172,8 @@ def locate_tokenizer_file(path: str) -> Path:
 def list_tokenizer_files(path: str) -> list[Path]:
     """Returns the files of the tokenizer at `path` that determine the tokens, chat template included."""
     file = locate_tokenizer_file(path)
-    beside = (file.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))
+    beside = [file.with_name(name) for name in (CONFIG_FILE, _SPECIAL_FILE, _ADDED_FILE, TEMPLATE_FILE)]
+    beside += sorted(file.with_name(MORE_TEMPLATES).glob("*.jinja"))
     return [file, *(one for one in beside if one.is_file())]
 
 
@@ -176,14 +182,10 @@ def _read_backend_tokenizer(file: Path) -> "Backend":
         raise MissingExtraError("hf", package="tokenizers", needed_for="data.tokenizer")
     from tokenizers import Tokenizer as Backend
 
-    data = read_tokenizer_text(file).encode()
-    try:
-        parse_json(data)
-    except ValueError as error:
-        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
+    _read_json(file)
     fix = "a tokenizer.json of the package tokenizers"
     with ForeignErrorTranslator(lambda got: DataError(f"{file} is not a tokenizer.", got=got, fix=fix)):
-        backend = Backend.from_buffer(data)
+        backend = Backend.from_buffer(read_tokenizer_text(file).encode())
         backend.no_padding()
         backend.no_truncation()
     return backend
@@ -218,12 +220,21 @@ def _choose_end_token(backend: "Backend", file: Path, *, named: str | None) -> i
 
 
 def _read_configured_eos_token(config: Path) -> str | None:
-    """Returns the eos_token in tokenizer_config.json; None if the file or the token is missing."""
-    try:
-        data: Any = parse_json(read_tokenizer_text(config)) if config.exists() else None
-    except ValueError:
-        return None
-    token = data.get("eos_token") if isinstance(data, dict) else None
+    """Returns the eos_token of the files beside a tokenizer, read as transformers does; None without one."""
+    settings, special = (
+        cast(dict[str, Any], _read_json(file)) if file.exists() else {}
+        for file in (config, config.with_name(_SPECIAL_FILE))
+    )
+    named = settings if "added_tokens_decoder" in settings else {**settings, **special}
+    token = named.get("eos_token")
     if isinstance(token, dict):
         token = cast(dict[str, Any], token).get("content")
     return token if isinstance(token, str) else None
+
+
+def _read_json(file: Path) -> Any:
+    """Returns the JSON value of a tokenizer file. Raises DataError if it is none."""
+    try:
+        return parse_json(read_tokenizer_text(file))
+    except ValueError as error:
+        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error

@@ -46,7 +46,7 @@ def insert_adapters(
     modules = dict(model.named_modules())
     turned = any(has_transposed_weight(modules[name]) for name in targets)
     config = make_lora_config(section, targets=targets, turned=turned)
-    _check_target_parameters(model, section)
+    _check_names_in_options(model, section, targets=targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
@@ -132,16 +132,19 @@ def _match_in_layer(names: list[str], section: AdapterSection, *, layer: Any) ->
     return {name for name in names if name in ends or check(config, f"model.{name}")}
 
 
-def _check_target_parameters(model: nn.Module, section: AdapterSection) -> None:
-    """Raises SpecError for a name in `options.target_parameters` that no parameter has."""
-    names = [name for name, _ in model.named_parameters()]
-    for end in section.options.get("target_parameters") or []:
-        if not any(name == end or name.endswith(f".{end}") for name in names):
-            raise SpecError(
-                f"{type(model).__name__} has no parameter {end!r}.",
-                got=f"adapter.options.target_parameters = {section.options['target_parameters']}",
-                fix=", ".join(sorted({".".join(name.split(".")[-2:]) for name in names})[:8]),
-            )
+def _check_names_in_options(model: nn.Module, section: AdapterSection, *, targets: list[str]) -> None:
+    """Raises SpecError for a name or pattern in the options that no parameter, or no target, has."""
+    parameters = [name for name, _ in model.named_parameters()]
+    named = {"target_parameters": parameters, "rank_pattern": targets, "alpha_pattern": targets}
+    for key, names in named.items():
+        kind = "parameter" if names is parameters else "target"
+        for end in section.options.get(key) or []:
+            if not any(re.fullmatch(rf"(.*\.)?({end})", name) for name in names):
+                raise SpecError(
+                    f"{type(model).__name__} has no {kind} {end!r}.",
+                    got=f"adapter.options.{key} = {section.options[key]}",
+                    fix=", ".join(sorted({".".join(name.split(".")[-2:]) for name in names})[:8]),
+                )
 
 
 def _check_no_parameter_is_wrapped(model: nn.Module) -> None:

@@ -21,6 +21,12 @@ from fullshard.system.small_files import ForeignErrorTranslator
 _LAYERS = "num_hidden_layers"
 _CAUSAL = "AutoModelForCausalLM"
 _AUTO_MAP = "auto_map"
+# Values of a config that do not decide how the model is built here -> the setting that does.
+_SET_ELSEWHERE = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "precision.mode, and adapter.base_dtype for frozen weights"),
+    "_attn_implementation": "model.attention",
+    "model_type": "model.hf",
+}
 # Config keys that name code to run: classes in files beside the config, and kernels in hub repositories.
 _NAMES_CODE = {
     _AUTO_MAP,
@@ -175,14 +181,21 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
     """Returns `data`, the values of config.json, with the options of `section` applied.
 
     An option is named as in the config, or by the name common to all models (`num_hidden_layers`). The option
-    of a part (`text_config`) is a table. Lists with an entry per layer are cut to fewer layers, and left out
-    for more: the config rebuilds them.
+    of a part (`text_config`) is a table. Lists with an entry per layer are left out if the config makes them
+    from other values, which options may change; others are cut to fewer layers, and left out for more.
 
-    config: the config of `data`, without options. Raises SpecError for an option that it does not have.
+    config: the config of `data`, without options. Raises SpecError for an option that it does not have, and
+    for one that another setting replaces.
     """
-    changed = dict(data)
+    changed = _without_derived_lists(data, config=config)
     own_names: Mapping[str, str] = getattr(config, "attribute_map", {})
     for option, value in section.options.items():
+        if option in _SET_ELSEWHERE:
+            raise SpecError(
+                f"{section.setting_text}: model.options cannot set {option!r}.",
+                got=f"model.options.{option} = {value!r}",
+                fix=_SET_ELSEWHERE[option],
+            )
         if not hasattr(config, option):
             near = difflib.get_close_matches(option, list(config.to_dict()), n=2, cutoff=0.5)
             raise SpecError(
@@ -204,15 +217,28 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
                 if name in ("rope_theta", "partial_rotary_factor")
             }
             value = {**bases, **value}
+            changed.pop("rope_scaling", None)  # its name in transformers 4, which would come first
         if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
             changed = _resize_per_layer_lists(changed, before=part, now=value)
         changed[key] = value
     return changed
 
 
+def _per_layer_lists(data: Mapping[str, Any], layers: Any) -> set[str]:
+    """Returns the keys of lists with an entry for each of `layers` layers."""
+    return {key for key, value in data.items() if isinstance(value, list) and len(value) == layers > 1}
+
+
+def _without_derived_lists(data: Mapping[str, Any], *, config: Any) -> dict[str, Any]:
+    """Returns `data` without the lists with an entry per layer that the config makes itself."""
+    lists = _per_layer_lists(data, getattr(config, _LAYERS, None))
+    made = type(config).from_dict({key: value for key, value in data.items() if key not in lists})
+    return {k: v for k, v in data.items() if k not in lists or getattr(made, k, None) != v}
+
+
 def _resize_per_layer_lists(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
     """Cuts lists with one entry per layer to `now` layers. If layers are added, drops the lists."""
-    per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
+    per_layer = _per_layer_lists(data, before)
     return {
         key: value[:now] if key in per_layer else value
         for key, value in data.items()

@@ -169,6 +169,10 @@ def _optimizer_options(
     if "betas" in takes:  # Adam's family; in other optimizers, eps has another meaning
         options["betas"] = section.betas
         options |= {"eps": section.eps} if "eps" in takes else {}
+    for name in sorted({"betas", "eps"} - options.keys() - section.options.keys()):
+        if (given := getattr(section, name)) != type(section).model_fields[name].default:
+            why = "optimizer.options sets it" if name in takes else "it has no such value"
+            logger.warning("optimizer.%s = %s is not used by %s: %s", name, given, section.name, why)
     # Among the fused optimizers, only Adam's has a rule for DTensors (as of torch 2.13).
     can_fuse = issubclass(cls, torch.optim.Adam) and device.type in ("cpu", "cuda")
     if can_fuse and not {"foreach", "differentiable"} & section.options.keys():

@@ -187,6 +187,7 @@ def write_export(
         else:
             _write_directory(outgoing, target, shard_bytes=shard_bytes)
         for name, data in (beside or {}).items():
+            make_durable_directory((target / name).parent)
             with open_atomic_replacement(target / name) as file:
                 file.write(data)
         return outgoing

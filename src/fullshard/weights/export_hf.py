@@ -18,7 +18,7 @@ from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.data.chat_template import ChatTemplate
-from fullshard.data.tokenizer import open_tokenizer
+from fullshard.data.tokenizer import MORE_TEMPLATES, open_tokenizer
 from fullshard.errors import CheckpointError, DataError, MissingExtraError, SpecError
 from fullshard.models.adapters import ADAPTER, has_transposed_weight, insert_adapters, iterate_adapted_layers
 from fullshard.models.decoder import DecoderModel
@@ -393,8 +393,11 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
             run.data.eos_token,
         )
     wanted = [(tokenizer, name) for name in _TOKENIZER] + [(model, _GENERATION)]
-    paths = [directory / name for directory, name in wanted if directory is not None]
-    found = {path.name: path for path in paths if path.is_file()}
+    if tokenizer is not None and template is None:  # that one replaces them, too
+        more = tokenizer.glob(f"{MORE_TEMPLATES}/*.jinja")
+        wanted += [(tokenizer, str(path.relative_to(tokenizer))) for path in more]
+    paths = {name: directory / name for directory, name in wanted if directory is not None}
+    found = {name: path for name, path in paths.items() if path.is_file()}
     return found | ({_TEMPLATE: template} if template is not None and template.is_file() else {})
 
 

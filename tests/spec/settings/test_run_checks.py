@@ -38,15 +38,18 @@ def test_setting_without_effect_is_noted(setting, needed):
     ("setting", "others"),
     [
         ("data.trust_remote_code", []),
+        (
+            "data.eos_token",
+            ["data.source=jsonl", 'data.paths=["a"]', "data.records=tokens", "data.tokenizer=a"],
+        ),
         ("train.validate_every", ["data.validation_fraction=0"]),
         ("data.packing", ["data.source=python", "data.factory=a:b"]),
         ("data.on_error", ["data.source=memmap", 'data.paths=["a"]']),
     ],
 )
 def test_settings_that_the_data_ignores_are_noted(setting: str, others: list[str]):
-    value = {"train.validate_every": "7", "data.packing": "none", "data.on_error": "skip"}.get(
-        setting, "true"
-    )
+    values = {"train.validate_every": "7", "data.packing": "none", "data.on_error": "skip"}
+    value = (values | {"data.eos_token": "a"}).get(setting, "true")
     run = Run.load(overrides=["precision.mode=fp32", f"{setting}={value}", *others])
     notes = [note for note in unused_setting_notes(run) if not note.startswith("data.validation")]
     assert [note.partition(" ")[0] for note in notes] == [setting]

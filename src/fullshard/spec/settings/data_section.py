@@ -86,8 +86,8 @@ class DataSection(DataSourceFields):
     `packing`: `concat` joins the documents and cuts them into full sequences. `best_fit` fills sequences with
         whole documents, cuts only longer ones, and pads. `none` has one document per sequence.
     `document_mask`: attention and positions restart with each document, and no label crosses a boundary
-    `train_on`: `assistant` trains only on the assistant's part of `messages`; `completion` excludes the
-        prompt of `completion` records
+    `train_on`: `assistant` and `completion` both train only on answers: on the assistant's part of
+        `messages`, and not on the prompt of `completion` records
     `on_error`: a corrupt record ends the run (`stop`), or is left out and counted (`skip`)
     `cache`: directory of the token cache
     `processes`: number of processes that tokenize; 0 is one per core
@@ -120,6 +120,9 @@ class DataSection(DataSourceFields):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
+        for name in ("factory", "options"):
+            if self.source != "python" and getattr(self, name):
+                raise ValueError(f'{name} is given; set source = "python"')
         if self.sources:
             given = [name for name in DataSourceFields.model_fields if _is_given(self, name)]
             if self.source is not None or given:
@@ -130,9 +133,6 @@ class DataSection(DataSourceFields):
             return self
         if self.source == "python" and not self.factory:
             raise ValueError('source = "python" needs factory = "package.module:make"')
-        for name in ("factory", "options"):
-            if self.source != "python" and getattr(self, name):
-                raise ValueError(f'{name} is given; set source = "python"')
         if self.source in (None, "stdlib") and self.paths:
             raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
         _check_source_location(self.source or "stdlib", self)
@@ -153,12 +153,14 @@ class DataSection(DataSourceFields):
         return self
 
 
-# Kind of records -> its settings. A factory of Python may read any of them.
-_SETTINGS_OF_RECORDS = {
-    "text": ("text_field",),
-    "messages": ("messages_field", "chat_template_kwargs", "role_field", "content_field", "roles"),
-    "completion": ("prompt_field", "completion_field"),
-    "tokens": ("tokens_field",),
+# Setting -> the records that it is for. A factory of Python may read any of them.
+_RECORDS_OF_SETTING = {
+    "text_field": "text",
+    **dict.fromkeys(
+        ("messages_field", "chat_template_kwargs", "role_field", "content_field", "roles"), "messages"
+    ),
+    **dict.fromkeys(("prompt_field", "completion_field"), "completion"),
+    "tokens_field": "tokens",
 }
 
 
@@ -169,19 +171,16 @@ def _is_given(fields: DataSourceFields, name: str) -> bool:
 
 def _check_source_location(source: str, fields: DataSourceFields) -> None:
     has_rows = source in ("jsonl", "parquet", "datasets")
-    for records, names in _SETTINGS_OF_RECORDS.items():
-        for name in names:
-            if (
-                _is_given(fields, name)
-                and source != "python"
-                and not (has_rows and records == fields.records)
-            ):
-                needed = f'records = "{records}"' if has_rows else "jsonl, parquet or datasets"
-                raise ValueError(f"{name} is given, but it is for {needed}")
+    if twice := [path for path in dict.fromkeys(fields.paths) if fields.paths.count(path) > 1]:
+        raise ValueError(f"paths has {twice[0]!r} twice; sources with weights set how often data is read")
+    for name, records in _RECORDS_OF_SETTING.items():
+        if _is_given(fields, name) and source != "python" and not (has_rows and records == fields.records):
+            needed = f'records = "{records}"' if has_rows else "jsonl, parquet or datasets"
+            raise ValueError(f"{name} is given, but it is for {needed}")
     if source == "datasets":
-        if bool(fields.paths) == bool(fields.name):
+        if bool(fields.paths) == bool(fields.name) or (fields.paths and fields.subset is not None):
             raise ValueError(
-                'source = "datasets" needs paths = ["directory"] or name = "owner/name", one of them'
+                'source = "datasets" needs paths = ["directory"], or name = "owner/name" and maybe a subset'
             )
         return
     if source != "python" and any(_is_given(fields, name) for name in ("name", "subset", "split")):

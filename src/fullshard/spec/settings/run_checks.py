@@ -146,6 +146,14 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         "data that is tokenized here, not token files",
     ),
     (
+        ("data.eos_token",),
+        lambda run: any(
+            s.source not in ("memmap", "python") and s.records in ("text", "completion")
+            for s in run.data.sources or [run.data]
+        ),
+        'data.records = "text" or "completion", whose documents it ends',
+    ),
+    (
         ("data.trust_remote_code",),
         lambda run: any(s.records == "messages" for s in run.data.sources or [run.data]),
         'data.records = "messages"',

@@ -144,6 +144,13 @@ _REFUSED = {
     "arrow_config": "its layers choose among several adapters, which a run does not have",
     "monteclora_config": "it adds a term to the loss, which only peft's own model computes",
     "use_bdlora": "its block-diagonal factors have initial values of their own",
+    "velora_config": "its buffers have initial values of their own",
+    "use_qalora": "its layers are of quantised weights, and other layers ignore it",
+    **dict.fromkeys(
+        ("corda_config", "eva_config", "lora_ga_config"), "it needs an initialisation by the base's values"
+    ),
+    "inference_mode": "it freezes the adapters",
+    "peft_type": "the adapters are LoRA",
     "trainable_token_indices": "it needs rows of the base weights; adapter.trained with the embedding",
     "megatron_config": "it imports a module, for layers of Megatron, which are not used here",
     "megatron_core": "it imports a module, for layers of Megatron, which are not used here",
