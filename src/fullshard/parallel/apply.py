@@ -129,6 +129,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
         names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
         _reduce_gradients_of_all_experts(unit)
+    names.append(UnitNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0]))
     set_unit_order(model, order)
     model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
     for method in prepared.methods:

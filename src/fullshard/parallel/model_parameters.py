@@ -148,8 +148,8 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
                     got=f"{key}: a {type(value).__name__} with {found}",
                     why="sharding replaces registered parameters; the attribute would keep the first values, "
                     "as would a view or a buffer in the memory of a parameter",
-                    fix="an attribute that is an nn.ParameterList, nn.ParameterDict or a property, a clone, or "
-                    "a forward that reads the registered parameter",
+                    fix="an nn.ParameterList or ParameterDict, a property, a clone, or a forward that reads "
+                    "the registered parameter",
                 )
 
 

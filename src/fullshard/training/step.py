@@ -104,7 +104,7 @@ def run_step(
         nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums)
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
-    average_scalar_gradients(gradients)
+    average_scalar_gradients(state.model)
     sum_gradients_over_tensor_axis(gradients)
     with TimedRange("norm"):
         norms = local_gradient_norms(tensors_counted_here(gradients))
