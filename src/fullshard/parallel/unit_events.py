@@ -51,7 +51,7 @@ def check_shards(model: nn.Module) -> None:
         raise ShardError(
             "the model has parameters that are not those that were sharded.",
             got=join_names(changed),
-            why="shards would go on with their old values, and each rank would train new parameters apart",
+            why="shards would keep their old values, and each rank would train new parameters for itself",
             fix="new modules before fullshard.shard; new values in place, without gradients: p.copy_(value)",
         )
 
