@@ -428,3 +428,25 @@ def test_parameters_on_meta_keeps_ties_and_ends_with_its_block() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.two.weight is model.one.weight
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+class HoldsBufferTwice(nn.Sequential):
+    """A buffer that is an attribute of another module, and of which another buffer is a view."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("table", torch.full((WIDTH,), float(dist.get_rank())))
+        self.register_buffer("part", self.table[1:])
+        vars(self[0])["table"] = self.table
+
+
+def buffers_after_a_change() -> list[float]:
+    model = HoldsBufferTwice()
+    shard(model, plan_of(dist.get_world_size(), *SIZE))
+    found = [float(model.table.sum())]
+    model.table.add_(1)
+    return [*found, float(model.part.sum()), float(model[0].table.sum())]
+
+
+def test_attributes_and_views_of_a_buffer_follow_it(ranks: Any) -> None:
+    assert ranks(2).run(buffers_after_a_change) == [[0.0, WIDTH - 1.0, WIDTH]] * 2

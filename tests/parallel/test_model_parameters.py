@@ -114,6 +114,9 @@ ELSEWHERE: dict[str, Callable[[nn.Parameter], Any]] = {
     "partial": lambda one: partial(torch.add, other=one),
     "closure": lambda one: lambda x: x @ one,
     "object": lambda one: SimpleNamespace(inner=SimpleNamespace(weight=one)),
+    "transposed view": lambda one: one.t(),
+    "view of a row": lambda one: [one.detach()[1]],
+    "buffer": lambda one: nn.Buffer(one.data),
 }
 
 
@@ -127,3 +130,5 @@ def test_an_attribute_with_a_parameter_is_refused(kind: str) -> None:
 def test_attributes_that_follow_the_parameters_are_accepted() -> None:
     check_parameters(nn.Sequential(nn.GRU(2, 2), Elsewhere(lambda one: [one.shape, "linear.weight"])))
     check_parameters(Elsewhere(lambda one: nn.ParameterList([one])))
+    check_parameters(Elsewhere(lambda one: one.detach().clone()))
+    check_parameters(nn.utils.spectral_norm(nn.Linear(2, 2)))

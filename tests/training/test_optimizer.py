@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError, TrainError
 from fullshard.spec.plan import Plan
@@ -243,11 +244,22 @@ def build_unsharded() -> None:
     build_optimizer(unsharded(plan.run), plan)
 
 
-def build_while_gathered() -> None:
+def build_while_gathered() -> bool:
     state, plan = sharded(run_of("sharding.strategy=shard_grad_op"))
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
+    groups = build_optimizer(state.model, plan).param_groups
+    return all(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+
+
+def test_an_optimizer_that_is_built_while_the_model_is_gathered_has_its_shards(ranks: Any) -> None:
+    assert ranks(1).run(build_while_gathered) == [True]
+
+
+def build_for_a_new_module() -> None:
+    state, plan = sharded(run_of())
+    state.model.head = nn.Linear(5, 2)
     build_optimizer(state.model, plan)
 
 
@@ -273,7 +285,7 @@ def step_with_a_closure() -> None:
     [
         (step_with_a_closure, "the step of LBFGS needs arguments."),
         (build_unsharded, "Regression is not sharded."),
-        (build_while_gathered, "is gathered at the moment."),
+        (build_for_a_new_module, "the model has parameters that are not those that were sharded."),
         (build_before_sharding, "the optimizer holds parameters that are not the model's."),
         (build_for_frozen_parameters, "Regression has no trainable parameter."),
     ],

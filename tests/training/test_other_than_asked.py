@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
+from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.training.runs import (
     WIDTH,
     Layer,
+    Pairs,
     Regression,
     logged,
     mean_square,
@@ -121,6 +124,105 @@ def test_a_step_that_cannot_be_as_written_is_refused(case: str, ranks: Any) -> N
     model, loss, override, message = REFUSED[case]
     for error in ranks(2).run(error_of_a_step, model, loss, override):
         assert message in error
+
+
+class TwoScales(Regression):
+    """Rank 0 uses one scalar, the other ranks the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.first)
+        nn.init.ones_(self.second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.second if dist.get_rank() else self.first)
+
+
+def test_ranks_that_use_different_scalars_are_refused(ranks: Any) -> None:
+    for error in ranks(2).run(error_of_a_step, TwoScales, mean_square):
+        assert "rank 0: reduces scalars without gradients of second" in error
+
+
+def error_of_frozen_parts_by_rank() -> str:
+    state, plan = sharded(run_of(*FULL, "sharding.units.min_parameters=10000000"))
+    state.model.layers[dist.get_rank()].linear.weight.requires_grad_(False)
+    with pytest.raises(FullshardError) as raised:
+        next(iter(train(state, plan, loss=mean_square)))
+    return str(raised.value)
+
+
+def test_ranks_that_freeze_different_parameters_are_refused(ranks: Any) -> None:
+    for error in ranks(2).run(error_of_frozen_parts_by_rank):
+        assert "rank 0: reduces (root) without gradients of layers.0.linear.weight" in error
+
+
+def replaces_data(model: nn.Module) -> None:
+    model.head.weight.data = model.head.weight.data * 0.5
+
+
+def replaces_a_parameter(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach() * 0.5)
+
+
+def adds_a_module(model: nn.Module) -> None:
+    model.head.weight_of_more = nn.Linear(WIDTH, 2)
+
+
+def changes_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.head.weight.data.mul_(0.5)
+
+
+def moves_the_model(model: nn.Module) -> None:
+    model.to(torch.float64).to(torch.float32)
+
+
+def error_of_a_change(change: Callable[[nn.Module], None], evaluates: bool) -> str:
+    """The error of the step, or the evaluation, behind a change of the sharded model, or nothing."""
+    state, plan = sharded(run_of(*FULL, "train.steps=2"))
+    try:
+        for step in train(state, plan, loss=mean_square):
+            if step.index == 1:
+                change(state.model)
+            if evaluates:
+                with torch.no_grad():
+                    state.model(pairs(0)[0])
+    except FullshardError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("change", [replaces_data, replaces_a_parameter, adds_a_module])
+def test_changes_that_shards_cannot_follow_are_refused(change: Any, evaluates: bool, ranks: Any) -> None:
+    for error in ranks(2).run(error_of_a_change, change, evaluates):
+        assert "not those that were sharded" in error
+        assert "head.weight" in error
+
+
+@pytest.mark.parametrize("change", [changes_in_place, moves_the_model])
+def test_changes_that_shards_follow_are_kept(change: Any, ranks: Any) -> None:
+    assert ranks(2).run(error_of_a_change, change, False) == ["", ""]
+
+
+def messages_of_an_unfrozen_layer(dtype: torch.dtype) -> list[str]:
+    run = run_of(*FULL, "precision.mode=bf16", "train.steps=1")
+    plan, model = Plan.from_run(run, world_size=dist.get_world_size()), unsharded(run)
+    model.layers.requires_grad_(False).to(dtype)
+    shard(model, plan)
+    model.requires_grad_(True)
+    state = TrainState(model, torch.optim.AdamW(model.parameters()), data=Pairs())
+    with logged() as messages:
+        next(iter(train(state, plan, loss=mean_square)))
+    return [message for message in messages if "lose small updates: layers.0.linear.weight" in message]
+
+
+def test_parameters_that_are_unfrozen_in_half_precision_are_named(ranks: Any) -> None:
+    for dtype, expected in ((torch.bfloat16, [1, 0]), (torch.float32, [0, 0])):
+        assert [len(found) for found in ranks(2).run(messages_of_an_unfrozen_layer, dtype)] == expected
 
 
 def messages_of_bf16_pure(own: bool) -> list[str]:

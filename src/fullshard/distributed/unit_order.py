@@ -10,7 +10,9 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 _ATTRIBUTE = "_fullshard_unit_order"
@@ -32,7 +34,7 @@ class UnitEvents:
 
     names: of all units; equal on all ranks
     numbers: twice the number of a unit for a gather, one more for a reduction. A reduction is followed by
-        -1 - i for each trained parameter i that has no gradient.
+        -1 - i for each parameter i that has no gradient.
     """
 
     names: Sequence[UnitNames]
@@ -65,10 +67,12 @@ class UnitOrder:
     is_evaluated: whether the model is evaluated by this package, which reshards it once, at the end
     is_trained: whether the model is that of a loop, whose backward runs within a step
     awaits_backward: whether a forward with gradients came after the last reduction
+    shards: sharded parameter -> its storage, the id of its local part, and whether it was trained then
     """
 
     def __init__(self, names: Sequence[UnitNames]) -> None:
         self.is_in_loss = self.is_evaluated = self.is_trained = self.awaits_backward = False
+        self.shards = dict[Any, tuple[torch.UntypedStorage, int, bool]]()
         self._names = names
         self._numbers = deque[int](maxlen=_MOST_NUMBERS)
 
@@ -80,6 +84,10 @@ class UnitOrder:
         self.awaits_backward = False
         self._numbers.append(2 * unit + 1)
         self._numbers.extend(-1 - index for index in without)
+
+    def note_scalars(self, *, without: Iterable[int]) -> None:
+        """Notes a reduction of the parameters that are in no unit, the last of the names."""
+        self.note_reduction(len(self._names) - 1, without=without)
 
     def take_events(self) -> UnitEvents:
         """Returns the events since the last call."""

@@ -7,7 +7,8 @@ The optimizer is built afterwards: one built earlier would hold parameters that 
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
@@ -129,6 +130,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
         names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
         _reduce_gradients_of_all_experts(unit)
+    names.append(UnitNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0]))
     set_unit_order(model, order)
     model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
     for method in prepared.methods:
@@ -259,12 +261,18 @@ def _reduce_gradients_of_all_experts(unit: Unit) -> None:
         fsdp.reduce_missing_gradients_as_zeros(engine_module)
 
 
-def is_ungathered_error(error: RuntimeError) -> bool:
-    """Returns whether torch raised `error` for a parameter whose unit is not gathered: a shard, or freed."""
-    return any(
-        text in str(error)
-        for text in ("mixed torch.Tensor and DTensor", "storage of size 0", "its data is not allocated yet")
-    )
+_UNGATHERED = ("mixed torch.Tensor and DTensor", "storage of size 0", "its data is not allocated yet")
+
+
+@contextmanager
+def explain_ungathered_parameters(what: str, *, why: str, fix: str) -> Generator[None]:
+    """Context that raises ShardError where torch meets a parameter that is not gathered (a shard, freed)."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _UNGATHERED):
+            raise
+        raise ShardError(what, got=str(error).splitlines()[0], why=why, fix=fix) from error
 
 
 def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,18 +280,13 @@ def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[...,
 
     @wraps(forward)
     def explaining_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
-        try:
+        with explain_ungathered_parameters(
+            "the model computes with a parameter that is not gathered at the time.",
+            why="a unit is gathered while its modules run; the line above reads a weight elsewhere",
+            fix="call the module that holds it, or keep its unit gathered after forward: sharding.units."
+            'overrides = [{match = "<the unit>", reshard_after_forward = false}]',
+        ):
             return forward(*args, **kwargs)
-        except RuntimeError as error:
-            if not is_ungathered_error(error):
-                raise
-            raise ShardError(
-                "the model computes with a parameter that is not gathered at the time.",
-                got=str(error).partition(",")[0],
-                why="a unit is gathered while its modules run; the line above reads a weight elsewhere",
-                fix="call the module that holds it, or keep its unit gathered after forward: sharding.units."
-                'overrides = [{match = "<the unit>", reshard_after_forward = false}]',
-            ) from error
 
     return explaining_forward
 

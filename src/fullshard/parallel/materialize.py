@@ -303,7 +303,13 @@ class _ModelValueSetter:
     def set_buffers(self, values: Rank0Values) -> None:
         """Sets buffers to rank 0's; recomputes other meta buffers. Raises ShardError if a module cannot."""
         own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
-        replaced = {id(b): values.broadcast_and_remove(name, self.device).clone() for name, b in own}
+        replaced = dict[int, Tensor]()
+        for name, buffer in own:
+            value = values.broadcast_and_remove(name, self.device)
+            if (buffer.device, buffer.dtype) == (value.device, value.dtype) and 0 not in buffer.stride():
+                buffer.detach().copy_(value)  # in place: attributes and other buffers may be views of it
+            else:
+                replaced[id(buffer)] = value.clone()
         replace_buffers_by_id(self.model, replaced)
         for module in self.model.modules():
             self._reset_meta_buffers(module)

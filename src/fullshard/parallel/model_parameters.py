@@ -1,7 +1,9 @@
 """Parameters of a model before it is sharded: which are refused, what the shards take over, their dtypes."""
 
+import itertools
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +25,11 @@ from fullshard.torch_private.tensors import (
     non_persistent_buffers,
     post_accumulate_hooks,
     registered_buffers,
+    registered_parameters,
 )
 
 _MOST_OBJECTS = 10_000  # of an attribute, which are searched for parameters
-_REGISTRATIONS = {"_parameters", "_buffers", "_modules"}
+_REGISTRATIONS = {"_parameters", "_modules"}
 
 logger = logging.getLogger("fullshard")
 
@@ -117,23 +120,36 @@ def _check_embeddings(model: nn.Module) -> None:
 
 
 def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises ShardError for a parameter in a list, dict, closure or object that is an attribute of a module.
+    """Raises ShardError for an attribute with a parameter (in a list, dict, closure, …) or with its memory.
 
     `shard` replaces registered parameters only, so such a reference would have the first values for ever.
     """
     names = {id(one): name for name, one in parameters.items()}
+    places = defaultdict[int, list[tuple[int, int, str]]](list)
+    for name, one in parameters.items():
+        for storage, begin, end in _places_in_memory(one):
+            places[storage].append((begin, end, name))
+
+    def names_of(one: Any) -> Iterable[str]:
+        yield from [names[id(one)]] if id(one) in names else []
+        for storage, begin, end in _places_in_memory(one):
+            yield from (name for first, last, name in places[storage] if first < end and begin < last)
+
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if key in _REGISTRATIONS or (key == "_flat_weights" and isinstance(module, nn.RNNBase)):
                 continue  # recurrent layers renew this list when a parameter is replaced
-            found = next((names[id(one)] for one in _iterate_inside(value) if id(one) in names), None)
+            if f"{key}_orig" in registered_parameters(module):
+                continue  # torch's spectral norm computes it from that parameter before each forward
+            found = next((name for one in _iterate_inside(value) for name in names_of(one)), None)
             if found is not None:
                 raise ShardError(
                     f"an attribute of {path or type(model).__name__} holds a parameter of the model.",
                     got=f"{key}: a {type(value).__name__} with {found}",
-                    why="sharding replaces registered parameters; the attribute would keep the first values",
-                    fix="an attribute that is an nn.ParameterList, nn.ParameterDict or a property, or a "
-                    "forward that reads the registered parameter",
+                    why="sharding replaces registered parameters; the attribute would keep the first values, "
+                    "as would a view or a buffer in the memory of a parameter",
+                    fix="an nn.ParameterList or ParameterDict, a property, a clone, or a forward that reads "
+                    "the registered parameter",
                 )
 
 
@@ -167,22 +183,25 @@ def _is_filled(cell: Any) -> bool:
 
 def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises ShardError if distinct parameters have elements in common, since each gets a copy of its own."""
-    ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for name, one in parameters.items():
-        if type(one.data) is not torch.Tensor or not one.is_contiguous():
-            continue
-        begin = int(one.storage_offset()) * one.itemsize
-        ranges.setdefault(storage_key(one), []).append((begin, begin + one.nbytes, name))
-    for own in ranges.values():
-        own.sort()
-        for (_, end, name), (begin, _, other) in zip(own, own[1:], strict=False):
-            if begin < end:
-                raise ShardError(
-                    "two parameters share memory, and are not one parameter.",
-                    got=f"{name}, {other}",
-                    why="each would be sharded and updated apart",
-                    fix="register one nn.Parameter in both modules, or compute one from the other in forward",
-                )
+    kept = {name: one for name, one in parameters.items() if one.is_contiguous()}
+    places = sorted((*place, name) for name, one in kept.items() for place in _places_in_memory(one))
+    for (storage, _, end, name), (next_storage, begin, _, other) in itertools.pairwise(places):
+        if storage == next_storage and begin < end:
+            raise ShardError(
+                "two parameters share memory, and are not one parameter.",
+                got=f"{name}, {other}",
+                why="each would be sharded and updated apart",
+                fix="register one nn.Parameter in both modules, or compute one from the other in forward",
+            )
+
+
+def _places_in_memory(one: Any) -> list[tuple[int, int, int]]:
+    """Returns the storage of `one`, and where its bytes begin and end there; nothing if it has no storage."""
+    if not isinstance(one, Tensor) or one.layout is not torch.strided or type(one.data) is not Tensor:
+        return []
+    begin = int(one.storage_offset()) * one.itemsize
+    steps = sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
+    return [(storage_key(one), begin, begin + (steps + 1) * one.itemsize)] if one.numel() else []
 
 
 @dataclass(frozen=True)

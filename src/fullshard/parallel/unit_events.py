@@ -20,21 +20,49 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.unit_order import UnitNames, UnitOrder
+from fullshard.distributed.tensors import storage_key
+from fullshard.distributed.unit_order import UnitNames, UnitOrder, find_unit_order
 from fullshard.errors import ShardError, TrainError
+from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import (
     cast_first_gradients,
     gathered_parameter,
     parameter_groups,
     pending_gather,
 )
-from fullshard.torch_private.tensors import tree_leaves, version
+from fullshard.torch_private.tensors import local_part, storage_address, tree_leaves, version
+
+
+def check_shards(model: nn.Module) -> None:
+    """Raises ShardError for parameters that were added or replaced after `shard`, or whose `data` was."""
+    known = {} if (order := find_unit_order(model)) is None else order.shards
+    changed = list[str]()
+    for name, one in model.named_parameters() if known else ():
+        storage, local, _ = known.get(one, (None, 0, False))
+        # `data = …` replaces the storage and leaves the local part; `model.to(…)` replaces both.
+        is_kept = storage is not None and (
+            storage_address(storage) == storage_key(one) or id(local_part(cast(DTensor, one))) != local
+        )
+        changed += [] if one.ndim == 0 or is_kept else [name]
+    if changed:
+        raise ShardError(
+            "the model has parameters that are not those that were sharded.",
+            got=join_names(changed),
+            why="shards would keep their old values, and each rank would train new parameters for itself",
+            fix="new modules before fullshard.shard; new values in place, without gradients: p.copy_(value)",
+        )
 
 
 def reshard_after_evaluation(model: nn.Module, order: UnitOrder) -> None:
-    """Makes forwards without gradients reshard `model`. See [Note: gathered after a validation]."""
+    """Makes forwards without gradients reshard `model`. See [Note: gathered after a validation].
+
+    Notes the shards for `check_shards`, which these forwards call.
+    """
+    sharded = [one for one in model.parameters() if isinstance(one, DTensor)]
+    order.shards = {one: (one.untyped_storage(), id(local_part(one)), one.requires_grad) for one in sharded}
 
     def reshard(_model: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's hook
         if torch.is_grad_enabled():
@@ -45,7 +73,14 @@ def reshard_after_evaluation(model: nn.Module, order: UnitOrder) -> None:
         if not (is_backward_to_come or order.is_in_loss or order.is_evaluated):
             reshard_unsharded_units(model)
 
+    def check(_model: nn.Module, _args: Any) -> None:  # signature: torch's hook
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        is_gathered = any(group.is_unsharded for unit in units for group in parameter_groups(unit))
+        if not (torch.is_grad_enabled() or is_gathered):
+            check_shards(model)
+
     model.register_forward_hook(reshard)
+    model.register_forward_pre_hook(check, prepend=True)  # before FSDP2's, which drops new parameters
 
 
 def reshard_unsharded_units(model: nn.Module) -> None:
@@ -158,7 +193,7 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
             post_backward(*args)
             return
         cast_first_gradients(group)
-        has_some, without = _find_missing_gradients(group)
+        has_some, without, frozen = _find_missing_gradients(group)
         sums_now = group.all_reduce_grads
         if sums_later and without and (has_some or sums_now):
             for index in without:
@@ -169,7 +204,7 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
         if not has_some:
             post_backward(*args)
             return
-        order.note_reduction(unit, without=without)
+        order.note_reduction(unit, without=[*without, *frozen])
         group.all_reduce_grads = sums_now or bool(without)
         sums_later = has_replicas and not group.all_reduce_grads
         # On the host, FSDP2 waits for the sum over replicas without a range of its own.
@@ -183,16 +218,16 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
     group.post_backward = recorded_post_backward
 
 
-def _find_missing_gradients(group: Any) -> tuple[bool, list[int]]:
-    """Returns whether a unit has gradients to reduce, and which of its trained parameters have none."""
-    has_some, without = False, list[int]()
+def _find_missing_gradients(group: Any) -> tuple[bool, list[int], list[int]]:
+    """Returns whether a unit has gradients to reduce, which trained parameters have none, and the frozen."""
+    has_some, without, frozen = False, list[int](), list[int]()
     takes_zeros = getattr(group, "reduce_scatter_unused_params", False)
     for index, parameter in enumerate(group.fsdp_params):
         value = gathered_parameter(parameter)
         if value is None or not value.requires_grad:
-            continue
-        if takes_zeros or value.grad is not None or parameter.unsharded_accumulated_grad is not None:
+            frozen.append(index)
+        elif takes_zeros or value.grad is not None or parameter.unsharded_accumulated_grad is not None:
             has_some = True
         else:
             without.append(index)
-    return has_some, without
+    return has_some, without, frozen

@@ -13,12 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank, world_size
+from fullshard.distributed.tensors import storage_key
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL
 from fullshard.models.loss import Loss, sum_and_count
 from fullshard.parallel.fp8 import reuse_weight_scales
-from fullshard.parallel.unit_events import reshard_unsharded_units
+from fullshard.parallel.unit_events import check_shards, reshard_unsharded_units
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import update_reduce_dtypes
 from fullshard.torch_private.tensors import gradient_hooks
@@ -38,7 +39,7 @@ class ModelBetweenSteps:
     """
 
     def __init__(self, state: TrainState) -> None:
-        self._state, self._trainable = state, list[bool]()
+        self._state, self._parameters = state, list[tuple[int, ...]]()
         reshard_unsharded_units(state.model)
         if (order := find_unit_order(state.model)) is not None:
             order.is_trained = True
@@ -50,7 +51,8 @@ class ModelBetweenSteps:
         """Restores the modes if the loop left the model in evaluation mode, and keeps them otherwise.
 
         Prepares units for the parameters that are trained now, and logs those that the optimizer lacks.
-        Raises TrainError if there are gradients already, or hooks of shards that would never be called.
+        Raises TrainError if there are gradients already, or hooks of shards that would never be called, and
+        ShardError for parameters that were not sharded.
         """
         model = self._state.model
         if not model.training and self._modes[model]:
@@ -72,24 +74,38 @@ class ModelBetweenSteps:
                 why="register_hook is for gradients of autograd; FSDP2 sets those of shards",
                 fix="register_post_accumulate_grad_hook, which is called with the sharded parameter",
             )
-        trainable = [parameter.requires_grad for parameter in parameters]
-        if trainable != self._trainable:
-            self._trainable = trainable
+        if _identities(parameters) != self._parameters:
+            reshard_unsharded_units(model)
+            check_shards(model)
+            self._parameters = _identities(model.parameters())
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     update_reduce_dtypes(module)
-            _warn_of_parameters_without_optimizer(self._state)
+            _warn_of_trained_parameters(self._state)
 
 
-def _warn_of_parameters_without_optimizer(state: TrainState) -> None:
-    reshard_unsharded_units(state.model)
+def _identities(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
+    return [(id(one), storage_key(one), one.requires_grad) for one in parameters]
+
+
+def _warn_of_trained_parameters(state: TrainState) -> None:
+    """Logs parameters that train and are not in the optimizer, or were frozen in less than master dtype."""
     updated = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
-    named = state.model.named_parameters()
-    left = [name for name, parameter in named if parameter.requires_grad and parameter not in updated]
+    trained = {name: one for name, one in state.model.named_parameters() if one.requires_grad}
+    left = [name for name, parameter in trained.items() if parameter not in updated]
     if left and rank() == 0:
         logger.warning(
             "trainable parameters that are not in the optimizer are never updated: %s",
             join_names(left, most=3),
+        )
+    order = find_unit_order(state.model)
+    masters = {one.dtype for one, (_, _, was) in (order.shards if order else {}).items() if was}
+    late = [name for name, one in trained.items() if one.itemsize < 4 and one.dtype not in masters]
+    if late and rank() == 0:
+        logger.warning(
+            "parameters that were frozen in half precision when they were sharded lose small updates: %s. "
+            "Freeze them behind fullshard.shard, or shard them in fp32",
+            join_names(late, most=3),
         )
 
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
+from fullshard.distributed.unit_order import find_unit_order
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.spec.plan import Plan
@@ -57,16 +58,20 @@ def clear_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.O
 
 
 @torch.no_grad()
-def average_scalar_gradients(gradients: Sequence[Tensor]) -> None:
+def average_scalar_gradients(model: nn.Module) -> None:
     """Averages the gradients of scalar parameters over ranks in place, because FSDP2 does not shard these."""
-    scalars = [g for g in gradients if g.ndim == 0]
-    if not scalars or world_size() == 1:
+    scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    if world_size() == 1 or not any(one.requires_grad for one in scalars):
         return
-    flat = torch.stack(scalars)
+    if (order := find_unit_order(model)) is not None:
+        order.note_scalars(without=[i for i, one in enumerate(scalars) if one.grad is None])
+    none = torch.zeros((), device=scalars[0].device)
+    flat = torch.stack([none if one.grad is None else one.grad.float() for one in scalars])
     with TimedRange("all_reduce"):
         dist.all_reduce(flat)
     for scalar, total in zip(scalars, flat.unbind(), strict=True):
-        scalar.copy_(total / world_size())
+        if scalar.grad is not None:
+            scalar.grad.copy_(total / world_size())
 
 
 @torch.no_grad()

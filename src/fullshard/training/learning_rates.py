@@ -51,8 +51,8 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
     has_scheduler = any("initial_lr" in group for group in groups)
     taken_over = list[str]()
-    for group in groups:
-        rate = float(group["lr"])
+    rates = [float(group["lr"]) for group in groups]  # all before any is set: groups may share a tensor
+    for group, rate in zip(groups, rates, strict=True):
         if has_scheduler or group.get(_LAST, rate) != rate:
             if (last := group.get(_LAST, rate)) is not None:
                 taken_over.append(f"{rate:.6g}" + (f" in place of {last:.6g}" if last != rate else ""))

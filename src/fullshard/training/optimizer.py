@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
+from fullshard.parallel.unit_events import check_shards, reshard_unsharded_units
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.train_section import OptimizerSection
@@ -37,9 +38,9 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     `no_weight_decay()` (as in timm). AdamW and Adam are fused: on two cores this is 8× as fast as the foreach
     loop.
 
-    Raises ShardError if the model is not sharded, is currently unsharded (gathered), or has no trainable
-    parameter; SpecError for an unknown name, options that the class does not take, and a class that cannot
-    update sharded parameters; MissingExtraError for AdamW8bit without torchao.
+    Raises ShardError if the model is not sharded, was changed since, or has no trainable parameter;
+    SpecError for an unknown name, options that the class does not take, and a class that cannot update
+    sharded parameters; MissingExtraError for AdamW8bit without torchao.
 
     >>> optimizer = fs.build_optimizer(model, plan)  # after `fs.shard`, which replaces the parameters
     >>> state = fs.TrainState(model, optimizer, data=data)
@@ -82,13 +83,8 @@ def _check_sharded(model: nn.Module) -> None:
             why="fullshard.shard replaces parameters, and the optimizer would hold the old ones",
             fix="model = fullshard.shard(model, plan), then the optimizer",
         )
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 0 and not isinstance(parameter, DTensor):
-            raise ShardError(
-                f"{name} is gathered at the moment.",
-                why="an optimizer built now would hold the whole parameter, and never update the shards",
-                fix="build the optimizer right after fullshard.shard, before any forward",
-            )
+    reshard_unsharded_units(model)  # an optimizer of gathered parameters would never update the shards
+    check_shards(model)
 
 
 def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ compute the same numbers in the same way, so they give the same parameters, bit 
 
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,10 @@ from torch.profiler import record_function
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.unit_order import UnitEvents, find_unit_order, take_unit_events
-from fullshard.errors import ShardError, TrainError
+from fullshard.errors import TrainError
 from fullshard.models.experts import Router
 from fullshard.models.loss import Loss, sum_and_count
-from fullshard.parallel.apply import is_ungathered_error
+from fullshard.parallel.apply import explain_ungathered_parameters
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import DecoderConfig
@@ -104,7 +104,7 @@ def run_step(
         nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums)
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
-    average_scalar_gradients(gradients)
+    average_scalar_gradients(state.model)
     sum_gradients_over_tensor_axis(gradients)
     with TimedRange("norm"):
         norms = local_gradient_norms(tensors_counted_here(gradients))
@@ -257,23 +257,16 @@ def _without_backward(model: nn.Module) -> Generator[None]:
         order.is_in_loss = False
 
 
-@contextmanager
-def _explain_freed_parameters() -> Generator[None]:
+def _explain_freed_parameters() -> AbstractContextManager[None]:
     """Context in which a backward that reaches parameters that are not gathered raises ShardError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_ungathered_error(error):
-            raise
-        raise ShardError(
-            "backward reached a unit whose parameters are not gathered.",
-            got=str(error).splitlines()[0],
-            why="FSDP2 gathers a unit again when a gradient comes to a tensor that its forward returned. "
-            "It sees no tensors in objects of other classes than tuples, dicts and dataclasses, none that a "
-            "module kept as an attribute, and none that was changed in place (y = block(x); y += x)",
-            fix="y = y + x; return tensors in a tuple, dict or dataclass, also those that a module keeps; or "
-            "sharding.strategy = shard_grad_op, which keeps parameters gathered until backward",
-        ) from error
+    return explain_ungathered_parameters(
+        "backward reached a unit whose parameters are not gathered.",
+        why="FSDP2 gathers a unit again when a gradient comes to a tensor that its forward returned. "
+        "It sees no tensors in objects of other classes than tuples, dicts and dataclasses, none that a "
+        "module kept as an attribute, and none that was changed in place (y = block(x); y += x)",
+        fix="y = y + x; return tensors in a tuple, dict or dataclass, also those that a module keeps; or "
+        "sharding.strategy = shard_grad_op, which keeps parameters gathered until backward",
+    )
 
 
 def _iterate_expected_batches(batches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
