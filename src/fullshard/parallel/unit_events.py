@@ -74,10 +74,10 @@ def reshard_after_evaluation(model: nn.Module, order: UnitOrder) -> None:
             reshard_unsharded_units(model)
 
     def check(_model: nn.Module, _args: Any) -> None:  # signature: torch's hook
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        is_gathered = any(group.is_unsharded for unit in units for group in parameter_groups(unit))
-        if not (torch.is_grad_enabled() or is_gathered):
-            check_shards(model)
+        if not torch.is_grad_enabled():
+            units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            if not any(group.is_unsharded for unit in units for group in parameter_groups(unit)):
+                check_shards(model)
 
     model.register_forward_hook(reshard)
     model.register_forward_pre_hook(check, prepend=True)  # before FSDP2's, which drops new parameters
