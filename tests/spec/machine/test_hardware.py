@@ -84,18 +84,7 @@ def test_a_measured_curve_goes_before_the_line_and_more_ranks_add_their_hops():
     assert rate.predict_seconds(4e6 / 3, 4) == pytest.approx(1e-3 + 2e-5)
 
 
-@pytest.mark.parametrize("name", ["is_calibrated", "calibration_load"])
-def test_rates_of_a_file_that_were_measured_are_calibrated(name: str):
+def test_rates_of_a_file_that_were_measured_are_calibrated():
     data = hardware_on("H100").model_dump()
     assert Hardware.parse(data, source="hardware.toml").calibration == "none"
-    del data["is_calibrated"]
-    assert Hardware.parse(data | {name: 1}, source="hardware.toml").calibration == "idle"
-
-
-def test_fields_that_earlier_versions_wrote_are_ignored():
-    hardware = hardware_on("8xH100")
-    data = hardware.model_dump()
-    data["chip"]["board_watts"] = 700
-    data["rates"] |= {"matmul_operands": {"bf16": 1e10}, "step_seconds": 1e-3, "watched_seconds": 1e-6}
-    data["within"]["all_gather"]["wait_seconds"] = 1e-4
-    assert Hardware.parse(data, source="hardware.toml") == hardware
+    assert Hardware.parse(data | {"is_calibrated": True}, source="hardware.toml").calibration == "idle"

@@ -4,9 +4,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fullshard.errors import SpecError
 from fullshard.spec.plan import DeviceType
@@ -29,13 +29,6 @@ ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 AttentionKernel = Literal["flash", "cudnn"]
 
 
-def _without_keys(data: Any, *names: str) -> Any:
-    """Returns `data` without these keys, which files of earlier versions have. They mean nothing now."""
-    if not isinstance(data, Mapping):
-        return data
-    return {key: value for key, value in cast(Mapping[str, Any], data).items() if key not in names}
-
-
 class Chip(FrozenModel):
     """A kind of accelerator.
 
@@ -52,11 +45,6 @@ class Chip(FrozenModel):
     memory_bytes_per_second: float
     flops_per_second: Mapping[ComputeDtype, float]
     source: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_fields_of_earlier_files(cls, data: Any) -> Any:
-        return _without_keys(data, "board_watts")
 
 
 class RatePoint(NamedTuple):
@@ -124,12 +112,6 @@ class Rates(FrozenModel):
     unaligned_matmul: float = Field(default=1.0, gt=0, le=1)
     single_rank_matmul: float = Field(default=1.0, ge=1)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_fields_of_earlier_files(cls, data: Any) -> Any:
-        more = ("watched_seconds", "recomputed_seconds", "model_parallel_seconds")
-        return _without_keys(data, "matmul_operands", "rounding", "step_seconds", *more)
-
 
 class CollectiveRate(FrozenModel):
     """Parameters of the duration of one kind of collective, of B unsharded bytes over n ranks of a mesh axis:
@@ -151,11 +133,6 @@ class CollectiveRate(FrozenModel):
     bytes_per_second: PositiveFloat
     curve: Curve | None = None
     curve_ranks: PositiveInt | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_fields_of_earlier_files(cls, data: Any) -> Any:
-        return _without_keys(data, "wait_seconds")
 
     def predict_seconds(self, count: float, ranks: int) -> float:
         """Returns the duration of a collective of `count` unsharded bytes."""
@@ -252,15 +229,6 @@ class Hardware(FrozenModel):
     price_per_hour: PositiveFloat | None = None
     is_calibrated: bool = False
     source: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_load_of_earlier_files(cls, data: Any) -> Any:
-        """Reads `calibration_load` of earlier versions: a number means that the rates were measured."""
-        if isinstance(data, Mapping) and "calibration_load" in data:
-            measured = data["calibration_load"] is not None
-            return {**_without_keys(data, "calibration_load"), "is_calibrated": measured}
-        return data
 
     @property
     def world_size(self) -> int:
