@@ -76,14 +76,12 @@ def _build_train_request(
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
-    from fullshard.spec.settings.run_checks import check_plan_has_no_removed_settings, check_plan_is_of_run
+    from fullshard.spec.settings.run_checks import check_plan_is_of_run
 
     given = Run.load(run_path, overrides=overrides)
     if plan_path is None:
         return LaunchRequest(run=given, command_started=started)
-    plan = Plan.load(plan_path)
-    for line in check_plan_has_no_removed_settings(plan_path):
-        typer.echo(escape_control_characters(line), err=True)
+    plan = Plan.load(plan_path, ignores_unknown=False)
     check_plan_is_of_run(plan.run, given, plan=str(plan_path))
     return LaunchRequest(run=plan.run, plan=plan, command_started=started)
 

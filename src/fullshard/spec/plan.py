@@ -213,9 +213,13 @@ class Plan(FrozenModel):
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Reads a plan that `save` wrote. Raises SpecError for any other file."""
-        return cls.read_json(path, what="a saved plan", ignores_unknown=True)
+    def load(cls, path: str | Path, *, ignores_unknown: bool = True) -> Self:
+        """Reads a plan that `save` wrote. Raises SpecError for any other file.
+
+        ignores_unknown: also reads a plan of an earlier version, without settings that are gone
+        """
+        what = "a saved plan" if ignores_unknown else "a saved plan of this version of fullshard"
+        return cls.read_json(path, what=what, ignores_unknown=ignores_unknown)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")

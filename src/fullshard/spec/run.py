@@ -267,7 +267,7 @@ class RunSetupSection(FrozenModel):
 class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
-    foreign = FOREIGN_NAMES | {key: answer for key, (_, answer) in REMOVED.items()}
+    foreign = FOREIGN_NAMES | REMOVED
 
     run: RunSetupSection = RunSetupSection()
     model: ModelSection = DecoderConfig()

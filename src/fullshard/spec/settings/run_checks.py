@@ -3,15 +3,12 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.spec.run import Run
-from fullshard.spec.settings.foreign_names import IGNORED, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel, indivisible_experts_error
 from fullshard.spec.value import FrozenModel
-from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 
 def check_data_is_given(run: Run) -> None:
@@ -245,40 +242,6 @@ def check_plan_is_of_run(planned: Run, given: Run, *, plan: str) -> None:
                 why="a plan carries the run that it was made for",
                 fix="the plan alone; or fullshard plan with these settings and --save",
             )
-
-
-def check_plan_has_no_removed_settings(path: str | Path) -> list[str]:
-    """Returns a line for each setting of IGNORED that a plan of an earlier version sets.
-
-    Raises SpecError if the plan sets another removed setting to a value other than its former default.
-    """
-    ignored: list[str] = []
-    tree: Any = parse_json(read_bytes(path, most_bytes=VALUE_BYTES))
-    for key, (default, answer) in REMOVED.items():
-        value = _value_in_tree(tree["run"], key, default=default)
-        if value == default:
-            continue
-        if key not in IGNORED:
-            raise _removed_setting_error(path, f"{key} = {value!r}", fix=answer)
-        ignored.append(f"{path} is a plan of an earlier version: {key} = {value!r} is ignored")
-    if _value_in_tree(tree["run"], "recompute.mode", default=None) == "every":
-        raise _removed_setting_error(path, "recompute.mode = 'every'", fix=REMOVED["recompute.every"][1])
-    for override in _value_in_tree(tree["run"], "sharding.units.overrides", default=()):
-        if type(degree := override.get("reshard_after_forward")) is int:
-            got = f"sharding.units.overrides: reshard_after_forward = {degree}"
-            raise _removed_setting_error(path, got, fix=REMOVED["sharding.reshard_after_forward"][1])
-    return ignored
-
-
-def _value_in_tree(tree: Any, key: str, *, default: Any) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name, default) if isinstance(tree, dict) else default
-    return tree
-
-
-def _removed_setting_error(path: str | Path, got: str, *, fix: str) -> SpecError:
-    what, why = f"{path} is a plan of an earlier version.", "this setting is gone"
-    return SpecError(what, got=got, why=why, fix=f"a new plan; {fix}")
 
 
 def _setting(run: Run, key: str) -> Any:
