@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 from fullshard.convert import rules
@@ -36,32 +37,9 @@ _SIZES_OF_SEQUENCES = (
 )
 _MOST_KEYS = 5_000
 _YAML_LETTERS = 1 << 17  # the YAML parser takes about one second for this many characters
-_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
-# Keys of which one suffices to recognise a format, in the order in which formats are tried.
-_FORMAT_KEYS = {
-    rules.ConfigFormat.AXOLOTL: {"sequence_len", "val_set_size"},
-    rules.ConfigFormat.TRAINER: {
-        "per_device_train_batch_size",
-        "model_name_or_path",
-        "num_train_epochs",
-        "lr_scheduler_type",
-    },
-    rules.ConfigFormat.ACCELERATE: {
-        "compute_environment",
-        "distributed_type",
-        "deepspeed_config",
-        "num_machines",
-        "num_processes",
-    },
-    rules.ConfigFormat.DEEPSPEED: {
-        *_DEEPSPEED,
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "fp16",
-        "bf16",
-        "optimizer",
-    },
-}
+_FORMATS = small_files.read_toml(Path(__file__).with_name("formats.toml"))
+_FORMAT_KEYS = {rules.ConfigFormat(name): {*keys.split()} for name, keys in _FORMATS["keys"].items()}
+_DEEPSPEED = {*_FORMATS["keys_of_deepspeed_alone"].split()}
 _MAPPING_FORMATS = (None, *_FORMAT_KEYS)
 _TORCHTITAN = {"job", "training", "parallelism", "activation_checkpoint", "lr_scheduler", "metrics"}
 _FORMS = "an Accelerate, axolotl or Trainer YAML, a DeepSpeed JSON, or a torchtitan TOML"

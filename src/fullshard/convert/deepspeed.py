@@ -13,8 +13,8 @@ from fullshard.convert.rules import (
     is_true_yes_on,
     last_dotted_part_lower,
     list_exact_keys,
-    load_other_names,
     load_rules,
+    load_table,
     parse_nonnegative_integer,
     parse_number,
     parse_positive_integer,
@@ -24,19 +24,11 @@ from fullshard.convert.rules import (
 from fullshard.errors import SpecError
 
 _ZERO = "zero_optimization"
-# Defaults of the optimizers' classes for keys that `optimizer.params` leaves out.
-_ADAM_DEFAULTS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-_DEFAULTS = {
-    "adamw": _ADAM_DEFAULTS,
-    "torch.optim.Adam": _ADAM_DEFAULTS,
-    "torch.optim.Adagrad": {"lr": 1e-2, "weight_decay": 0.0},
-    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
-}
 
 
 def convert_deepspeed(state: ConversionState) -> None:
     """Records a verdict on every key of a DeepSpeed config. Raises SpecError for contradictions."""
-    state.rename_keys(load_other_names("deepspeed"))
+    state.rename_keys(load_table("deepspeed", "other_names"))
     _convert_zero_stage(state)
     _convert_precision(state)
     _convert_batch_sizes(state)
@@ -175,7 +167,7 @@ def _convert_optimizer(state: ConversionState) -> None:
 def _set_optimizer_defaults(state: ConversionState) -> None:
     """Sets what `optimizer.params` and the scheduler leave out to the defaults of the optimizer's class."""
     name = state.settings.get("optimizer.name", "")
-    defaults = _DEFAULTS.get(name, {})
+    defaults = load_table("deepspeed", "defaults").get(name, {})
     if name == "adamw" and is_true_yes_on(state.get("optimizer.params.torch_adam")):
         defaults = defaults | {"weight_decay": 1e-2}
     for param, value in defaults.items():

@@ -17,8 +17,8 @@ from fullshard.convert.rules import (
     is_true_yes_on,
     last_dotted_part_lower,
     list_exact_keys,
-    load_other_names,
     load_rules,
+    load_table,
     parse_number,
     parse_positive_integer,
     require_valid_zero_stage,
@@ -195,18 +195,6 @@ def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
     state.record_setting(key, "sharding.strategy", value=strategy, why=why)
 
 
-# Defaults of transformers' TrainingArguments, and those that axolotl has instead.
-_DEFAULTS = {
-    "optimizer.learning_rate": 5e-5,
-    "optimizer.betas": [0.9, 0.999],
-    "optimizer.weight_decay": 0.0,
-    "schedule.kind": "linear",
-    "schedule.min_lr_ratio": 0.0,
-    "data.packing": "none",
-}
-_AXOLOTL_DEFAULTS = _DEFAULTS | {"schedule.kind": "cosine", "data.sequence_length": 512}
-# TRL's LoRA, with peft's targets in most models. LLaMA-Factory's alpha is twice its rank.
-_TRL_LORA = {"adapter.alpha": 32.0, "adapter.dropout": 0.05, "adapter.targets": ["q_proj", "v_proj"]}
 # Keys of which one suffices to recognise the tool that the Trainer's arguments belong to.
 _LLAMA_FACTORY = {"stage", "finetuning_type", "template", "cutoff_len", "neat_packing"}
 _TRL = {"packing", "max_length", "max_seq_length", "use_peft", "dataset_text_field", "completion_only_loss"}
@@ -222,21 +210,22 @@ _PRECISIONS = {"fp8": "fp8", "bf16": "bf16", "fp16": "fp16"}
 
 def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
-    state.rename_keys(load_other_names("trainer"))
+    state.rename_keys(load_table("trainer", "other_names"))
     _convert_schedule(state, default_warmup=lambda steps: 0)
-    tool = {"data.sequence_length": 1024, "precision.mode": "fp32"}
-    if _has_keys_of(state, _LLAMA_FACTORY):
-        tool = {"data.sequence_length": 2048}
-    elif _has_keys_of(state, _TRL):
-        tool |= {"optimizer.learning_rate": 2e-5, "precision.mode": "bf16"}
-    _convert_arguments(state, defaults=_duration(state, epochs=3) | _DEFAULTS | tool, microbatch=8)
+    tool = "trl" if _has_keys_of(state, _TRL) else "trainer"
+    tool = "llama_factory" if _has_keys_of(state, _LLAMA_FACTORY) else tool
+    _convert_arguments(state, defaults=_duration(state, epochs=3) | _defaults_of(tool), microbatch=8)
 
 
 def convert_axolotl(state: ConversionState) -> None:
     """Records a verdict on every key of an axolotl config."""
-    state.rename_keys(load_other_names("trainer"))
+    state.rename_keys(load_table("trainer", "other_names"))
     _convert_schedule(state, default_warmup=lambda steps: min(int(0.03 * steps), 100))
-    _convert_arguments(state, defaults=_duration(state, epochs=1) | _AXOLOTL_DEFAULTS, microbatch=1)
+    _convert_arguments(state, defaults=_duration(state, epochs=1) | _defaults_of("axolotl"), microbatch=1)
+
+
+def _defaults_of(tool: str) -> dict[str, Any]:
+    return {**load_table("trainer", "defaults"), **load_table("trainer", "defaults_of")[tool]}
 
 
 def _duration(state: ConversionState, *, epochs: int) -> dict[str, Any]:
@@ -263,7 +252,11 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
         named = state.original_names.get("adapter")
         rank = parse_positive_integer(state.get("lora_r")) or (16 if named == "use_peft" else 8)
         state.record_setting("adapter", "adapter.rank", value=rank, why="LoRA")
-        lora = {"use_peft": _TRL_LORA, "finetuning_type": {"adapter.alpha": 2.0 * rank}}
+        lora = {
+            "use_peft": load_table("trainer", "trl_lora"),
+            "finetuning_type": {"adapter.alpha": 2.0 * rank},
+        }
+        # LLaMA-Factory's alpha is twice its rank.
         defaults = defaults | lora.get(named or "", {})
     else:
         for key in [
@@ -276,7 +269,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     why = "the trainer's default, which the file leaves as it is"
     for target, value in defaults.items():
         state.set_default_of_other_tool(target, value, why=why)
-    state.record_unknown_keys([*list_exact_keys(rules), *load_other_names("trainer")])
+    state.record_unknown_keys([*list_exact_keys(rules), *load_table("trainer", "other_names")])
 
 
 def _convert_model_overrides(state: ConversionState) -> None:

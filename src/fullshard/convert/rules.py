@@ -346,9 +346,12 @@ def load_rules(name: str) -> Rules:
 
 
 @cache
-def load_other_names(name: str) -> Mapping[str, str]:
-    """Reads the table [other_names] of `<name>.toml`: names in `rules` by older or shorter names."""
-    return read_toml(Path(__file__).with_name(f"{name}.toml"))["other_names"]
+def load_table(name: str, table: str) -> Mapping[str, Any]:
+    """Reads a table of `<name>.toml` that has no rules, such as the tool's defaults.
+
+    [other_names] has the names in the rules by older or shorter names, for `ConversionState.rename_keys`.
+    """
+    return read_toml(Path(__file__).with_name(f"{name}.toml"))[table]
 
 
 def convert_betas(state: ConversionState, keys: tuple[str, str], *, default: tuple[float, float]) -> None:

@@ -15,35 +15,14 @@ from fullshard.convert.rules import (
     convert_trackers,
     is_true_yes_on,
     list_exact_keys,
-    load_other_names,
     load_rules,
+    load_table,
     parse_number,
     parse_positive_integer,
 )
 from fullshard.spec.pretrained import preset_or_none
 
-# torchtitan's defaults for keys that are left out, if the section or the file needs them.
-_WARMUP_STEPS = 200
-_DEFAULTS = {
-    "optimizer.learning_rate": 8e-4,
-    "optimizer.betas": [0.9, 0.95],
-    "optimizer.weight_decay": 0.1,
-    "schedule.warmup_steps": _WARMUP_STEPS,
-    "schedule.kind": "linear",
-    "schedule.min_lr_ratio": 0.0,
-    "data.sequence_length": 2048,
-    "train.steps": 10_000,
-    "train.microbatch": 8,
-}
 _FLOAT8 = ("float8", "quantize.linear.float8")
-_PRESETS = {
-    ("llama3", "8b"): "llama3-8b",
-    ("llama3", "70b"): "llama3-70b",
-    ("llama3", "405b"): "llama3.1-405b",
-    ("qwen3", "1.7b"): "qwen3-1.7b",
-    ("qwen3", "8b"): "qwen3-8b",
-    ("qwen3", "14b"): "qwen3-14b",
-}
 
 
 def convert_torchtitan(state: ConversionState) -> None:
@@ -63,14 +42,14 @@ def convert_torchtitan(state: ConversionState) -> None:
     convert_trackers(state, "metrics.enable_{}")
     apply_rules(state, rules)
     why = "torchtitan's default, which the file leaves as it is"
-    for target, value in _DEFAULTS.items():
+    for target, value in load_table("torchtitan", "defaults").items():
         state.set_default_of_other_tool(target, value, why=why)
     state.record_unknown_keys(list_exact_keys(rules))
 
 
 def _rename_older_keys(state: ConversionState, rules: Rules) -> None:
     """Gives keys of 2024 and early 2025 their present names; most are now in another section."""
-    state.rename_keys(load_other_names("torchtitan"))
+    state.rename_keys(load_table("torchtitan", "other_names"))
     older = [key for key in state.leaves if key.partition(".")[0] in ("training", "experimental")]
     names = {key: f"parallelism.{key.partition('.')[2]}" for key in older}
     known = {key: name for key, name in names.items() if any(fnmatchcase(name, rule) for rule in rules)}
@@ -136,7 +115,7 @@ def _convert_batch_sizes(state: ConversionState) -> None:
 def _convert_model_flavor(state: ConversionState) -> None:
     """Sets the sizes of the model if its name and flavor have a preset."""
     name, flavor = (str(state.get(f"model.{key}")).lower() for key in ("name", "flavor"))
-    preset = preset_or_none(_PRESETS.get((name, flavor), ""))
+    preset = preset_or_none(load_table("torchtitan", "presets").get(f"{name} {flavor}", ""))
     missing = (
         '[model] takes the sizes of a decoder, hf = "<directory or config.json>", or a module of Python\'s'
     )
@@ -175,7 +154,8 @@ def _convert_schedule(state: ConversionState) -> None:
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
     warmup_key, steps = "lr_scheduler.warmup_steps", parse_positive_integer(state.get("training.steps"))
     given = parse_positive_integer(state.get(warmup_key))
-    if steps and (_WARMUP_STEPS if given is None else given) > steps:
+    default = load_table("torchtitan", "defaults")["schedule.warmup_steps"]
+    if steps and (default if given is None else given) > steps:
         why = "torchtitan cuts the warmup to the steps"
         if given is None:
             state.set_default_of_other_tool("schedule.warmup_steps", steps, why=why)
