@@ -193,8 +193,8 @@ def test_an_impossible_value_is_refused_with_its_key_and_the_reason(text, key, w
     [
         (b"steps = ", "it is not TOML: Invalid value (at line 1, column 9)"),
         (b"\xff\xfe", "it is not text (UTF-8): byte 0"),
-        (b"[a]\n[a]", "it is not TOML: [a] stands twice (at line 2, column 3)"),
-        (b"[train]\nsteps = 1\nsteps = 2", "it is not TOML: steps stands twice (at line 3, column 10)"),
+        (b"[a]\n[a]", "it is not TOML: Cannot declare ('a',) twice (at line 2, column 3)"),
+        (b"[train]\nsteps = 1\nsteps = 2", "it is not TOML: Cannot overwrite a value (at line 3, column 10)"),
         (b"[train]\nsteps = 99999999999999999999", "train.steps is an integer of more than 64 bits"),
         (b"steps = " + b"9" * 5000, "it has an integer of more than 64 bits"),
     ],

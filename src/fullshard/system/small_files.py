@@ -27,9 +27,6 @@ VALUE_BYTES = 32 << 20  # limit for files that programs write: a plan, a traced 
 DEEPEST = 100
 _LARGEST_INTEGER = 2**63
 _SHOWN_CHARACTERS = 300
-# tomllib's messages for a duplicate key or table:
-# https://github.com/python/cpython/blob/3.13/Lib/tomllib/_parser.py
-_TWICE = re.compile(r"(Cannot overwrite a value|Cannot declare \(.*\) twice)(?: \(at line (\d+),)?")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -109,7 +106,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise _nesting_too_deep_error() from None
     except tomllib.TOMLDecodeError as error:
-        raise TomlError(f"it is not TOML: {_toml_error_message(str(error), text)}") from error
+        raise TomlError(f"it is not TOML: {error}") from error
     except ValueError:  # Python's limit on digits
         raise _integer_too_large_error("it has") from None
     check_nesting_depth(tree, most=len(text))
@@ -155,16 +152,6 @@ def iterate_integers(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[t
             yield from iterate_integers(inner, keys)
     elif isinstance(value, int):
         yield keys, value
-
-
-def _toml_error_message(message: str, text: str) -> str:
-    """Returns tomllib's message about `text`; for a duplicate key, a message that names the key."""
-    twice = _TWICE.match(message)
-    if twice is None:
-        return message
-    line = text.split("\n")[int(twice[2]) - 1] if twice[2] else ""
-    name = line.partition("=")[0].strip() if "=" in line or "[" in line else "a key"
-    return f"{name} stands twice{message[twice.end(1) :]}"
 
 
 def _integer_too_large_error(what: str) -> ValueError:
