@@ -1,7 +1,6 @@
 """The log of a run on rank 0: progress on the terminal, `metrics.jsonl`, `events.jsonl`, and trackers."""
 
 import json
-import math
 import os
 import socket
 import sys
@@ -9,7 +8,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
@@ -19,6 +18,7 @@ from fullshard.observe.step_metrics import StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
 from fullshard.spec.records.event import RunEvent, read_events
+from fullshard.spec.records.measurement import none_if_not_finite
 from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.spec.run import Run
 from fullshard.system.files import atomic_replace_context, open_regular_file
@@ -55,7 +55,9 @@ class MetricsLog:
 
         Raises TrainError if it cannot be written.
         """
-        values = {k: _json_value(v) for k, v in (metrics.measured_values() | dict(window or {})).items()}
+        values = {
+            k: none_if_not_finite(v) for k, v in (metrics.measured_values() | dict(window or {})).items()
+        }
         data = f"{json.dumps({'step': metrics.step} | values)}\n".encode()
         try:
             written = self._file.write(data)
@@ -264,11 +266,6 @@ def open_run_log(
             raise
         finally:
             log.close_trackers(exit_code=exit_code)
-
-
-def _json_value(value: Any) -> Any:
-    """Returns None for NaN and infinity, which JSON does not have, and other values unchanged."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_lines_after_step(path: Path, last_step: int) -> None:

@@ -15,12 +15,15 @@ from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, 
 from fullshard.system.files import write_file_atomically
 
 
-def _none_if_not_finite(value: Any) -> Any:
-    # The last step may have been skipped for its loss; the other measurements must still be saved.
+def none_if_not_finite(value: Any) -> Any:
+    """Returns None for NaN and infinity, which JSON does not have, and other values unchanged.
+
+    The last step may have been skipped for its loss; the other measurements must still be saved.
+    """
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-FiniteOrNone = Annotated[float | None, BeforeValidator(_none_if_not_finite)]
+FiniteOrNone = Annotated[float | None, BeforeValidator(none_if_not_finite)]
 
 
 class GradientShares(NamedTuple):
