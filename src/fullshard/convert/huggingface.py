@@ -225,7 +225,7 @@ def convert_axolotl(state: ConversionState) -> None:
 
 
 def _defaults_of(tool: str) -> dict[str, Any]:
-    return {**load_table("trainer", "defaults"), **load_table("trainer", "defaults_of")[tool]}
+    return load_table("trainer", "defaults") | load_table("trainer", "defaults_of")[tool]
 
 
 def _duration(state: ConversionState, *, epochs: int) -> dict[str, Any]:

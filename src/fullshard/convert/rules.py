@@ -346,7 +346,7 @@ def load_rules(name: str) -> Rules:
 
 
 @cache
-def load_table(name: str, table: str) -> Mapping[str, Any]:
+def load_table(name: str, table: str) -> dict[str, Any]:
     """Reads a table of `<name>.toml` that has no rules, such as the tool's defaults.
 
     [other_names] has the names in the rules by older or shorter names, for `ConversionState.rename_keys`.
