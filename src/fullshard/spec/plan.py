@@ -218,8 +218,8 @@ class Plan(FrozenModel):
 
         ignores_unknown: also reads a plan of an earlier version, without settings that are gone
         """
-        what = "a saved plan" if ignores_unknown else "a saved plan of this version of fullshard"
-        return cls.read_json(path, what=what, ignores_unknown=ignores_unknown)
+        fix = "fullshard plan RUN.toml --save PLAN.json, with this version of fullshard"
+        return cls.read_json(path, what="a saved plan", ignores_unknown=ignores_unknown, fix=fix)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")

@@ -86,7 +86,9 @@ class FrozenModel(BaseModel):
             raise _spec_error_from_validation(cls, error, source=source, overridden=overridden) from None
 
     @classmethod
-    def read_json(cls, path: str | Path, *, what: str, ignores_unknown: bool = False) -> Self:
+    def read_json(
+        cls, path: str | Path, *, what: str, ignores_unknown: bool = False, fix: str | None = None
+    ) -> Self:
         """Reads a value from a JSON file. Raises SpecError: "<path> is not <what>" ("a saved plan").
 
         ignores_unknown: leaves out keys that an earlier version wrote and this one does not have
@@ -98,7 +100,7 @@ class FrozenModel(BaseModel):
             first = error.errors(include_input=False, include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
             got = f"{place}: {first['msg']}" if place else first["msg"]
-            raise SpecError(f"{path} is not {what}.", got=got) from error
+            raise SpecError(f"{path} is not {what}.", got=got, fix=fix) from error
         except OSError as error:
             raise SpecError(f"{path} is not {what}.", got=error.strerror) from error
 
