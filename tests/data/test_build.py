@@ -135,7 +135,7 @@ def test_tokens_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path):
         ({"source": "text", "paths": ("a",), "dtype": "uint16"}, "for source = .memmap"),
         ({"source": "text", "paths": ("a",), "records": "completion"}, "for jsonl, parquet and datasets"),
         ({"source": "jsonl", "paths": ("a",), "records": "messages"}, "needs a tokenizer"),
-        ({"source": "jsonl", "paths": ("a",), "train_on": "completion"}, 'needs records = "completion"'),
+        ({"source": "jsonl", "paths": ("a",), "train_on": "completion"}, 'needs records = "messages" or'),
         ({"eos_token": "a"}, "needs a tokenizer"),
         ({"source": "python"}, "needs factory"),
         ({"factory": "a:b"}, "set source"),

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fullshard.data.build import build_packed_data
@@ -151,6 +152,53 @@ def test_rows_of_sharegpt_are_reported_with_the_lines_that_read_them(tmp_path: P
     assert text.startswith(
         "<|system|>\na mat<|endoftext|>\n<|user|>\nthe cat<|endoftext|>\n<|assistant|>\nsat<|"
     )
+
+
+PROMPT = [ASKS, {"role": "assistant", "content": "sat"}, {"role": "user", "content": "on"}]
+ANSWER = [{"role": "assistant", "content": "a mat"}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("train_on", ["all", "assistant", "completion"])
+def test_messages_of_a_completion_follow_those_of_the_prompt_and_are_the_answers(
+    tmp_path: Path, kind: str, train_on: str
+):
+    rows = [{"completion": ANSWER, "prompt": PROMPT}, {"completion": ANSWER, "prompt": [*PROMPT, *ANSWER]}]
+    path = save_tokenizer(tmp_path / "tok", template=CHAT)
+    given = {**write_rows(kind, tmp_path, rows), "tokenizer": path}
+    with pytest.raises(DataError) as caught:
+        store_of(tmp_path, **given, records="completion")
+    settings = tomllib.loads("\n".join(str(caught.value).splitlines()[-2:]))
+    store = store_of(tmp_path, **given, **settings, train_on=train_on, validation_fraction=0)
+    assert store.warnings == []
+    mask = np.ones(len(store.tokens), bool) if store.loss_mask is None else store.loss_mask[:].astype(bool)
+    whole = "".join(f"<|{one['role']}|>\n{one['content']}<|endoftext|>\n" for one in [*PROMPT, *ANSWER])
+    wanted = whole if train_on == "all" else "a mat<|endoftext|>"
+    for begin, end in zip(store.begins, store.ends, strict=True):
+        tokens = store.tokens[begin:end]
+        assert decoded(path, tokens) == whole
+        assert decoded(path, tokens[mask[begin:end]]).strip() == wanted.strip()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("row", "settings", "names"),
+    [
+        ({"messages": PROMPT, "chosen": ANSWER, "response": "far", "id": "7"}, {}, ["chosen", "response"]),
+        ({"messages": PROMPT, "completion": "a mat"}, {}, ["completion"]),
+        ({"prompt": PROMPT, "completion": ANSWER}, {"messages_field": "completion"}, ["prompt"]),
+        ({"a": {"m": PROMPT, "chosen": ANSWER}}, {"messages_field": "a.m"}, ["a.chosen"]),
+        ({"messages": PROMPT, "prompt": "the cat", "chosen": PROMPT}, {}, []),
+    ],
+)
+def test_answers_and_messages_that_are_not_read_are_named(
+    tmp_path: Path, kind: str, row: dict[str, Any], settings: dict[str, str], names: list[str]
+):
+    path = save_tokenizer(tmp_path / "tok", template=CHAT)
+    store = store_of(
+        tmp_path, **write_rows(kind, tmp_path, [row]), tokenizer=path, records="messages", **settings
+    )
+    assert dict(store.notes.unwritten) == dict.fromkeys(names, 1)
 
 
 def test_settings_of_records_name_the_cache_entry(tmp_path: Path):

@@ -13,6 +13,7 @@ from fullshard.spec.settings.data_section import DataSourceFields
 from tests.data.samples import write_rows
 from tests.data.test_corpus import documents, store_of
 
+TALK = [{"role": "user", "content": "x"}]
 KINDS = ("jsonl", "parquet", "datasets")
 
 
@@ -60,6 +61,12 @@ def test_a_row_whose_text_is_null_is_reported_or_left_out(tmp_path: Path, kind: 
             {"instruction": "a", "output": "b"},
             ['records = "completion"', 'prompt_field = "instruction"', 'completion_field = "output"'],
         ),
+        ({"completion": TALK, "prompt": TALK}, ['records = "messages"', 'messages_field = "prompt"']),
+        (
+            {"rejected": TALK, "chosen": TALK, "prompt": TALK},
+            ['records = "messages"', 'messages_field = "prompt"', 'completion_field = "chosen"'],
+        ),
+        ({"messages": TALK, "prompt": "x"}, ['records = "messages"', 'messages_field = "messages"']),
         ({"ids": [1, 2]}, ['records = "tokens"', 'tokens_field = "ids"']),
         ({"n": 7}, []),
     ],

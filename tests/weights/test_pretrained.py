@@ -16,6 +16,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.models.huggingface import build_hf_model
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.training.resume import find_pretrained_directory
 from fullshard.training.shard import shard
 from fullshard.weights.files import open_pretrained_files
 from fullshard.weights.pretrained import LoadReport, fill_selected_tensors, load_pretrained
@@ -205,6 +206,20 @@ def test_files_without_their_index_and_an_index_without_its_files_are_refused(tm
         open_pretrained_files(tmp_path)
     with pytest.raises(CheckpointError, match="no weights"):
         open_pretrained_files(index.parent / "..")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin", "part.safetensors"])
+def test_weights_that_cannot_be_read_are_refused_and_adapters_beside_weights_named(tmp_path, name, caplog):
+    hugging_face("llama", tmp_path)
+    (tmp_path / name).touch()
+    run = plan_of(1, f"model.hf={tmp_path}").run
+    assert find_pretrained_directory(run) == tmp_path
+    load_pretrained(build_hf_model(run.model).to_empty(device="cpu"), tmp_path)
+    assert (f"{name} of {tmp_path} are not read" in caplog.text) == name.startswith("adapter_")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=name):
+        find_pretrained_directory(run)
+    assert find_pretrained_directory(run.with_overrides(["model.weights=none"])) is None
 
 
 def import_of_large_tensors(directory: Path) -> tuple[int, int, int]:

@@ -84,7 +84,7 @@ def save(
     directory: location of the checkpoints, which all ranks share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
     keep_every: also keeps the steps that are multiples of it; 0 for none
-    plan: recorded in the manifest
+    plan: recorded in the manifest; for its `adapter.save = "adapters"`, give TrainState `saved="trained"`
 
     >>> fs.save(state, "checkpoints", plan=plan, keep=2)
     PosixPath('checkpoints/step-00000003')

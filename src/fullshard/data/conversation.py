@@ -84,26 +84,37 @@ class Conversation:
         return replace(self, messages=messages)
 
 
-def read_conversation(row: Mapping[str, Any], messages: Any, *, fields: DataSourceFields) -> Conversation:
+def read_conversation(
+    row: Mapping[str, Any], messages: Any, *, fields: DataSourceFields, train_on: str = "all"
+) -> Conversation:
     """Returns the conversation of `row`, whose field of messages is `messages`.
+
+    Messages in the row's `completion_field` follow, unless `messages` already end with them. Those before
+    them are untrained, unless `train_on` is "all".
 
     Raises UntokenizableRecordError for a field that cannot be part of a conversation.
     """
     rows = _decode_json(messages, "the messages")
     if not isinstance(rows, list) or not rows:
         raise UntokenizableRecordError(f"no list of messages, but {_type_name(rows)}")
-    _reject_unnamed_sharegpt(cast(list[Any], rows), fields)
+    found = _look_up_optional(row, fields.completion_field)
+    answers = cast(list[Any], found) if isinstance(found, list) else []
+    rows = cast(list[Any], rows) + (answers if rows[-len(answers) :] != answers else [])
+    prompt_length = len(rows) - len(answers) if answers and train_on != "all" else 0
+    _reject_unnamed_sharegpt(rows, fields)
     kwargs = _decode_json(_look_up_optional(row, "chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise UntokenizableRecordError(f"chat_template_kwargs is not an object, but {_type_name(kwargs)}")
     tools = _look_up_optional(row, "tools")
-    read = [_read_message(one, i, fields=fields) for i, one in enumerate(cast(list[Any], rows), start=1)]
+    read = [_read_message(one, i, fields=fields) for i, one in enumerate(rows, start=1)]
     return Conversation(
         read,
         tools=_read_objects(tools, "tools") or None if tools else None,  # may be null, [] or ""
         template_kwargs={**fields.chat_template_kwargs, **cast(Mapping[str, Any], kwargs or {})},
         untrained=frozenset(
-            i for i, one in enumerate(read) if not is_message_trained(one, f"message {i + 1}")
+            i
+            for i, one in enumerate(read)
+            if not is_message_trained(one, f"message {i + 1}") or i < prompt_length
         ),
     )
 

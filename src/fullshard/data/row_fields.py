@@ -12,6 +12,7 @@ ms-swift, xtuner, NeMo, MaxText, open-instruct, and the tokenizers and collators
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -38,12 +39,13 @@ SHAREGPT_LINES = (
 """Settings of [data] that rename the fields and roles of ShareGPT's messages."""
 
 _DEEPEST = 4
-# Kind of records -> fields with further content, as in LLaMA-Factory, Alpaca, NeMo, ms-swift and Dolly.
-_CONTENT_OF_OTHERS = {
-    "messages": ("system", "system_prompt", "images", "videos", "audios"),
-    "completion": ("system", "input", "history", "context", "images", "videos", "audios"),
-}
 _MEDIA = ("images", "videos", "audios")  # large values, whose columns are not read
+_ANSWERS = ("completion", "response", "chosen", "rejected", "answer", "output")
+# Kind of records -> fields with further content, as in TRL, LLaMA-Factory, Alpaca, NeMo, ms-swift and Dolly.
+_CONTENT_OF_OTHERS = {
+    "messages": ("system", "system_prompt", "prompt", "messages", "conversations", *_MEDIA, *_ANSWERS),
+    "completion": ("system", "input", "history", "context", *_MEDIA, *_ANSWERS),
+}
 
 # Masks of a row's tokens, where 0 excludes a token. 1 does in a prompt_mask.
 _LOSS_MASKS = (
@@ -114,7 +116,9 @@ class FieldNames:
 def used_field_names(fields: DataSourceFields) -> FieldNames:
     """Returns the names of the fields that are read from a row."""
     return {
-        "messages": FieldNames((fields.messages_field,), ("tools", "chat_template_kwargs")),
+        "messages": FieldNames(
+            (fields.messages_field,), ("tools", "chat_template_kwargs", fields.completion_field)
+        ),
         "completion": FieldNames((fields.prompt_field, fields.completion_field)),
         "text": FieldNames((fields.text_field,)),
         "tokens": FieldNames((fields.tokens_field,)),
@@ -122,9 +126,11 @@ def used_field_names(fields: DataSourceFields) -> FieldNames:
 
 
 def unused_content_names(fields: DataSourceFields) -> list[str]:
-    """Returns names of fields that have content in the formats of other programs, and that are not read."""
-    names, read = _CONTENT_OF_OTHERS.get(fields.records, ()), used_field_names(fields)
-    return [name for name in names if name not in (*read.required, *read.optional)]
+    """Returns names of fields that may have content which is not read, as other programs name them."""
+    read, names = used_field_names(fields).required, _CONTENT_OF_OTHERS.get(fields.records, ())
+    possible = [one for name in names for one in _beside(name, read[0])]
+    possible += [fields.completion_field] if names else []  # which may be no list of messages
+    return [name for name in dict.fromkeys(possible) if name not in read]
 
 
 def look_up_field(row: Mapping[str, Any], name: str) -> Any:
@@ -201,22 +207,20 @@ def _lines_to_write(lines: Sequence[str]) -> str:
 def suggest_settings(row: Mapping[str, Any]) -> list[str]:
     """Returns lines for [data] that fit the content of `row`; none if nothing is recognized."""
     found = [(name, value) for name, value in _iterate_fields(row) if value]
-    for name, value in found:
+    lists = {name for name, value in found if isinstance(value, list)}
+    answer = next((one for one in _ANSWERS if {"prompt", one} <= lists), None)
+    for name, value in sorted(found, key=lambda one: answer is None or one[0] != "prompt"):
         items = cast(list[Any], value) if isinstance(value, list) else [None]
+        lines = ['records = "messages"', f'messages_field = "{name}"']
+        lines += [f'completion_field = "{answer}"'] if answer not in (None, "completion") else []
         if is_sharegpt_message(items[0]):
-            return ['records = "messages"', f'messages_field = "{name}"', *SHAREGPT_LINES]
+            return [*lines, *SHAREGPT_LINES]
         if isinstance(items[0], Mapping) and {"role", "content"} <= items[0].keys():
-            return ['records = "messages"', f'messages_field = "{name}"']
+            return lines
         if isinstance(items[0], int) and not isinstance(items[0], bool):
             return ['records = "tokens"', f'tokens_field = "{name}"']
     names = dict(found)
-    pairs = [
-        ("prompt", "completion"),
-        ("instruction", "output"),
-        ("question", "answer"),
-        ("prompt", "response"),
-    ]
-    for prompt, completion in pairs:
+    for prompt, completion in product(("prompt", "instruction", "question"), _ANSWERS):
         if isinstance(names.get(prompt), str) and isinstance(names.get(completion), str):
             fields = [f'prompt_field = "{prompt}"', f'completion_field = "{completion}"']
             return ['records = "completion"', *fields]

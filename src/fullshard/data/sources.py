@@ -269,7 +269,7 @@ def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
 def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
     facts: dict[str, Any] = {
-        "version": 4,
+        "version": 5,
         "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS),
         "train_on": settings.train_on,
         "on_error": settings.on_error,

@@ -181,9 +181,9 @@ class TaskTokenizer:
         assert self._chat is not None, "opened for messages"
         fields = self.settings.fields
         messages = self._record_field(record, fields.messages_field)
-        self._check_other_fields(record)
-        conversation = read_conversation(record.value, messages, fields=fields)
         train_on = "assistant" if self.settings.train_on == "assistant" else "all"
+        conversation = read_conversation(record.value, messages, fields=fields, train_on=train_on)
+        self._check_other_fields(record, [message.get("content") for message in conversation.messages])
         encoded = self._chat.encode_conversation(conversation, train_on=train_on)
         if (largest := encoded.tokens.max(initial=0)) >= self._tokenizer.vocabulary_size:
             raise row_fields.UntokenizableRecordError(
@@ -251,24 +251,27 @@ class TaskTokenizer:
             return RowText(record.value[before : len(record.value) - after])
         texts: list[str] = []
         names = row_fields.used_field_names(self.settings.fields).required
-        self._check_other_fields(record)
         for name in names:
             text = self._record_field(record, name)
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
-                raise row_fields.UntokenizableRecordError(f"{name!r} is not text but {kind}")
+                lines = row_fields.suggest_settings(record.value) if isinstance(text, list) else ()
+                raise row_fields.UntokenizableRecordError(f"{name!r} is not text but {kind}", lines=lines)
             texts.append(text)
+        self._check_other_fields(record, texts)
         *prompt, _ = texts
         return RowText("".join(texts), len("".join(prompt)) if self.settings.needs_loss_mask else 0)
 
-    def _check_other_fields(self, record: TextRecord) -> None:
-        """Raises UntokenizableRecordError for marks that are not used; counts content that is not used."""
-        row_fields.check_unused_marks(
-            record.value, row_fields.used_field_names(self.settings.fields).required[0]
-        )
-        self._notes.unwritten.update(
-            name for name in row_fields.unused_content_names(self.settings.fields) if record.value.get(name)
-        )
+    def _check_other_fields(self, record: TextRecord, contents: Sequence[Any]) -> None:
+        """Raises UntokenizableRecordError for unused marks; counts unused content not in `contents`."""
+        row, fields = cast(dict[str, Any], record.value), self.settings.fields
+        row_fields.check_unused_marks(row, row_fields.used_field_names(fields).required[0])
+        for name in row_fields.unused_content_names(fields):
+            value = row_fields.look_up_field(row, name)
+            parts = cast(list[Any], value) if isinstance(value, list) else [value]
+            texts = [part.get(fields.content_field) if isinstance(part, dict) else part for part in parts]
+            if value and value is not row_fields.ABSENT and not all(text in contents for text in texts):
+                self._notes.unwritten[name] += 1
 
     def _record_field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)

@@ -23,7 +23,7 @@ from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.state import TrainedWith, TrainState
-from fullshard.weights.files import find_weights_file
+from fullshard.weights.files import find_weights_file, missing_weights_error
 from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 MAX_ROLLBACKS = 3
@@ -39,13 +39,10 @@ def find_pretrained_directory(run: Run) -> Path | None:
         return None
     config = locate_config_file(section.hf)
     found = find_weights_file(config.parent)
-    if found is None and section.weights == "require":
-        raise CheckpointError(
-            f"{section.setting_text} has no weights.",
-            got=f"{config.parent}, without safetensors",
-            why='model.weights = "require"',
-            fix='model.weights = "none", which initialises, or the directory that has them',
-        )
+    kinds = ("adapter_*", "*.safetensors", "pytorch_model*.bin")
+    unread = any(any(config.parent.glob(kind)) for kind in kinds)
+    if found is None and (unread or section.weights == "require"):
+        raise missing_weights_error(config.parent)
     packed = read_config(config).get("quantization_config")
     if found is not None and packed:
         method = packed.get("quant_method", "quantised") if isinstance(packed, dict) else "quantised"

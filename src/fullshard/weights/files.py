@@ -293,7 +293,7 @@ def open_pretrained_files(path: Path) -> PretrainedFiles:
     """
     found = find_weights_file(path)
     if found is None:
-        raise _missing_weights_error(path)
+        raise missing_weights_error(path)
     tensors = _read_indexed_headers(found) if found.name == INDEX else read_header(found)
     return PretrainedFiles(found.parent, tensors)
 
@@ -325,9 +325,16 @@ def _read_indexed_headers(index: Path) -> dict[str, FileTensor]:
     return {name: inside[str(file)][name] for name, file in names.items()}
 
 
-def _missing_weights_error(path: Path) -> CheckpointError:
+def missing_weights_error(path: Path) -> CheckpointError:
+    """Returns the error for `path`, in which there are no weights of a whole model."""
     if not path.exists():
         return CheckpointError(f"{path} is not there.", fix="a directory with model.safetensors")
+    if adapters := sorted(one.name for one in path.glob("adapter_*")):
+        return CheckpointError(
+            f"{path} holds adapters without the model that they adapt.",
+            got=", ".join(adapters),
+            fix="the base model's directory, or the whole model that peft's merge_and_unload() makes",
+        )
     several = sorted(one.name for one in path.glob("*.safetensors")) if path.is_dir() else []
     if several:
         return CheckpointError(

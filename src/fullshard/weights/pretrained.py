@@ -115,6 +115,8 @@ def load_pretrained(
     >>> fs.load_pretrained(model, "model.safetensors", plan=plan).missing
     ()
     """
+    if rank() == 0 and (adapters := [one.name for one in Path(directory).glob("adapter_*")]):
+        logger.warning("%s of %s are not read: they adapt its weights", join_names(adapters), directory)
     outside = find_offloaded_state(model)
     elsewhere = offloaded_parameters(outside) if outside is not None else set[Tensor]()
     loaded = fill_selected_tensors(model, directory, wanted=lambda one: one not in elsewhere)

@@ -18,7 +18,8 @@ class DataSourceFields(value.FrozenModel):
     `name`, `subset`, `split`: a dataset by name, from this machine's cache; `split` also applies to a dataset
         on disk
     `records`: content of a row of jsonl, parquet or datasets. `text`: the text in `text_field`. `messages`: a
-        list of {role, content} in `messages_field`, formatted by the tokenizer's chat template. `completion`:
+        list of {role, content} in `messages_field`, formatted by the tokenizer's chat template. Messages in
+        `completion_field` follow them, and only theirs are then answers to train on. `completion`:
         `prompt_field` and `completion_field`. `tokens`: a list of tokens in `tokens_field`; beside it,
         `labels` (-100) and `loss_mask` (0) exclude tokens from training, the 0 of an `attention_mask` is
         padding, and `position_ids` say where documents begin. Dots in the name of a field lead to a nested
@@ -140,10 +141,9 @@ class DataSection(DataSourceFields):
 
     @model_validator(mode="after")
     def _check_train_on_and_tokenizer(self) -> Self:
-        needed = {"assistant": "messages", "completion": "completion"}.get(self.train_on)
         kinds = {source.records for source in self.sources} or {self.records}
-        if needed is not None and needed not in kinds:
-            raise ValueError(f'train_on = "{self.train_on}" needs records = "{needed}"')
+        if self.train_on != "all" and kinds.isdisjoint(("messages", "completion")):
+            raise ValueError(f'train_on = "{self.train_on}" needs records = "messages" or "completion"')
         if "messages" in kinds and self.tokenizer is None:
             raise ValueError('records = "messages" needs a tokenizer, whose chat template writes them out')
         if self.chat_template is not None and "messages" not in kinds:
@@ -159,7 +159,8 @@ _RECORDS_OF_SETTING = {
     **dict.fromkeys(
         ("messages_field", "chat_template_kwargs", "role_field", "content_field", "roles"), "messages"
     ),
-    **dict.fromkeys(("prompt_field", "completion_field"), "completion"),
+    "prompt_field": "completion",
+    "completion_field": 'completion" or "messages',
     "tokens_field": "tokens",
 }
 
@@ -174,7 +175,7 @@ def _check_source_location(source: str, fields: DataSourceFields) -> None:
     if twice := [path for path in dict.fromkeys(fields.paths) if fields.paths.count(path) > 1]:
         raise ValueError(f"paths has {twice[0]!r} twice; sources with weights set how often data is read")
     for name, records in _RECORDS_OF_SETTING.items():
-        if _is_given(fields, name) and source != "python" and not (has_rows and records == fields.records):
+        if _is_given(fields, name) and source != "python" and not (has_rows and fields.records in records):
             needed = f'records = "{records}"' if has_rows else "jsonl, parquet or datasets"
             raise ValueError(f"{name} is given, but it is for {needed}")
     if source == "datasets":
