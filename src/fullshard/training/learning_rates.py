@@ -209,7 +209,7 @@ def changed_entries(
         before = initial[number] if number < len(initial) else {}
         changed = {key: one for key, one in now.items() if key not in before or before[key] != one}
         if changed and group["params"] and group["params"][0] in names:
-            found[names[group["params"][0]]] = dict(changed)
+            found[names[group["params"][0]]] = cast(JsonValue, changed)
     return found
 
 
