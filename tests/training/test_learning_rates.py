@@ -267,6 +267,34 @@ def test_state_in_an_optimizers_groups_is_restored_and_settings_are_not() -> Non
     assert resumed.values()["optimizer_groups"] == {"weight": {"k": 2, "d": 2.0}}
 
 
+def one_cycle(betas: Any) -> tuple[TrainState, Any]:
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters(), lr=0.02, betas=betas)
+    return TrainState(model, optimizer), optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_betas_that_a_scheduler_set_are_restored_and_others_are_not(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, group = one_cycle((kind(0.9), kind(0.5)))
+    unchanged = state.values()
+    scheduler = lr_scheduler.OneCycleLR(state.optimizer, max_lr=0.05, total_steps=10)
+    state.optimizer.step()
+    scheduler.step()
+    resumed, restored = one_cycle((0.8, 0.25))
+    resumed.load_values(unchanged, {})
+    assert restored["betas"] == (0.8, 0.25)
+    assert not caplog.messages
+    resumed.load_values(state.values(), {})
+    assert restored["betas"] == (group["betas"][0], 0.5)
+    assert group["betas"][0] not in (0.8, 0.9)
+    assert f"betas [0.8, 0.25] -> {list(restored['betas'])}" in caplog.text
+    assert list(state.values()["optimizer_groups"].values()) == list(
+        resumed.values()["optimizer_groups"].values()
+    )
+
+
 # The schedule #
 DECAYING = ("cosine", "linear", "wsd")
 KINDS = (*DECAYING, "constant")

@@ -150,6 +150,25 @@ def test_optimizer_that_cannot_update_shards_is_refused(strategy: str, ranks: An
             assert said == "trained" or "cannot train these parameters" in said or "names no" in said
 
 
+def build_adafactor_of_one_group() -> None:
+    """Its one group has vectors, which Adafactor can update, and matrices."""
+    sharded(run_of("optimizer.name=torch.optim.Adafactor", "optimizer.weight_decay=0"))
+
+
+def train_with_own_adafactor() -> None:
+    state, plan = sharded(run_of())
+    own = torch.optim.Adafactor(state.model.parameters())
+    next(iter(train(TrainState(state.model, own, data=state.data), plan, loss=mean_square)))
+
+
+@pytest.mark.parametrize("attempt", [build_adafactor_of_one_group, train_with_own_adafactor])
+def test_an_optimizer_that_can_update_vectors_alone_is_refused_by_name(attempt: Any, ranks: Any) -> None:
+    with pytest.raises(
+        (SpecError, TrainError), match=r"Adafactor cannot (train these|update sharded) parameters"
+    ):
+        ranks(2).run(attempt)
+
+
 def test_pure_bf16_takes_adamw_alone(ranks: Any) -> None:
     pure = "precision.mode=bf16_pure"
     assert ranks(1).run(described, pure)[0][0] == "StochasticAdamW"

@@ -31,6 +31,7 @@ from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.distributed.unit_order import find_unit_order
+from fullshard.errors import TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.spec.plan import Plan
@@ -172,7 +173,10 @@ def waits_each_step(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
 def update_parameters(
     optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: float
 ) -> None:
-    """Steps `optimizer` with `gradients`, those of its parameters, multiplied by `factor`."""
+    """Steps `optimizer` with `gradients`, those of its parameters, multiplied by `factor`.
+
+    Raises TrainError for an operation that sharded parameters do not have.
+    """
     if isinstance(optimizer, StreamingAdamW):
         optimizer.gradient_factor = factor
         optimizer.step()
@@ -183,7 +187,17 @@ def update_parameters(
     else:
         if gradients and factor != 1.0:
             foreach_multiply([local_tensor(gradient) for gradient in gradients], factor)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            if "aten." not in str(error):
+                raise
+            raise TrainError(
+                f"{type(optimizer).__name__} cannot update sharded parameters.",
+                got=str(error).partition("\n")[0],
+                why="its step uses an operation that torch's DTensors lack",
+                fix="an optimizer that updates each element by itself, such as AdamW",
+            ) from error
 
 
 @torch.no_grad()

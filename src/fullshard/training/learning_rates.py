@@ -11,11 +11,12 @@ optimizer's `state_dict`. Checkpoints hold the rates that others set. The rates 
 the optimizer, the settings and the step.
 
 [Note: state in groups]
-Optimizers keep state in their groups: a count of steps, or an estimated step size (Prodigy). An entry of a
-group is state if its value differs from that at the start of training. All other entries are settings, which
-a resumed run may change.
+Optimizers keep state in their groups: a count of steps, or an estimated step size (Prodigy). Schedulers set
+others (`betas`, OneCycleLR). An entry of a group is state if its value differs from that at the start of
+training. All other entries are settings, which a resumed run may change.
 """
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -178,34 +179,37 @@ def _is_same(wanted: object, found: object) -> bool:
 
 # Other state in groups #
 _Scalar = bool | int | float | str | None
+_Plain = _Scalar | list[_Scalar]  # a list for a tuple (betas), as in JSON
 
 
-def scalar_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Scalar]]:
-    """Returns the scalar entries of each group, except learning rates. Waits for entries on a GPU."""
-    found: list[dict[str, _Scalar]] = []
+def plain_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Plain]]:
+    """Returns the scalars and tuples of them in each group, except rates. Waits for entries on a GPU."""
+    found: list[dict[str, _Plain]] = []
     for group in optimizer.param_groups:
-        values = {
-            key: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one
+        values: dict[str, list[Any]] = {
+            key: [
+                part.item() if isinstance(part, Tensor) and part.numel() == 1 else part
+                for part in (one if isinstance(one, tuple) else [one])
+            ]
             for key, one in group.items()
             if key != "params" and key not in RATE_KEYS
         }
-        found.append({key: one for key, one in values.items() if isinstance(one, _Scalar)})
+        plain = {key: one for key, one in values.items() if all(isinstance(part, _Scalar) for part in one)}
+        found.append({key: one if isinstance(group[key], tuple) else one[0] for key, one in plain.items()})
     return found
 
 
 def changed_entries(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, initial: list[dict[str, _Scalar]]
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, initial: list[dict[str, _Plain]]
 ) -> dict[str, JsonValue]:
     """Returns {name of a group's first parameter: entries that differ from `initial`}, to be saved."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, JsonValue] = {}
-    for number, (group, now) in enumerate(
-        zip(optimizer.param_groups, scalar_entries(optimizer), strict=True)
-    ):
+    for number, (group, now) in enumerate(zip(optimizer.param_groups, plain_entries(optimizer), strict=True)):
         before = initial[number] if number < len(initial) else {}
         changed = {key: one for key, one in now.items() if key not in before or before[key] != one}
         if changed and group["params"] and group["params"][0] in names:
-            found[names[group["params"][0]]] = dict(changed)
+            found[names[group["params"][0]]] = cast(JsonValue, changed)
     return found
 
 
@@ -214,18 +218,20 @@ def restore_entries(
     optimizer: torch.optim.Optimizer,
     *,
     saved: Mapping[str, JsonValue],
-    initial: list[dict[str, _Scalar]],
+    initial: list[dict[str, _Plain]],
 ) -> None:
     """Restores what `changed_entries` returned. Other entries get their `initial` values again.
 
-    Raises CheckpointError if one group would get the state of two.
+    Logs a warning if arguments of the optimizer change, which are not its own state. Raises CheckpointError
+    if one group would get the state of two.
     """
-    for group, now, before in zip(optimizer.param_groups, scalar_entries(optimizer), initial, strict=False):
+    for group, now, before in zip(optimizer.param_groups, plain_entries(optimizer), initial, strict=False):
         for key in now.keys() & before.keys():
             if now[key] != before[key]:
                 _set_entry(group, key, value=before[key])
     parameters = dict(model.named_parameters())
     restored: dict[int, dict[str, Any]] = {}
+    unrestored = plain_entries(optimizer)
     for name, entries in saved.items():
         values = cast(dict[str, Any], entries)
         for number, group in enumerate(optimizer.param_groups):
@@ -240,11 +246,23 @@ def restore_entries(
                 )
             for key, value in values.items():
                 _set_entry(group, key, value=value)
+    arguments = inspect.signature(type(optimizer)).parameters
+    taken_over = [
+        f"{key} {old.get(key)} -> {new.get(key)}"
+        for old, new in zip(unrestored, plain_entries(optimizer), strict=True)
+        for key in arguments
+        if old.get(key) != new.get(key)
+    ]
+    if taken_over and rank() == 0:
+        logger.warning(
+            "values of the optimizer are those of the checkpoint, where a scheduler or the loop set them: %s",
+            join_names(list(dict.fromkeys(taken_over))),
+        )
 
 
-def _set_entry(group: dict[str, Any], key: str, *, value: _Scalar) -> None:
+def _set_entry(group: dict[str, Any], key: str, *, value: _Plain) -> None:
     """Sets an entry of a group, in place if it is a tensor (compiled optimizers)."""
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:
-        group[key] = value
+        group[key] = tuple(value) if isinstance(value, list) else value

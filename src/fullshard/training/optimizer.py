@@ -123,11 +123,15 @@ def _has_decay(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
 
 
 def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `group` with one new parameter, of the smallest one's shape, that has a gradient."""
-    smallest = min(group["params"], key=torch.numel)
-    parameter = nn.Parameter(torch.zeros_like(smallest.detach()))
-    parameter.grad = torch.ones_like(parameter.detach())
-    return group | {"params": [parameter]}
+    """Returns a copy of `group` with a new parameter, with a gradient, for each number of dimensions.
+
+    Each has the shape of the smallest. Adafactor fails on matrices, and not on vectors.
+    """
+    smallest = {one.ndim: one for one in sorted(group["params"], key=torch.numel, reverse=True)}
+    parameters = [nn.Parameter(torch.zeros_like(one.detach())) for one in smallest.values()]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter.detach())
+    return group | {"params": parameters}
 
 
 def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:

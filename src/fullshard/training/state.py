@@ -98,7 +98,7 @@ class TrainState:
         self.loss_scale = LossScale()
         is_outside = isinstance(optimizer, StreamingAdamW)
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
-        self._initial_entries = learning_rates.scalar_entries(optimizer)
+        self._initial_entries = learning_rates.plain_entries(optimizer)
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
         reshard_unsharded_units(model)
