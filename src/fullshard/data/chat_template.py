@@ -117,9 +117,9 @@ class ChatTemplate:
             )
         parameters = signature(self._tokenizer.apply_chat_template).parameters
         self._reserved_names = parameters.keys() - {"documents"}
-        added = self._tokenizer.added_tokens_decoder.items()
-        special = {number for number, token in added if token.special}
+        special = {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self._special_tokens = np.array(sorted(special | {*self._tokenizer.all_special_ids}))
+        self._templates = dict[bool, str]()  # by whether a conversation has tools
 
     def encode_conversation(
         self, conversation: Conversation, *, train_on: Literal["all", "assistant"]
@@ -135,7 +135,7 @@ class ChatTemplate:
         unwritten = self._check_content_is_written(conversation, train_on=train_on)
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         own = [i for i in answers if i not in conversation.untrained]
-        if train_on == "assistant" and _MARK in self._template_of(conversation).replace("{%-", "{%"):
+        if train_on == "assistant" and _MARK in self._template_of(conversation):
             tokens, trained = self._encode_by_generation_marks(conversation, answers)
             if np.count_nonzero(np.diff(trained, prepend=False) & trained) < len(own):
                 unwritten |= {"answers without {% generation %} marks"}
@@ -288,9 +288,12 @@ class ChatTemplate:
         return np.array(coded["input_ids"], np.int64), trained
 
     def _template_of(self, conversation: Conversation) -> str:
-        """Returns the text of the template: a tokenizer may have another for conversations with tools."""
-        with _convert_template_errors():
-            return str(self._tokenizer.get_chat_template(tools=conversation.tools))
+        """Returns the template, with `{%` for `{%-`. For conversations with tools, it may be another."""
+        if (has_tools := bool(conversation.tools)) not in self._templates:
+            with _convert_template_errors():
+                text = str(self._tokenizer.get_chat_template(tools=conversation.tools))
+            self._templates[has_tools] = text.replace("{%-", "{%")
+        return self._templates[has_tools]
 
     def _apply_template(self, conversation: Conversation, options: Mapping[str, bool]) -> Any:
         with _convert_template_errors():

@@ -111,6 +111,8 @@ class TaskTokenizer:
 
     def __init__(self, settings: TokenizeSettings) -> None:
         self.settings, self._notes = settings, TokenizeNotes()
+        self._read_names = row_fields.used_field_names(settings.fields).required
+        self._unread_names = row_fields.unused_content_names(settings.fields)
         self._tokenizer = open_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
         self._chat: ChatTemplate | None = None
         if settings.fields.records == "messages":
@@ -250,8 +252,7 @@ class TaskTokenizer:
             before, after = record.context  # bytes are the same in any context
             return RowText(record.value[before : len(record.value) - after])
         texts: list[str] = []
-        names = row_fields.used_field_names(self.settings.fields).required
-        for name in names:
+        for name in self._read_names:
             text = self._record_field(record, name)
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
@@ -265,8 +266,8 @@ class TaskTokenizer:
     def _check_other_fields(self, record: TextRecord, contents: Sequence[Any]) -> None:
         """Raises UntokenizableRecordError for unused marks; counts unused content not in `contents`."""
         row, fields = cast(dict[str, Any], record.value), self.settings.fields
-        row_fields.check_unused_marks(row, row_fields.used_field_names(fields).required[0])
-        for name in row_fields.unused_content_names(fields):
+        row_fields.check_unused_marks(row, self._read_names[0])
+        for name in self._unread_names:
             value = row_fields.look_up_field(row, name)
             parts = cast(list[Any], value) if isinstance(value, list) else [value]
             texts = [part.get(fields.content_field) if isinstance(part, dict) else part for part in parts]

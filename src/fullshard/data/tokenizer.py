@@ -233,7 +233,7 @@ def _read_configured_eos_token(config: Path) -> str | None:
 
 
 def _read_json(file: Path) -> Any:
-    """Returns the JSON value of a tokenizer file. Raises DataError if it is none."""
+    """Returns the value in a JSON file of a tokenizer. Raises DataError if the file is not JSON."""
     try:
         return parse_json(read_tokenizer_text(file))
     except ValueError as error:

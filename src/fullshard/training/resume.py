@@ -40,8 +40,7 @@ def find_pretrained_directory(run: Run) -> Path | None:
     config = locate_config_file(section.hf)
     found = find_weights_file(config.parent)
     kinds = ("adapter_*", "*.safetensors", "pytorch_model*.bin")
-    unread = any(any(config.parent.glob(kind)) for kind in kinds)
-    if found is None and (unread or section.weights == "require"):
+    if found is None and (section.weights == "require" or any(any(config.parent.glob(k)) for k in kinds)):
         raise missing_weights_error(config.parent)
     packed = read_config(config).get("quantization_config")
     if found is not None and packed:
