@@ -118,6 +118,38 @@ def test_another_number_of_microbatches_is_refused(ranks: Any) -> None:
         assert f"got: {got}\n" in message
 
 
+class LossOfItsOwn(nn.Module):
+    """A loss with a trained or a frozen head."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2).requires_grad_(is_trained)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.head(model(batch[0]) - batch[1]).square().mean()
+
+
+def train_with_head_outside(strategy: str, recompute: str, is_trained: bool, is_wrapped: bool) -> int:
+    state, plan = sharded(run_of(f"sharding.strategy={strategy}", f"recompute.mode={recompute}"))
+    loss = LossOfItsOwn(is_trained=is_trained)
+    return len(list(train(state, plan, loss=(lambda *given: loss(*given)) if is_wrapped else loss)))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_loss_with_trained_parameters_of_its_own_is_refused(ranks: Any, is_wrapped: bool) -> None:
+    with pytest.raises(TrainError, match="depends on trained parameters that are not the model's") as raised:
+        ranks(2).run(train_with_head_outside, "full_shard", "none", True, is_wrapped)
+    names = ["one of shape [2, 2]", "one of shape [2]"]
+    if not is_wrapped:
+        names = ["LossOfItsOwn.head.weight", "LossOfItsOwn.head.bias"]
+    assert raised.value.got in (", ".join(names), ", ".join(reversed(names)))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard"])
+def test_a_loss_with_frozen_parameters_of_its_own_is_trained_on(ranks: Any, strategy: str) -> None:
+    assert ranks(2).run(train_with_head_outside, strategy, "full", False, False) == [6, 6]
+
+
 @pytest.mark.parametrize(("weight", "expected"), [(0.25, 3.0), (0.0, math.nan)])
 def test_validation_loss_is_the_mean_over_counts(weight: float, expected: float) -> None:
     model = nn.Linear(2, 2)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -32,9 +33,12 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
+from fullshard.models.loss import Loss, sum_and_count
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.mesh import TENSOR_AXIS
+from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
+from fullshard.torch_private.fsdp import engine_parameters, gathered_parameter
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, local_part, step_hooks
 from fullshard.training.figures import StepDecision
 
@@ -56,6 +60,54 @@ def clear_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.O
         parameter.grad = None
     if isinstance(optimizer, StreamingAdamW):
         optimizer.gradients.clear()
+
+
+def check_loss_trains_only_model(loss: Loss, model: nn.Module) -> Loss:
+    """Returns `loss`, whose first call raises TrainError if it depends on trained parameters of others.
+
+    No step would update or save these: those of a loss that is a module, of a head beside the model.
+    """
+    is_checked = False
+
+    def checked(of_model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor | int]:
+        nonlocal is_checked
+        value = loss(of_model, batch)
+        if not is_checked:
+            is_checked = True
+            _raise_for_other_parameters(sum_and_count(value)[0], model, loss=loss)
+        return value
+
+    return checked
+
+
+def _raise_for_other_parameters(total: Tensor, model: nn.Module, *, loss: Loss) -> None:
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    own = {id(gathered_parameter(one)) for unit in units for one in engine_parameters(unit)}
+    own |= {id(one) for one in model.parameters()}
+    if others := [one for one in _list_parameters_in_graph(total) if id(one) not in own]:
+        known = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        names = {id(one): f"{type(loss).__name__}.{name}" for name, one in known}
+        raise TrainError(
+            "the loss depends on trained parameters that are not the model's.",
+            got=join_names([names.get(id(one), f"one of shape {list(one.shape)}") for one in others]),
+            why="only the model's parameters are sharded, updated and saved",
+            fix="before fullshard.shard, register their module in the model, whose forward then calls it; "
+            "or requires_grad_(False), if they are not to be trained",
+        )
+
+
+def _list_parameters_in_graph(total: Tensor) -> list[nn.Parameter]:
+    """Returns the parameters to which the backward of `total` would bring a gradient."""
+    nodes: list[Any] = [total.grad_fn]
+    seen, found = {None, total.grad_fn}, list[nn.Parameter]()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+            found.append(leaf)
+        following = {one for one, _ in getattr(node, "next_functions", ())} - seen
+        seen |= following
+        nodes += following
+    return found
 
 
 @torch.no_grad()

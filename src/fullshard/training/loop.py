@@ -27,6 +27,7 @@ from fullshard.survival.phase import RunPhase
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
+from fullshard.training.gradients import check_loss_trains_only_model
 from fullshard.training.learning_rates import is_built, warn_of_schedule, warn_of_unused_settings
 from fullshard.training.resume import continue_run
 from fullshard.training.state import LossScale, TrainState
@@ -108,22 +109,21 @@ def train(
 
     loss: `loss(model, microbatch)`, see `models.loss.Loss`. If the plan divides sequences over ranks, it
         gets this rank's part of each microbatch, as `cut_sequences` returns it.
-    should_stop: called before each step; if it returns True on any rank, that step, or on GPUs the one after,
-        is the last on all ranks
+    should_stop: called before each step; if True on any rank, all stop after that step (on GPUs, the next)
 
     Learning rates: see [Note: whose rates] in `learning_rates.py`. Modules keep the modes that the user gave
-    them (`ModelBetweenSteps`).
+    them (`ModelBetweenSteps`). Python's garbage collector runs between steps alone.
     On a GPU, the host launches a step before the one before has ended, except in the strict order
-    (`waits_each_step`), so what follows from a step's figures happens one step later. Python's
-    garbage collector runs between steps alone.
+    (`waits_each_step`), so what follows from a step's figures happens one step later.
 
     After a `break`, another `train` of the same state continues where it stopped. A plain iterable as
-    `state.data` ends training on all ranks as soon as it ends on any, which is logged, and then starts anew:
-    only `data.batches.MicrobatchSource` resumes exactly. What changed is logged (`continue_run`).
+    `state.data` ends training on all ranks as soon as it ends on any, which is logged; the next `train`
+    begins it anew. Only `data.batches.MicrobatchSource` resumes exactly. Settings other than those that the
+    state was trained with before are logged.
 
-    Raises TrainError if there is no data, or not enough for one step, if the loop leaves gradients in the
-    model, after `train.max_skipped_steps` skipped steps in a row, if the ranks are not in the same step, and
-    if replicas compared by `fault_tolerance.check_replicas_every` differ.
+    Raises TrainError without data for one step, for a loss that depends on trained parameters of others,
+    for gradients that the loop leaves in the model, after `train.max_skipped_steps` skipped steps in a row,
+    and if ranks are not in the same step or replicas differ (`fault_tolerance.check_replicas_every`).
 
     >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
     [1, 2, 3]
@@ -133,6 +133,7 @@ def train(
     skips = _SkipsInARow(plan.run.train.max_skipped_steps, begun_after=state.step)
     replicas = ReplicaCheck(plan)
     between = ModelBetweenSteps(state)
+    loss = check_loss_trains_only_model(loss, state.model)
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.step_count:
             between.prepare_step()

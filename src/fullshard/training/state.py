@@ -446,8 +446,10 @@ def _check_optimizer_has_model_params(model: nn.Module, optimizer: torch.optim.O
         raise TrainError(
             "the optimizer holds parameters that are not the model's.",
             got=f"{strangers} of them",
-            why="it was built before fullshard.shard replaced them, and would never update the model",
-            fix="optimizer = fullshard.build_optimizer(model, plan), after fullshard.shard(model, plan)",
+            why="fullshard.shard replaced the parameters that the model had before; those of other modules, "
+            "such as a loss, are neither sharded nor saved",
+            fix="optimizer = fullshard.build_optimizer(model, plan), after fullshard.shard(model, plan); "
+            "register other modules in the model before it is sharded",
         )
 
 
