@@ -79,8 +79,5 @@ class CheckReport(FrozenModel):
 
 def worst_status(findings: Sequence[Finding]) -> Status:
     """Returns the worst status of the findings; `skipped` if there is no other."""
-    found: set[Status] = {one.status for one in findings}
-    for status in reversed(_BY_WEIGHT):
-        if status in found:
-            return status
-    return "skipped"
+    statuses: list[Status] = ["skipped", *(one.status for one in findings)]
+    return max(statuses, key=_BY_WEIGHT.index)
