@@ -224,8 +224,5 @@ def row_digests(batch: Any) -> list[bytes]:
 def _digest(tensors: list[Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(
-            plain.view(torch.uint8).numpy().tobytes() if plain.ndim else repr(plain.item()).encode()
-        )
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
