@@ -16,7 +16,7 @@ def quiet_machine(root: Path) -> MachineAccess:
     return MachineAccess(
         environment={},
         root=root,
-        space_bytes=lambda path: (1000 * GIB, 500 * GIB),
+        free_bytes=lambda path: 500 * GIB,
         usable_cores=lambda: 2,
     )
 
@@ -25,6 +25,7 @@ def gpu_machine(root: Path) -> MachineAccess:
     """A quiet machine with two GPUs."""
     for name in ("0000:01", "0000:02"):
         (root / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
+    (root / "dev/shm").mkdir(parents=True)
     return quiet_machine(root)
 
 

@@ -14,7 +14,6 @@ from fullshard.errors import ShardError, SpecError, TrainError
 from fullshard.models.build import build_model
 from fullshard.models.document_attention import (
     QueryKeyValue,
-    attend_on_cuda,
     attend_with_varlen_kernel,
     attend_within_documents,
 )
@@ -62,7 +61,7 @@ def varlen_by_mask(
     return result
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "varlen", "mask"])
+@pytest.mark.parametrize("kernel", ["cpu", "varlen"])
 @pytest.mark.parametrize("window", [None, 3, 9])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parts_of_queries(
@@ -82,8 +81,7 @@ def test_parts_of_queries(
         if kernel == "cpu":
             y = attend_within_documents(own, bounds_of(), window=window, begins=begins)
         else:
-            attend = attend_with_varlen_kernel if kernel == "varlen" else attend_on_cuda
-            y = attend(own, bounds_of(), scale=None, window=window, begins=begins)
+            y = attend_with_varlen_kernel(own, bounds_of(), scale=None, window=window, begins=begins)
         torch.testing.assert_close(y, part.cut(expected), rtol=1e-12, atol=1e-12)
         for total, one in zip(
             gradients, torch.autograd.grad((y * part.cut(weights)).sum(), inputs), strict=True

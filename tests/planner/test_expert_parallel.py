@@ -18,7 +18,7 @@ from fullshard.planner.search.parallel_degrees import (
     search_parallel_degrees,
 )
 from fullshard.planner.search.search import predict, search
-from fullshard.spec.machine.catalog import hardware_on, link_from_catalog, read_catalog_links
+from fullshard.spec.machine.catalog import hardware_on, link_from_catalog, read_machine_tables
 from fullshard.spec.machine.hardware import CollectiveRate
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -96,7 +96,7 @@ def test_an_exchange_over_more_nodes_takes_longer(size: int) -> None:
 
 
 def test_no_link_of_the_catalog_exchanges_faster_than_it_gathers() -> None:
-    for name in read_catalog_links():
+    for name in read_machine_tables("links"):
         link = link_from_catalog(name)
         assert link.all_to_all is not None
         assert link.all_to_all.bytes_per_second <= link.all_gather.bytes_per_second

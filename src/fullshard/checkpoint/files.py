@@ -97,10 +97,8 @@ class LocalFiles:
                 raise OSError(errno.EFBIG, what, str(self.path / name))
             return file.read(size)
 
-    @contextmanager
-    def open_file(self, name: str) -> Generator[BinaryIO]:
-        with _KernelReadAheadFile(self.path / name, opener=open_regular_file) as file:
-            yield cast(BinaryIO, file)
+    def open_file(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, _KernelReadAheadFile(self.path / name, opener=open_regular_file))
 
     @contextmanager
     def create_file(self, name: str) -> Generator[BinaryIO]:
@@ -143,10 +141,8 @@ class ObjectFiles:
     def read_file(self, name: str) -> bytes:
         return self.store.read_object(self._file_url(name))
 
-    @contextmanager
-    def open_file(self, name: str) -> Generator[BinaryIO]:
-        with open_object(self.store, self._file_url(name)) as file:
-            yield file
+    def open_file(self, name: str) -> BinaryIO:
+        return open_object(self.store, self._file_url(name))
 
     def create_file(self, name: str) -> AbstractContextManager[BinaryIO]:
         return self.store.open_for_writing(self._file_url(name), part_bytes=self.part_bytes)

@@ -58,11 +58,6 @@ Check = Callable[[str, Tensor], None]
 """Raises CheckpointError if a shard, given its tensor's name and its numbers on the CPU, may not be saved."""
 
 
-def dcp_data_file_name(rank: int) -> str:
-    """Returns the name that DCP gives to a rank's first file."""
-    return f"__{rank}_0.distcp"
-
-
 class DcpCheckpointWriter(StorageWriter):
     """DCP's writer of this rank's shards into one data file of a draft, with a table beside it.
 
@@ -90,7 +85,7 @@ class DcpCheckpointWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         with self.attempt, TimedRange("write"):
-            name = dcp_data_file_name(rank())
+            name = f"__{rank()}_0.distcp"  # as DCP names a rank's first file
             # One at a time: a shard on a GPU is on the host only while it is written.
             shards = (
                 (one.index.fqn, tuple(one.index.offset or ()), cast(Tensor, planner.resolve_data(one)))

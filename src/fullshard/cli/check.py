@@ -72,9 +72,7 @@ def _plan_or_failure(run: "Run") -> "Plan | Finding":
     try:
         plan = request_with_plan(LaunchRequest(run=run)).plan
     except FullshardError as error:
-        got = error.what if error.got is None else f"{error.what} got: {error.got}"
-        failed = Finding.failure(got, why=error.why, fix=error.fix)
-        return failed.model_copy(update={"check": "plan", "group": "settings"})
+        return Finding.from_error(error, check="plan").model_copy(update={"group": "settings"})
     assert plan is not None, "a request without a plan gets one"
     return plan
 

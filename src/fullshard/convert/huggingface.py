@@ -54,7 +54,8 @@ def _convert_read_sections(state: ConversionState, kind: str) -> None:
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         state.checked_positive_integer(f"deepspeed_config.{name}")
     _convert_distributed_type(state, kind)
-    _convert_parallelism_config(state)
+    found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
+    _convert_mesh(state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")])
     convert_fsdp_section(state, by_default=kind == "fsdp", ranks_per_node=per_node)
     rules = load_rules("accelerate")
     apply_rules(state, {key: rules[key] for key in ("deepspeed_config.zero_stage",)})
@@ -127,11 +128,6 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
         state.record_unsupported(key, why, misses="sharding.strategy")
     if kind == "multi_cpu":
         state.infer_setting("run.device", "cpu", origin=key)
-
-
-def _convert_parallelism_config(state: ConversionState) -> None:
-    found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
-    _convert_mesh(state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")])
 
 
 def _convert_mesh(state: ConversionState, keys: list[str]) -> bool:

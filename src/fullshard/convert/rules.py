@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
+from fullshard.spec.settings.run_checks import setting_value
 from fullshard.spec.value import FrozenModel
 from fullshard.system.small_files import read_toml
 
@@ -225,9 +226,7 @@ def iterate_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 def default_run_setting(target: str) -> Any:
     """Returns the default of a dotted key of run.toml; a list instead of a tuple."""
-    value: Any = Run()
-    for part in target.split("."):
-        value = getattr(value, part, None)  # a model of another kind has other keys
+    value = setting_value(Run(), target)
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
 
 

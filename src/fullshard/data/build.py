@@ -159,7 +159,7 @@ def _build_shuffle_pool(
         entry = token_store.get_or_build_entry(
             root, f"layout-{token_store.cache_key(settings)}", build=write_layout, alive=alive
         )
-        arrays = {path.stem: token_store.memory_map_npy(path) for path in entry.glob("*.npy")}
+        arrays = {path.stem: np.load(path, mmap_mode="r") for path in entry.glob("*.npy")}
         facts = token_store.read_manifest(entry)
     training, held_out = (
         packing.build_rows_from_arrays(
@@ -199,7 +199,7 @@ def _check_sequence_length(
     pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int
 ) -> None:
     """Raises DataError for sequences longer than a part, or than every document with `packing = "none"`."""
-    length, name = section.sequence_length, pool.stream.joined_store_names
+    length, name = section.sequence_length, " + ".join(store.name for store in pool.stream.stores)
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
         if rows.row_count or (part == "held-out" and section.validation_fraction == 0):
             continue

@@ -32,7 +32,7 @@ from fullshard.data import tokenizer
 from fullshard.data.conversation import Conversation, Message, function_of_call
 from fullshard.data.row_fields import UntokenizableRecordError, flags_that_train
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.system.small_files import SETTINGS_BYTES, ForeignErrorTranslator, read_text
+from fullshard.system.small_files import SETTINGS_BYTES, ForeignErrorTranslator
 
 _MARK = "{% generation"
 _FIRST_MARKER = 0xF0000  # of private use, with 65,533 characters behind it
@@ -330,11 +330,7 @@ class ChatTemplate:
 def read_chat_template(file: str) -> str:
     """Returns the text of a chat template. Raises DataError if the file cannot be read."""
     path = Path(file).expanduser()
-    try:
-        return read_text(path, most_bytes=SETTINGS_BYTES)
-    except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"the chat template {path} cannot be read.", got=got) from error
+    return tokenizer.read_tokenizer_text(path, what="chat template", most_bytes=SETTINGS_BYTES)
 
 
 def _convert_template_errors() -> ForeignErrorTranslator:

@@ -168,8 +168,15 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {
 def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str) -> list[str]:
     """Returns the files of `kind` among the files below a directory. Raises DataError if there are none."""
     if not paths:
-        raise _no_match_error(pattern)
-    found = [path for path in paths if _is_file_of_kind(path, kind)]
+        raise DataError(
+            "data.paths has a pattern that matches no file.",
+            got=f"{pattern!r}, looked up from {Path.cwd()}",
+            fix="a path, a directory or a glob of files, such as data/**/*.txt",
+        )
+    # Files that Spark and others write beside their data, such as `_SUCCESS`, have no such ending.
+    may_be_compressed = kind in ("text", "jsonl")
+    names = {path: path_of_content(path) if may_be_compressed else path for path in paths}
+    found = [path for path, name in names.items() if name.endswith(_ENDINGS[kind])]
     if not found:
         endings = " or ".join(f"*{ending}" for ending in _ENDINGS[kind])
         raise DataError(
@@ -179,20 +186,6 @@ def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str)
             fix="a directory with such files, or a glob of the files, such as data/**/*.txt",
         )
     return found
-
-
-def _no_match_error(pattern: str) -> DataError:
-    return DataError(
-        "data.paths has a pattern that matches no file.",
-        got=f"{pattern!r}, looked up from {Path.cwd()}",
-        fix="a path, a directory or a glob of files, such as data/**/*.txt",
-    )
-
-
-def _is_file_of_kind(path: str, kind: FileKind) -> bool:
-    # Files that Spark and others write beside their data, such as `_SUCCESS`, have no such ending.
-    name = path_of_content(path) if kind in ("text", "jsonl") else path
-    return name.endswith(_ENDINGS[kind])
 
 
 def _walk_files(root: Path, *, skipped: frozenset[str] = frozenset()) -> Iterable[Path]:

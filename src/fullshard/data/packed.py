@@ -218,11 +218,10 @@ def _build_batch(data: PackedData, rows: Sequence[_RowPieces], *, plan: Plan) ->
     if data.document_mask:
         batch |= {"documents": np.zeros(shape, np.int64), "positions": np.zeros(shape, np.int64)}
 
-    def fill_row(i: int) -> list[int]:
-        stream, pieces = rows[i]
-        return _fill_batch_row({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
-
-    ends = [fill_row(i) for i in range(len(rows))]
+    ends: list[list[int]] = []
+    for i, (stream, pieces) in enumerate(rows):
+        row = {name: array[i] for name, array in batch.items()}
+        ends.append(_fill_batch_row(row, stream, pieces=pieces))
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     if data.document_mask:
         tensors["document_ends"] = _pad_to_power_of_two(ends, length=data.sequence_length)

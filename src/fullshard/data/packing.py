@@ -103,10 +103,6 @@ class ConcatenatedRows:
     masked: bool
 
     @property
-    def lengths(self) -> Int64:
-        return np.diff(self.offsets)
-
-    @property
     def row_count(self) -> int:
         return max(int(self.offsets[-1]) - 1, 0) // self.sequence_length
 

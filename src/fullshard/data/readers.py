@@ -75,7 +75,7 @@ class CorruptRecord:
 def split_file_into_parts(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
     """Cuts `file` into parts of about SHARD_BYTES; parquet into its row groups.
 
-    Raises DataError for a broken parquet file.
+    Raises DataError for a broken parquet file. See `check_reader_installed`.
     """
     path, size = file.path, file.size
     if kind == "parquet":
@@ -115,8 +115,7 @@ def check_reader_installed(kind: str) -> None:
 
 
 def open_parquet_file(path: str) -> Any:
-    """Opens `path` as a pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
-    check_reader_installed("parquet")
+    """Opens `path` as a pyarrow.parquet.ParquetFile. Raises DataError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -131,10 +130,9 @@ def open_parquet_file(path: str) -> Any:
 def open_dataset(path: str, fields: DataSourceFields) -> Any:
     """Opens a `datasets.Dataset` from the directory `path`, which `save_to_disk` wrote.
 
-    If `path` is empty, loads the dataset `fields.name` by name. Raises MissingExtraError; DataError for a
-    dataset that is absent or lacks the split.
+    If `path` is empty, loads the dataset `fields.name` by name. Raises DataError for a dataset that is absent
+    or lacks the split.
     """
-    check_reader_installed("datasets")
     import datasets
 
     try:

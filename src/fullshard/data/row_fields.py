@@ -11,7 +11,6 @@ ms-swift, xtuner, NeMo, MaxText, open-instruct, and the tokenizers and collators
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
@@ -101,33 +100,19 @@ class UntokenizableRecordError(DataError):
         super().__init__(reason, fix=_lines_to_write(lines) if lines else None)
 
 
-@dataclass(frozen=True)
-class FieldNames:
-    """Names of the fields that are read from a row.
-
-    required: fields that every row must have
-    optional: fields that are used in the rows that have them
-    """
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-
-
-def used_field_names(fields: DataSourceFields) -> FieldNames:
-    """Returns the names of the fields that are read from a row."""
+def required_field_names(fields: DataSourceFields) -> tuple[str, ...]:
+    """Returns the names of the fields that every row must have, the main one first."""
     return {
-        "messages": FieldNames(
-            (fields.messages_field,), ("tools", "chat_template_kwargs", fields.completion_field)
-        ),
-        "completion": FieldNames((fields.prompt_field, fields.completion_field)),
-        "text": FieldNames((fields.text_field,)),
-        "tokens": FieldNames((fields.tokens_field,)),
+        "messages": (fields.messages_field,),
+        "completion": (fields.prompt_field, fields.completion_field),
+        "text": (fields.text_field,),
+        "tokens": (fields.tokens_field,),
     }[fields.records]
 
 
 def unused_content_names(fields: DataSourceFields) -> list[str]:
     """Returns names of fields that may have content which is not read, as other programs name them."""
-    read, names = used_field_names(fields).required, _CONTENT_OF_OTHERS.get(fields.records, ())
+    read, names = required_field_names(fields), _CONTENT_OF_OTHERS.get(fields.records, ())
     possible = [one for name in names for one in _beside(name, read[0])]
     possible += [fields.completion_field] if names else []  # which may be no list of messages
     return [name for name in dict.fromkeys(possible) if name not in read]
@@ -176,13 +161,12 @@ def find_arrow_columns(
     These are the fields that are used, and those that are checked. Raises DataError, with the names in
     `first_row`, if a required column is missing.
     """
-    names = used_field_names(fields)
-    marks = [
-        beside for name in ("loss", *_EXCLUDES_NOTHING, *_USED) for beside in _beside(name, names.required[0])
-    ]
-    others = {*names.optional, *marks, *unused_content_names(fields)} - {*_MEDIA, *names.required}
-    found = {name: find_arrow_path(schema, name) for name in (*names.required, *others)}
-    for name in names.required:
+    required = required_field_names(fields)
+    optional = ("tools", "chat_template_kwargs", fields.completion_field)
+    marks = [beside for name in ("loss", *_EXCLUDES_NOTHING, *_USED) for beside in _beside(name, required[0])]
+    others = {*marks, *unused_content_names(fields), *(optional if fields.records == "messages" else ())}
+    found = {name: find_arrow_path(schema, name) for name in (*required, *(others - {*_MEDIA, *required}))}
+    for name in required:
         if found[name] is None:
             raise absent_field_error(name, first_row(), where=where)
     return {name: path for name, path in found.items() if path is not None}
@@ -301,14 +285,11 @@ def flags_that_train(message: Mapping[str, Any]) -> list[str]:
 
 def _numbers_of(value: Any, *, single: bool) -> Numbers | None:
     """Returns a number or a list of numbers as an array; None for other values. `single`: allows a number."""
-    if not isinstance(value, bool | int | float | list | np.ndarray):
-        return None
+    is_single = single and isinstance(value, bool | int | float)
     try:
-        array: Numbers = np.asarray(value)  # pyright: ignore[reportUnknownArgumentType]
-    except ValueError:  # lists of different lengths
+        return _one_dim_array([value] if is_single else value, "")
+    except UntokenizableRecordError:
         return None
-    array = array[None] if single and array.ndim == 0 else array
-    return array if array.ndim == 1 and (array.dtype.kind in "iufb" or not array.size) else None
 
 
 def _unused_mark_error(name: str, value: Any) -> UntokenizableRecordError:

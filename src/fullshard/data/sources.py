@@ -143,7 +143,7 @@ def open_token_stores(
 def _open_cached_store(entry: Path, *, name: str) -> token_store.TokenStore:
     facts, trained = token_store.read_manifest(entry), entry / _TRAINED
     tokens = token_store.memory_map_numbers(entry / _TOKENS, facts["dtype"])
-    offsets = token_store.memory_map_npy(entry / _OFFSETS)
+    offsets = np.load(entry / _OFFSETS, mmap_mode="r")
     store = token_store.make_token_store(name, entry.name, tokens=tokens, offsets=offsets, facts=facts)
     if not trained.exists():
         return store

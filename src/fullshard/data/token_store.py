@@ -317,20 +317,11 @@ def memory_map_numbers(path: Path, dtype: str) -> Integers:
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
-def memory_map_npy(path: Path) -> Integers:
-    """Maps an .npy file into memory, as a read-only array."""
-    return np.load(path, mmap_mode="r")
-
-
 @dataclass(frozen=True, eq=False)
 class TokenStream:
     """Several stores joined in order. A place is the index of a token in the joined stream."""
 
     stores: tuple[TokenStore, ...]
-
-    @property
-    def joined_store_names(self) -> str:
-        return " + ".join(store.name for store in self.stores)
 
     @cached_property
     def store_begins(self) -> list[int]:

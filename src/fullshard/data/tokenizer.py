@@ -191,13 +191,13 @@ def _read_backend_tokenizer(file: Path) -> "Backend":
     return backend
 
 
-def read_tokenizer_text(file: Path) -> str:
-    """Returns the text of a tokenizer file. Raises DataError if the file cannot be read."""
+def read_tokenizer_text(file: Path, *, what: str = "tokenizer", most_bytes: int = _MOST_BYTES) -> str:
+    """Returns the text of a file of a tokenizer. Raises DataError, with `what`, if it cannot be read."""
     try:
-        return read_text(file, most_bytes=_MOST_BYTES)
+        return read_text(file, most_bytes=most_bytes)
     except (OSError, ValueError) as error:
         got = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"the tokenizer {file} cannot be read.", got=got) from error
+        raise DataError(f"the {what} {file} cannot be read.", got=got) from error
 
 
 def _convert_backend_errors(name: str = "the tokenizer") -> ForeignErrorTranslator:

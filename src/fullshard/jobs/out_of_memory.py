@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -54,9 +53,7 @@ class OutOfMemoryReporter:
         self._reserve = bytearray(_RESERVE_BYTES)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._reserve = None
         if error is not None and is_out_of_memory(error):
             raise self._report(error) from error

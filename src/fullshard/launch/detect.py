@@ -187,7 +187,7 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
 
 def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
-    table = catalog.read_default_rates()["cpu"]
+    table = catalog.read_machine_tables("rates")["cpu"]
     cores = max(count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
     bandwidth = table["collective_bytes_per_second"]
     rate = CollectiveRate(

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from fullshard.errors import FullshardError, error_location_text
@@ -88,9 +87,7 @@ class ProcessOutcome:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if isinstance(error, SystemExit):
             code = error.code
             if isinstance(code, str):
@@ -182,9 +179,7 @@ class OwnFaultRecorder(AbstractContextManager["OwnFaultRecorder"]):
         self._watchdog.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._watchdog.__exit__(None, None, None)
         if error is not None and not isinstance(error, SystemExit):
             self._record(error)

@@ -30,9 +30,15 @@ def main(argv: Sequence[str]) -> None:
     escape_log_messages()
     prepare_rank_environment()
     path = directory / f"rank-{os.environ['RANK']}.json"
+
+    def save_watchdog_error(error: TrainError) -> None:
+        with ProcessOutcome() as ending:
+            raise error
+        ending.save(path)
+
     with ProcessOutcome() as ending:
         request = LaunchRequest.load(directory)
-        with _redirect_stdout_to_stderr(), _save_watchdog_error(path):
+        with _redirect_stdout_to_stderr(), call_on_watchdog_exit(save_watchdog_error):
             with freeze_imports_in_gc():
                 request.import_job()
             request.call_job()
@@ -59,19 +65,6 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     except SystemExit:  # `call_job` raises no other SystemExit
         return INTERRUPTED_EXIT_CODE
     return 0
-
-
-@contextmanager
-def _save_watchdog_error(path: Path) -> Generator[None]:
-    """Context in which the error of a watchdog, which ends the process at once, is saved for the launcher."""
-
-    def save_error(error: TrainError) -> None:
-        with ProcessOutcome() as ending:
-            raise error
-        ending.save(path)
-
-    with call_on_watchdog_exit(save_error):
-        yield
 
 
 @contextmanager

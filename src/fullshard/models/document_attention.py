@@ -149,7 +149,10 @@ def attend_within_documents(
     channels, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing > 0:  # the kernels take one head_dim; latent attention (MLA) has narrower values
         inputs = inputs._replace(value=F.pad(value, (0, missing)))
-    attend = attend_on_cuda if query.is_cuda or _emulates_cuda else _attend_with_mask
+    width = inputs.value.shape[-1]
+    fits = query.shape[-1] == width <= _MOST_FLASH_CHANNELS and inputs.key.shape[-1] % 8 == 0
+    has_kernel = fits and query.dtype in _HALF and (query.is_cuda or _emulates_cuda)
+    attend = attend_with_varlen_kernel if has_kernel else _attend_with_mask
     return attend(inputs, bounds, scale=scale, window=window, begins=begins)[..., :channels]
 
 
@@ -162,17 +165,6 @@ def emulate_cuda_attention() -> Generator[None]:
         yield
     finally:
         _emulates_cuda = False
-
-
-def attend_on_cuda(
-    inputs: QueryKeyValue, bounds: Tensor, *, scale: float | None, window: int | None, begins: Sequence[int]
-) -> Tensor:
-    """Computes `attend_within_documents` by the operations that a GPU uses."""
-    channels = inputs.key.shape[-1]
-    fits = inputs.query.shape[-1] == inputs.value.shape[-1] <= _MOST_FLASH_CHANNELS and channels % 8 == 0
-    if inputs.query.dtype not in _HALF or not fits:
-        return _attend_with_mask(inputs, bounds, scale=scale, window=window, begins=begins)
-    return attend_with_varlen_kernel(inputs, bounds, scale=scale, window=window, begins=begins)
 
 
 def attend_with_varlen_kernel(

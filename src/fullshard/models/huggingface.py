@@ -80,17 +80,17 @@ def build_hf_model(section: HuggingFaceModel) -> nn.Module:
         )
 
 
-def import_transformers(source: str) -> Any:
-    """Imports transformers. Raises MissingExtraError, which names the model `source`, if it is absent."""
+def import_transformers(needed_for: str) -> Any:
+    """Imports transformers. Raises MissingExtraError, with what it is needed for, if it is absent."""
     if importlib.util.find_spec("transformers") is None:
-        raise MissingExtraError("hf", package="transformers", needed_for=f"[model] {source}")
+        raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
     import_quietly("transformers.modeling_utils")
     return importlib.import_module("transformers")
 
 
 def build_hf_config(section: HuggingFaceModel) -> Any:
     """Returns the transformers config with `model.options` applied. Raises like `build_hf_model`."""
-    import_transformers(section.setting_text)
+    import_transformers(f"[model] {section.setting_text}")
     path = locate_config_file(section.hf)
     found = read_config(path)
     check_config_limits(found, source=str(path))
@@ -120,7 +120,7 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
 
 
 def _choose_config_class(section: HuggingFaceModel, data: Mapping[str, Any], *, path: Path) -> Any:
-    transformers = import_transformers(section.setting_text)
+    transformers = import_transformers(f"[model] {section.setting_text}")
     kind, beside = str(data["model_type"]), auto_map_class_references(data).get("AutoConfig")
     if beside is not None and section.trust_remote_code:
         return load_class_from_model_code(beside, directory=path.parent, source=section.setting_text)
@@ -256,7 +256,7 @@ def _iterate_config_parts(config: Any) -> Iterable[Any]:
 
 
 def _choose_model_class(section: HuggingFaceModel, config: Any) -> Any:
-    transformers = import_transformers(section.setting_text)
+    transformers = import_transformers(f"[model] {section.setting_text}")
     name = section.architecture
     if name == "auto":
         named: Any = getattr(config, "architectures", None)

@@ -29,10 +29,6 @@ class BoxCopy:
     at: tuple[int, ...]
     shape: Shape
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:

@@ -174,19 +174,6 @@ class ObjectStore:
         return str(self._file_system._strip_protocol(url))
 
 
-def read_object_range(store: ObjectStore, url: str, *, begin: int, end: int) -> bytes:
-    """Returns exactly the bytes of an object from `begin` to `end`."""
-    data = store.read_object(url, begin=begin, end=end)
-    if len(data) == end - begin:
-        return data
-    raise ExplainedOSError(
-        _REMOTE,
-        f"{len(data)} bytes for a range of {end - begin}",
-        place=without_secrets(url),
-        why="it changed while it was read",
-    )
-
-
 def open_object(store: ObjectStore, url: str) -> BinaryIO:
     """Opens an object for reading by ranges. A read also fetches the megabyte that follows."""
     base: Any = importlib.import_module("fsspec.spec").AbstractBufferedFile
@@ -195,7 +182,11 @@ def open_object(store: ObjectStore, url: str) -> BinaryIO:
         name = url
 
         def _fetch_range(self, begin: int, end: int) -> bytes:
-            return read_object_range(store, url, begin=begin, end=end)
+            data = store.read_object(url, begin=begin, end=end)
+            if len(data) != end - begin:
+                what, why = f"{len(data)} bytes for a range of {end - begin}", "it changed while it was read"
+                raise ExplainedOSError(_REMOTE, what, place=without_secrets(url), why=why)
+            return data
 
     size_bytes = store.object_size_bytes(url)
     return cast(BinaryIO, ObjectRangeReader(None, url, size=size_bytes, block_size=_AHEAD_BYTES))

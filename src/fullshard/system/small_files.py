@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 from fullshard.errors import FullshardError, SpecError
@@ -46,9 +45,7 @@ class ForeignErrorTranslator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # A Rust panic is not an Exception.
         panicked = type(error).__module__ == "pyo3_runtime"
         if panicked or (isinstance(error, Exception) and not isinstance(error, FullshardError)):

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +107,12 @@ def export_hf(
     run = manifest.run_settings
     recorded = manifest.values.get("huggingface")
     known = describe_for_transformers(recorded, run, doing=f"exporting {checkpoint}")
-    config = _with_dtype(_without_use_cache(known.config), _config_dtype_name(manifest, dtype), is_outer=True)
+    config, dtype_name = known.config, _config_dtype_name(manifest, dtype)
+    for part in _iterate_config_parts(config):
+        part.pop("use_cache", None)  # training disables the key/value cache, which generation needs
+        if part is config or {"dtype", "torch_dtype"} & part.keys():
+            part["dtype"] = dtype_name
+        part.pop("torch_dtype", None)
     beside = {name: _read_file_to_copy(path) for name, path in _list_files_to_copy(run).items()}
     if known.generation_config is not None:
         beside.setdefault(_GENERATION, known.generation_config)
@@ -272,13 +277,12 @@ def _check_no_adapted_weight_is_shared(base: nn.Module, adapted: Mapping[str, An
             )
 
 
-def _without_use_cache(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config` without `use_cache`: training disables the key/value cache, which generation needs."""
-    return {
-        key: _without_use_cache(cast(dict[str, Any], value)) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key != "use_cache"
-    }
+def _iterate_config_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a config.json, and the tables in it, such as those of parts of the model."""
+    yield config
+    for part in config.values():
+        if isinstance(part, dict):
+            yield from _iterate_config_parts(cast(dict[str, Any], part))
 
 
 def _with_rope_of_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,16 +308,6 @@ def _with_rope_of_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
         apart = ("rope_theta", "partial_rotary_factor")
         older["rope_scaling"] = {key: value for key, value in rope.items() if key not in apart}
     return parts | older
-
-
-def _with_dtype(config: Mapping[str, Any], name: str, *, is_outer: bool = False) -> dict[str, Any]:
-    """Returns `config` with `name` as its dtype, and as that of each part of the model that has one."""
-    changed = {
-        key: _with_dtype(cast(Mapping[str, Any], value), name) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key != "torch_dtype"
-    }
-    return changed | ({"dtype": name} if is_outer or {"dtype", "torch_dtype"} & config.keys() else {})
 
 
 def _config_dtype_name(manifest: Manifest, dtype: str | None) -> str:

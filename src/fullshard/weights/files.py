@@ -251,7 +251,7 @@ def _read_pieces(
     in_order = sorted(moves, key=place)
     for file, inside in groupby(in_order, key=lambda move: files.tensors[move.source].file):
         path = files.directory / file
-        with path.open("rb", buffering=0) as opened:
+        with path.open("rb") as opened:
             for move in inside:
                 dtype = files.tensors[move.source].dtype
                 most = _BUFFER_BYTES // dtype.itemsize
@@ -261,19 +261,16 @@ def _read_pieces(
                     yield piece, elements.view(dtype)
 
 
-def _read_fully(opened: io.FileIO, path: Path, *, begin: int, into: Tensor) -> None:
+def _read_fully(opened: io.BufferedReader, path: Path, *, begin: int, into: Tensor) -> None:
     """Fills `into` with the bytes of the file from `begin` on."""
     opened.seek(begin)
-    left = memoryview(cast(bytearray, into.numpy()))
-    while left.nbytes:
-        count = opened.readinto(left)
-        if not count:
-            raise DamagedCheckpointError(
-                f"{path} ends early.",
-                got=f"{opened.tell()} bytes",
-                why="it was whole when its header was read: something else writes it",
-            )
-        left = left[count:]
+    # Python's buffer is passed by: bytes that it would not hold go straight into the target.
+    if opened.readinto(cast(bytearray, into.numpy())) < into.nbytes:
+        raise DamagedCheckpointError(
+            f"{path} ends early.",
+            got=f"{opened.tell()} bytes",
+            why="it was whole when its header was read: something else writes it",
+        )
 
 
 def find_weights_file(directory: Path) -> Path | None:

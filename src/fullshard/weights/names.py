@@ -19,12 +19,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.errors import CheckpointError, MissingExtraError
-from fullshard.models.huggingface import auto_map_class_references, remove_code_references
+from fullshard.errors import CheckpointError
+from fullshard.models.huggingface import (
+    auto_map_class_references,
+    import_transformers,
+    remove_code_references,
+)
 from fullshard.spec.pretrained import check_config_limits
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor, map_weights_by_name
-from fullshard.system.dotted import import_quietly
 from fullshard.system.small_files import ForeignErrorTranslator
 from fullshard.weights.trace import TracedTensor, UntraceableOperationError, make_source_tensor
 
@@ -99,10 +102,7 @@ def build_meta_model(config: Mapping[str, Any], *, needed_for: str) -> Any:
     transformers, CheckpointError for a config that transformers does not know, SpecError for impossible
     sizes.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
-    import_quietly("transformers.modeling_utils")
-    transformers: Any = importlib.import_module("transformers")
+    transformers = import_transformers(needed_for)
     check_config_limits(config, source=needed_for)
     values = {key: value for key, value in remove_code_references(config).items() if key != "model_type"}
     named = config.get("architectures")

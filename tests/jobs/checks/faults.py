@@ -52,7 +52,7 @@ def of_data(fault: str) -> Callable[[Path], object]:
 
 def space_of(free: int) -> Callable[[Path], RunContext]:
     return lambda path: context_of(
-        replace(quiet_machine(path), space_bytes=lambda _: (GIB, free)),
+        replace(quiet_machine(path), free_bytes=lambda _: free),
         f"run.dir={path}",
         "checkpoint.every=10",
     )
@@ -68,11 +68,7 @@ ENVIRONMENT = (
     Fault(
         "small /dev/shm",
         "shared_memory",
-        (
-            lambda p: context_of(
-                replace(gpu_machine(p), space_bytes=lambda _: (64 << 20, 64 << 20)), device="cuda"
-            )
-        ),
+        (lambda p: context_of(replace(gpu_machine(p), free_bytes=lambda _: 64 << 20), device="cuda")),
     ),
     Fault(
         "container with little memory",

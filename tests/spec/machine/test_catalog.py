@@ -10,8 +10,7 @@ from fullshard.spec.machine.catalog import (
     link_from_catalog,
     normalized_chip_name,
     read_catalog_chips,
-    read_catalog_links,
-    read_default_rates,
+    read_machine_tables,
 )
 
 CHIPS = read_catalog_chips()
@@ -97,10 +96,10 @@ def test_every_figure_has_a_source_and_none_is_over_its_peak(entry: CatalogChip)
         assert entry.attention_source
         assert backward < forward < 1
     for name in filter(None, (entry.within, entry.across, entry.pair)):
-        assert read_catalog_links()[name]["source"]
+        assert read_machine_tables("links")[name]["source"]
 
 
-@pytest.mark.parametrize("name", read_catalog_links())
+@pytest.mark.parametrize("name", read_machine_tables("links"))
 def test_no_collective_is_faster_than_its_link_and_an_all_reduce_takes_two(name: str):
     link = link_from_catalog(name)
     assert link.all_gather.bytes_per_second <= link.bytes_per_second
@@ -109,6 +108,6 @@ def test_no_collective_is_faster_than_its_link_and_an_all_reduce_takes_two(name:
 
 
 def test_larger_launches_reach_more_of_the_peak():
-    table = read_default_rates()
+    table = read_machine_tables("rates")
     for shape in (table["matmul"]["curve"], table["memory"]["curve"]):
         assert all(a[0] < b[0] and a[1] <= b[1] <= 1 for a, b in itertools.pairwise(shape))

@@ -8,8 +8,8 @@ from statistics import quantiles
 
 import pytest
 
-from fullshard.spec.machine.catalog import hardware_on
-from fullshard.spec.machine.certainty import read_certainty, speed_certainty
+from fullshard.spec.machine.catalog import hardware_on, read_machine_tables
+from fullshard.spec.machine.certainty import speed_certainty
 from tests.fakes.hardware import cpu_of
 
 BENCH = Path(__file__).parents[3] / "bench"
@@ -39,7 +39,7 @@ def deviations() -> list[tuple[int, int, str, float]]:
 
 
 def test_the_table_is_of_the_published_rows():
-    rows, table = deviations(), read_certainty()
+    rows, table = deviations(), read_machine_tables("certainty")
     errors = [error for *_, error in rows]
     assert table["all"]["rows"] == len(rows)
     assert (table["all"]["low"], table["all"]["high"]) == pytest.approx((min(errors), max(errors)))
@@ -84,6 +84,6 @@ def test_the_spread_of_mixtures_is_of_the_page_of_mixtures():
     errors = [float(error) / 100 for _, error in ROW.findall(MIXTURES.read_text())]
     rows = tomllib.loads((BENCH / "published.toml").read_text())["row"]
     rows = [row for row in rows if "set" not in row]
-    spread = read_certainty()["mixtures"]
+    spread = read_machine_tables("certainty")["mixtures"]
     assert spread["rows"] == len(errors) == sum("mixture" in row and row["use"] == "test" for row in rows)
     assert (spread["low"], spread["high"]) == pytest.approx((min(errors), max(errors)))

@@ -20,6 +20,7 @@ from fullshard.errors import OffloadError
 from fullshard.observe.clock import total_seconds_of_calls
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.store import allocate_host_memory, as_memoryview
+from fullshard.spec.machine.catalog import round_to_four_digits
 from fullshard.spec.machine.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
@@ -100,7 +101,7 @@ class RateMeter:
         for size in sizes:
             task = make(size)  # one at a time, because all would not fit in memory
             rate = self.measure_calls_per_second(task.work, seconds=window)
-            points.append(RatePoint(task.size, _round_to_four_digits(rate * task.amount)))
+            points.append(RatePoint(task.size, round_to_four_digits(rate * task.amount)))
             if _WINDOWS / rate > 2 * window:
                 break
         return tuple(points)
@@ -270,7 +271,7 @@ def measure_round_trip_copy_rate(meter: RateMeter, *, seconds: float) -> float |
         here.copy_(there, non_blocking=True)
 
     rate = meter.measure_calls_per_second(copy_there_and_back, seconds=seconds)
-    return _round_to_four_digits(2 * _COPY_BYTES * rate)
+    return round_to_four_digits(2 * _COPY_BYTES * rate)
 
 
 def host_adamw_params_per_second(*, seconds: float) -> float:
@@ -287,7 +288,7 @@ def host_adamw_params_per_second(*, seconds: float) -> float:
     started = time.perf_counter()
     for _ in range(_HOST_UPDATES):
         optimizer.step()
-    return _round_to_four_digits(mean_over_ranks(count * _HOST_UPDATES / (time.perf_counter() - started)))
+    return round_to_four_digits(mean_over_ranks(count * _HOST_UPDATES / (time.perf_counter() - started)))
 
 
 def measure_bytes_outside_allocator(device: torch.device) -> int:
@@ -373,8 +374,3 @@ def _use_matmul_precision(dtype: ComputeDtype) -> Generator[None]:
         yield
     finally:
         matmul.fp32_precision = before
-
-
-def _round_to_four_digits(rate: float) -> float:
-    """Rounds to four digits, more than the clock's precision."""
-    return float(f"{rate:.4g}")

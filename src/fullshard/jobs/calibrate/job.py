@@ -92,21 +92,18 @@ def _measure_rates(meter: RateMeter, known: hardware.Rates, *, share: float) -> 
         matmul[dtype] = meters.measure_matmul(meter, dtype, seconds=_MATMUL * part)
         forward[dtype], backward[dtype] = meters.measure_attention(meter, dtype, seconds=_ATTENTION * part)
     memory, half_memory = meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share)
-    return hardware.Rates(
-        matmul=matmul,
-        attention=forward,
-        attention_backward=backward,
-        attention_by_head_dim=known.attention_by_head_dim,
-        attention_backward_by_head_dim=known.attention_backward_by_head_dim,
-        grouped_matmul=known.grouped_matmul,
-        grouped_tile_rows=known.grouped_tile_rows,
-        memory=memory,
-        half_memory=half_memory,
-        optimizer=meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
-        launch_seconds=meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
-        unit_seconds=known.unit_seconds,
-        unaligned_matmul=meters.measure_unaligned_matmul(meter, dtypes[-1], seconds=_UNALIGNED * share),
-    )
+    measured: dict[str, object] = {
+        "matmul": matmul,
+        "single_rank_matmul": 1.0,
+        "attention": forward,
+        "attention_backward": backward,
+        "memory": memory,
+        "half_memory": half_memory,
+        "optimizer": meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
+        "launch_seconds": meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
+        "unaligned_matmul": meters.measure_unaligned_matmul(meter, dtypes[-1], seconds=_UNALIGNED * share),
+    }
+    return known.model_copy(update=measured)
 
 
 def _measure_links(ranks: RankInfo, meter: RateMeter, *, share: float) -> dict[str, hardware.Link]:

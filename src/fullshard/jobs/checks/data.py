@@ -87,8 +87,7 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
     error = attempt.error
     assert error is not None, "the block returns unless it raises"
     if isinstance(error, FullshardError):
-        what = error.what if error.got is None else f"{error.what} got: {error.got}"
-        return Finding.failure(what, why=error.why, fix=error.fix)
+        return Finding.from_error(error)
     return Finding.failure(
         f"reading it raises {type(error).__name__}: {error}", why="no step can be trained", fix=None
     )
@@ -224,8 +223,5 @@ def row_digests(batch: Any) -> list[bytes]:
 def _digest(tensors: list[Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(
-            plain.view(torch.uint8).numpy().tobytes() if plain.ndim else repr(plain.item()).encode()
-        )
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()

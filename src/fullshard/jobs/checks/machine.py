@@ -1,7 +1,6 @@
 """The checks that need neither torch nor the model: of settings, this machine and its storage."""
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,13 +14,9 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.system.files import free_disk_bytes
 from fullshard.system.process import count_usable_cores
 from fullshard.training.schedule import learning_rate_factor, warmup_warning
-
-
-def _space_bytes(path: Path) -> tuple[int, int]:
-    usage = shutil.disk_usage(path)
-    return usage.total, usage.free
 
 
 @dataclass(frozen=True)
@@ -30,14 +25,13 @@ class MachineAccess:
 
     environment: environment variables
     root: directory that holds proc and sys
-    run_command: returns the output of a command; None if it is absent or fails
-    space_bytes: returns the total and free bytes of the file system of a directory
+    free_bytes: returns the free bytes of the file system of a directory, which need not exist yet
     usable_cores: returns the number of cores that this process may use
     """
 
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: Path = Path("/")
-    space_bytes: Callable[[Path], tuple[int, int]] = _space_bytes
+    free_bytes: Callable[[Path], int] = free_disk_bytes
     usable_cores: Callable[[], int] = count_usable_cores
 
     def read(self, path: str) -> str | None:
@@ -59,11 +53,6 @@ class MachineAccess:
             if key == name:
                 return int(value.split()[0]) * 1024
         return None
-
-
-def nearest_existing_directory(path: Path) -> Path:
-    """Returns `path`, or its nearest ancestor that exists."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.is_dir())
 
 
 @dataclass(frozen=True)
@@ -90,10 +79,6 @@ class RunContext:
         """Number of ranks on this machine: torchrun's number if it started this process, else all."""
         given = self.machine.environment.get("LOCAL_WORLD_SIZE", "")
         return int(given) if given.isdecimal() and int(given) else self.plan.world_size
-
-    @property
-    def has_other_hosts(self) -> bool:
-        return self.ranks_on_host < self.plan.world_size
 
     @property
     def checkpoint_directory(self) -> Path | None:
@@ -152,7 +137,8 @@ def check_environment_variables(context: RunContext) -> Finding:
         if (value := environment.get(name)) and hurts(value):
             found.append(f"{name}={value} ({reason})")
     adapters = context.machine.list_names("sys/class/infiniband")
-    if context.has_other_hosts and adapters and _is_true(environment.get("NCCL_IB_DISABLE", "")):
+    has_other_hosts = context.ranks_on_host < context.plan.world_size
+    if has_other_hosts and adapters and _is_true(environment.get("NCCL_IB_DISABLE", "")):
         found.append(f"NCCL_IB_DISABLE={environment['NCCL_IB_DISABLE']} ({', '.join(adapters)} are not used)")
     if not found:
         return Finding.ok("no variable that slows ranks down")
@@ -169,10 +155,9 @@ def check_shared_memory(context: RunContext) -> Finding:
     place = context.machine.root / "dev/shm"
     if not context.is_on_gpus or context.ranks_on_host < 2:
         return Finding.skipped("only several GPUs of a machine use /dev/shm")
-    try:
-        free = context.machine.space_bytes(place)[1]
-    except OSError:
+    if not place.is_dir():
         return Finding.skipped("there is no /dev/shm")
+    free = context.machine.free_bytes(place)
     if free < _LEAST_SHARED_MEMORY:
         return Finding.warning(
             f"{format_bytes(free)} free in /dev/shm",
@@ -224,7 +209,7 @@ def check_checkpoint_space(context: RunContext) -> Finding:
     kept = min(saves, section.keep or saves)
     kept += steps // section.keep_every if section.keep_every else 0
     number = min(kept + 1, saves)  # a new one is complete before the oldest is removed
-    free = context.machine.space_bytes(nearest_existing_directory(directory))[1]
+    free = context.machine.free_bytes(directory)
     text = f"{format_bytes(free)} free for {number} checkpoint{'s' if number > 1 else ''}"
     got = f"{text} of {format_bytes(size)} in {directory}"
     if free < size:

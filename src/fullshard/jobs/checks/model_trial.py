@@ -107,7 +107,13 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
             )
             model = trial.build()
             if left := tensors_without_values(model):
-                return _tensors_without_values_finding(left)
+                return Finding.failure(
+                    f"no values: {', '.join(left[:3])}",
+                    why="parameters are built on the meta device, and only parameters and buffers get "
+                    "values later",
+                    fix="self.register_buffer(name, tensor, persistent=False)",
+                    check="initial_values",
+                )
             trial.mean_loss(model, trial.batches(0)).backward()
             return trial
     if attempt.error is not None:
@@ -129,23 +135,9 @@ def tensors_without_values(model: nn.Module) -> list[str]:
     return left
 
 
-def _tensors_without_values_finding(left: list[str]) -> Finding:
-    found = Finding.failure(
-        f"no values: {', '.join(left[:3])}",
-        why="parameters are built on the meta device, and only parameters and buffers get values later",
-        fix="self.register_buffer(name, tensor, persistent=False)",
-    )
-    return found.model_copy(update={"check": "initial_values"})
-
-
 def _failed_trial_finding(error: BaseException) -> Finding:
     if isinstance(error, ShardError):
-        found = Finding.failure(
-            error.what if error.got is None else f"{error.what} got: {error.got}",
-            why=error.why,
-            fix=error.fix,
-        )
-        return found.model_copy(update={"check": "initial_values"})
+        return Finding.from_error(error, check="initial_values")
     text = (str(error).strip().splitlines() or [""])[0][:300]
     return Finding.failure(
         f"its loss of one microbatch raises {type(error).__name__}: {text}",

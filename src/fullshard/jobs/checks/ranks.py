@@ -9,8 +9,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import ErrorCapture, all_gather_object
-from fullshard.errors import FullshardError, SpecError
+from fullshard.distributed.agreement import all_gather_object, raise_on_all_ranks
+from fullshard.errors import CheckpointError, SpecError
 from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, plain_run
 from fullshard.launch.detect import detect_hardware
 from fullshard.models.build import build_model
@@ -210,31 +209,27 @@ def _digest_of_code(module: str) -> str:
     return digest.hexdigest()
 
 
-class _StepError(Exception):
-    """Raised on all ranks if a sharded step of a model that works unsharded raises on any."""
-
-
 def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
     """Compares sharded steps of a small copy of the model with unsharded ones, in fp32. Collective."""
     trial = _build_trial(run, world_size=ranks.world_size)
     if isinstance(trial, str):
         return Finding.skipped(trial)
     try:
-        with _raise_on_all_ranks():  # with dropout and layer drop, on other rows on each rank
+        with raise_on_all_ranks("a sharded step"):  # with dropout and layer drop, on other rows on each rank
             _train_sharded(trial, build_model(trial.run), steps=_RANDOM_STEPS, ranks=ranks)
         if not _is_deterministic(trial):
             return Finding.skipped("its loss is random in evaluation mode too, or depends on the call")
-        with _raise_on_all_ranks():
+        with raise_on_all_ranks("a sharded step"):
             plain = _without_dropout(trial.build())
             expected = list(_iterate_unsharded_losses(trial, plain, world_size=ranks.world_size))
             model = _without_dropout(build_model(trial.run))
             losses = _train_sharded(trial, model, steps=_STEPS, ranks=ranks)
             errors = _parameter_errors(model, plain)
-    except _StepError as error:
+    except CheckpointError as error:  # of any kind on any rank
         return Finding.failure(
-            f"a sharded step raises {error}",
-            why="the same step works unsharded",
-            fix="fullshard.shard in a loop of your own, with FULLSHARD_TRACEBACK=1, shows where",
+            f"a sharded step raises {str(error.got or error.what)[:300]}",
+            why=error.why or "the same step works unsharded",
+            fix=error.fix or "fullshard.shard in a loop of your own, with FULLSHARD_TRACEBACK=1, shows where",
         )
     loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
     worst = max(errors, key=lambda name: errors[name])
@@ -261,17 +256,6 @@ def _build_trial(run: Run, *, world_size: int) -> ModelTrial | str:
     texts = all_gather_object(trial.got if isinstance(trial, Finding) else None)
     failed = next((text for text in texts if text is not None), None)
     return trial if isinstance(trial, ModelTrial) and failed is None else failed or "there is no trial"
-
-
-@contextmanager
-def _raise_on_all_ranks() -> Generator[None]:
-    """Context whose error on any rank is raised on all ranks as _StepError. Collective."""
-    attempt = ErrorCapture()
-    with attempt:
-        yield
-    text = next((text for text in all_gather_object(_error_text(attempt)) if text is not None), None)
-    if text is not None:
-        raise _StepError(text)
 
 
 def _train_sharded(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: RankInfo) -> list[float]:
@@ -328,14 +312,3 @@ def _is_deterministic(trial: ModelTrial) -> bool:
     with torch.no_grad():
         first, second = (float(trial.mean_loss(model, batch)) for _ in range(2))
     return all(all_gather_object(first == second))
-
-
-def _error_text(attempt: ErrorCapture) -> str | None:
-    error = attempt.error
-    if error is None:
-        return None
-    if isinstance(error, FullshardError):
-        text = error.what if error.got is None else f"{error.what} {error.got}"
-    else:
-        text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text[:300]}"

@@ -66,9 +66,15 @@ class CatalogChip(FrozenModel):
 
 
 @cache
+def read_machine_tables(name: str) -> Mapping[str, Any]:
+    """Reads `<name>.toml` of this package, whose comments explain each figure: links, rates or certainty."""
+    return read_toml(Path(__file__).with_name(f"{name}.toml"))
+
+
+@cache
 def read_catalog_chips() -> tuple[CatalogChip, ...]:
     """Reads all chips of `catalog.toml`."""
-    entries = read_toml(Path(__file__).with_name("catalog.toml"))["chips"]
+    entries = read_machine_tables("catalog")["chips"]
     return tuple(CatalogChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
 
 
@@ -103,19 +109,13 @@ def normalized_chip_name(name: str) -> str:
     return key
 
 
-@cache
-def read_catalog_links() -> Mapping[str, Mapping[str, Any]]:
-    """Reads all links of `links.toml`, whose head explains each field, by name."""
-    return read_toml(Path(__file__).with_name("links.toml"))
-
-
 def link_from_catalog(name: str) -> Link:
     """Returns the link `name` of the catalog, with the rates of its collectives. Raises KeyError.
 
     An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so it has half the rate
     and twice the hops. The catalog does not assume switches that reduce (NVLink SHARP), which are faster.
     """
-    entry = read_catalog_links()[name]
+    entry = read_machine_tables("links")[name]
     peak: float = entry["bytes_per_second"]
 
     def rate_of(figures: Mapping[str, Any], *, times: int = 1) -> CollectiveRate:
@@ -140,12 +140,6 @@ def link_from_catalog(name: str) -> Link:
 Shape = tuple[tuple[float, float], ...]
 
 
-@cache
-def read_default_rates() -> Mapping[str, Mapping[str, Any]]:
-    """Reads the figures of all chips in `rates.toml`, whose comments explain each of them."""
-    return read_toml(Path(__file__).with_name("rates.toml"))
-
-
 def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> Rates:
     """Returns the rates of one GPU of this kind, estimated from its peaks and the curves in `rates.toml`.
 
@@ -157,7 +151,7 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
     peaks, and fp8 a smaller one. `chip.attention` has the fractions of the matmul peak that each kernel of
     attention sustains with heads of 128; the curve is that of matmuls.
     """
-    table = read_default_rates()
+    table = read_machine_tables("rates")
     of_matmul, host, known = table["matmul"], table["host"], chip.flops_per_second
     fitted, alone = chip.matmul_flops_per_second, chip.matmul_alone_flops_per_second
     if fitted is None and alone is not None:
@@ -194,7 +188,7 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
 
 def default_cpu_rates(cores: float) -> Rates:
     """Returns the rates of a CPU rank with `cores` cores, each with the rates per core in `rates.toml`."""
-    cpu = read_default_rates()["cpu"]
+    cpu = read_machine_tables("rates")["cpu"]
     flops = (RatePoint(1.0e6, cpu["flops_per_second"] * cores),)
     memory = (RatePoint(1.0e4, cpu["bytes_per_second"] * cores),)
     return Rates(
@@ -210,16 +204,16 @@ def default_cpu_rates(cores: float) -> Rates:
 
 def _rate_curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
     points = ((seconds * peak, peak * reached * part) for seconds, reached in shape)
-    return tuple(RatePoint(_round_to_four_digits(size), _round_to_four_digits(rate)) for size, rate in points)
+    return tuple(RatePoint(round_to_four_digits(size), round_to_four_digits(rate)) for size, rate in points)
 
 
 def _grouped_matmul_parts(peak: float) -> Curve:
-    points = read_default_rates()["grouped_matmul"]["curve"]
-    return tuple(RatePoint(_round_to_four_digits(seconds * peak), part) for seconds, part in points)
+    points = read_machine_tables("rates")["grouped_matmul"]["curve"]
+    return tuple(RatePoint(round_to_four_digits(seconds * peak), part) for seconds, part in points)
 
 
-def _round_to_four_digits(figure: float) -> float:
-    """Returns `figure` rounded to four significant digits, which is more than the sources have."""
+def round_to_four_digits(figure: float) -> float:
+    """Returns `figure` rounded to four significant digits, which is more than sources and clocks have."""
     return float(f"{figure:.4g}")
 
 
@@ -263,7 +257,7 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
         older cuDNN, it was "flash" on every chip.
     """
     kernel = attention_kernel or entry.attention_kernel
-    table = read_default_rates()
+    table = read_machine_tables("rates")
     memory = table["memory_use"]
     rates = default_gpu_rates(entry, kernel)
     return Hardware(
@@ -363,7 +357,7 @@ def _chip_in_hardware_file(chip: Any, path: Path) -> CatalogChip:
 
 
 def _link_in_hardware_file(name: str, path: Path) -> Link:
-    links = read_catalog_links()
+    links = read_machine_tables("links")
     if name not in links:
         raise SpecError(f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(links)}")
     return link_from_catalog(name)

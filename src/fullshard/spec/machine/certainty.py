@@ -1,15 +1,10 @@
 """Certainty of predicted speeds: how far they were from published ones, by size and number of nodes."""
 
-from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fullshard.spec.machine.catalog import read_machine_tables
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.system.small_files import read_toml
-
-FILE = Path(__file__).with_name("certainty.toml")
 
 
 class Certainty(NamedTuple):
@@ -29,12 +24,6 @@ class Certainty(NamedTuple):
         return f"predicted {low} to {high}, as are {self.grounds}"
 
 
-@cache
-def read_certainty() -> Mapping[str, Any]:
-    """Reads certainty.toml of this package, whose comments explain each spread."""
-    return read_toml(FILE)
-
-
 def certainty_of(spec: ModelSpec, hardware: Hardware) -> Certainty | None:
     """Returns the expected deviation of the predicted speed of a model, as `speed_certainty` does."""
     return speed_certainty(spec.numel, hardware, mixture=spec.is_mixture)
@@ -50,7 +39,7 @@ def speed_certainty(numel: int, hardware: Hardware, *, mixture: bool = False) ->
     """
     if hardware.device == "cpu":
         return None
-    table = read_certainty()
+    table = read_machine_tables("certainty")
     every, is_known = table["all"], hardware.chip.name.startswith(tuple(table["chips"]))
     if mixture:
         few = table["mixtures"]

@@ -164,13 +164,7 @@ class Link(FrozenModel):
     @property
     def known_rates(self) -> dict[str, CollectiveRate]:
         """The rate of each kind of collective that has one."""
-        rates = {
-            "all_gather": self.all_gather,
-            "reduce_scatter": self.reduce_scatter,
-            "all_reduce": self.all_reduce,
-            "all_to_all": self.all_to_all,
-        }
-        return {kind: rate for kind, rate in rates.items() if rate is not None}
+        return {name: rate for name, rate in self if isinstance(rate, CollectiveRate)}
 
 
 _FILE_HEAD = """hardware.toml: the hardware that `fullshard plan` and `fullshard train` plan for.

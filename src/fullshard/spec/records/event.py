@@ -8,7 +8,8 @@ rewound: an event that was undone by a rollback or a resume stays. Each line is 
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -92,17 +93,10 @@ def read_events(path: Path) -> list[RunEvent]:
     Leaves out lines that are no events, such as the last line of a process that was killed while it wrote.
     Raises OSError.
     """
-    try:
-        with open(path, "rb", opener=open_regular_file) as file:
-            return list(_parse_lines(file))
-    except FileNotFoundError:
-        return []
-
-
-def _parse_lines(lines: Iterator[bytes]) -> Iterator[RunEvent]:
-    for line in lines:
-        if len(line) <= _LONGEST_LINE_BYTES and line.endswith(b"\n"):
-            try:
-                yield RunEvent.model_validate_json(line)
-            except ValidationError:
-                continue
+    events: list[RunEvent] = []
+    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
+        for line in file:
+            if len(line) <= _LONGEST_LINE_BYTES and line.endswith(b"\n"):
+                with suppress(ValidationError):
+                    events.append(RunEvent.model_validate_json(line))
+    return events

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, Self
 
+from fullshard.errors import FullshardError
 from fullshard.spec.value import FrozenModel
 
 Status = Literal["ok", "skipped", "warning", "failure"]
@@ -40,8 +41,14 @@ class Finding(FrozenModel):
         return cls(status="warning", got=got, why=why, fix=fix)
 
     @classmethod
-    def failure(cls, got: str, *, why: str | None, fix: str | None) -> Self:
-        return cls(status="failure", got=got, why=why, fix=fix)
+    def failure(cls, got: str, *, why: str | None, fix: str | None, check: str = "") -> Self:
+        return cls(status="failure", got=got, why=why, fix=fix, check=check)
+
+    @classmethod
+    def from_error(cls, error: FullshardError, *, check: str = "") -> Self:
+        """Returns the failure that an error reports."""
+        got = error.what if error.got is None else f"{error.what} got: {error.got}"
+        return cls.failure(got, why=error.why, fix=error.fix, check=check)
 
     @property
     def is_problem(self) -> bool:
@@ -79,8 +86,5 @@ class CheckReport(FrozenModel):
 
 def worst_status(findings: Sequence[Finding]) -> Status:
     """Returns the worst status of the findings; `skipped` if there is no other."""
-    found: set[Status] = {one.status for one in findings}
-    for status in reversed(_BY_WEIGHT):
-        if status in found:
-            return status
-    return "skipped"
+    statuses: list[Status] = ["skipped", *(one.status for one in findings)]
+    return max(statuses, key=_BY_WEIGHT.index)

@@ -175,9 +175,8 @@ def unused_setting_notes(run: Run) -> list[str]:
     plain, notes = Run(), list[str]()
     for names, has_effect, needs in _CONDITIONS:
         for name in names:
-            section, _, key = name.partition(".")
-            value = getattr(getattr(run, section), key)
-            if value != getattr(getattr(plain, section), key) and not has_effect(run):
+            value = setting_value(run, name)
+            if value != setting_value(plain, name) and not has_effect(run):
                 notes.append(f"{name} = {json.dumps(value)} has no effect: it needs {needs}")
     return notes
 
@@ -211,7 +210,7 @@ CODE_SETTINGS: Mapping[str, Callable[[Any], bool]] = {
 
 def settings_that_run_code(run: Run) -> dict[str, Any]:
     """Returns the settings of `run`, by key, whose values make it run code."""
-    found = {key: _setting(run, key) for key in CODE_SETTINGS}
+    found = {key: setting_value(run, key) for key in CODE_SETTINGS}
     return {key: value for key, value in found.items() if value is not None and CODE_SETTINGS[key](value)}
 
 
@@ -235,16 +234,16 @@ def check_plan_is_of_run(planned: Run, given: Run, *, plan: str) -> None:
                 f"with {key} in RUN.toml or in --set too",
             )
     for key, value in own.items():
-        if value not in (None, "auto") and _setting(planned, key) != value:
+        if value not in (None, "auto") and setting_value(planned, key) != value:
             raise SpecError(
                 f"{plan} is the plan of another run.",
-                got=f"{key} = {_setting(planned, key)!r}, not {value!r}",
+                got=f"{key} = {setting_value(planned, key)!r}, not {value!r}",
                 why="a plan carries the run that it was made for",
                 fix="the plan alone; or fullshard plan with these settings and --save",
             )
 
 
-def _setting(run: Run, key: str) -> Any:
+def setting_value(run: Run, key: str) -> Any:
     """Returns the value of `section.key`; None if the section is of a kind that lacks the key."""
     value: Any = run
     for name in key.split("."):
