@@ -7,12 +7,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from fullshard.distributed.agreement import world_size
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.spec.machine.catalog import find_chip_by_device_name
 from fullshard.spec.machine.hardware import ComputeDtype
 from fullshard.spec.plan import Dtype
 from fullshard.spec.records.measurement import MatmulPeak
+from fullshard.training.figures import StepTimer
 
-_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Sizes n of the n × n matrices to try. Larger ones are not faster, and the CUDA cache would keep them.
 _EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
 
@@ -22,19 +24,11 @@ Timer = Callable[[Callable[[], object], int], float]
 
 def total_seconds_of_calls(work: Callable[[], object], calls: int, *, device: torch.device) -> float:
     """Calls `work` `calls` times, waits until the device has finished, and returns the seconds taken."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return time.perf_counter() - started
-    stream = torch.cuda.current_stream(device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(stream)
+    timer = StepTimer(device)
     for _ in range(calls):
         work()
-    end.record(stream)
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
+    timer.stop()
+    return timer.seconds
 
 
 def measure_calls_per_second(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
@@ -89,7 +83,7 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
     if _mean_over_ranks(float(listed is not None), device) == 1:
         rate = _mean_over_ranks(listed or 0.0, device)
         return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="catalog", device=name)
-    rate = measure_matmul_peak(device, _TORCH_DTYPES[dtype])
+    rate = measure_matmul_peak(device, TORCH_DTYPE[dtype])
     return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="measured", device=name)
 
 
@@ -104,8 +98,8 @@ def _name_and_catalog_rate(device: torch.device, arithmetic: ComputeDtype) -> tu
 
 
 def _mean_over_ranks(value: float, device: torch.device) -> float:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return total.item() / world_size()

@@ -15,15 +15,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from fullshard.distributed.tensors import local_tensor
+from fullshard.distributed.tensors import tensors_with_data
 from fullshard.spec.records.measurement import MemoryParts
-from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass
 from fullshard.torch_private.tensors import profile_event_tree
 
 Storages: TypeAlias = dict[int, int]
@@ -281,18 +280,10 @@ def _read_cuda_peak(
     peak.parts = MemoryParts(**sizes, units_in_flight=0, rest=max(0, peak.bytes - sum(sizes.values())))
 
 
-def _tensors_holding_data(tensor: Tensor) -> list[Tensor]:
-    """Returns the tensors that hold the data: codes and scales if it is quantised, else the local part."""
-    local = local_tensor(tensor)
-    if not is_traceable_wrapper_subclass(local):
-        return [local]
-    return [getattr(local, name) for name in cast(Any, local).__tensor_flatten__()[0]]
-
-
 def _storage_bytes_by_address(tensors: Iterable[Tensor]) -> Storages:
     """Returns address -> bytes of the tensors' storages, without those that have no data (meta, freed)."""
     sizes: Storages = {}
-    for tensor in itertools.chain.from_iterable(map(_tensors_holding_data, tensors)):
+    for tensor in itertools.chain.from_iterable(map(tensors_with_data, tensors)):
         storage = tensor.untyped_storage()
         if storage.device.type != "meta" and storage.nbytes():
             sizes[storage.data_ptr()] = storage.nbytes()

@@ -17,6 +17,7 @@ from fullshard.observe.progress import Progress, RunProgress
 from fullshard.observe.step_metrics import StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
+from fullshard.report.run_record import parse_line
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import none_if_not_finite
 from fullshard.spec.records.run_files import EVENTS, METRICS
@@ -272,8 +273,8 @@ def _drop_lines_after_step(path: Path, last_step: int) -> None:
     """Rewrites the file without incomplete lines and lines of steps after `last_step`, if it has such."""
 
     def is_kept(line: bytes) -> bool:
-        step = _parse_line_step(line)
-        return step is not None and step <= last_step
+        step = parse_line(line).get("step")
+        return isinstance(step, int) and step <= last_step
 
     with open(path, "rb", opener=open_regular_file) as old:
         if all(map(is_kept, old)):
@@ -281,14 +282,3 @@ def _drop_lines_after_step(path: Path, last_step: int) -> None:
         old.seek(0)
         with atomic_replace_context(path) as draft, draft.open("xb") as new:
             new.writelines(filter(is_kept, old))
-
-
-def _parse_line_step(line: bytes) -> int | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return None
-    step = fields.get("step") if isinstance(fields, dict) else None
-    return step if isinstance(step, int) else None

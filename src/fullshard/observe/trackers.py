@@ -1,6 +1,7 @@
 """Experiment trackers of a run: the interface, those built in, and a thread that sends them figures.
 
-A tracker is code from outside, which may be slow or raise any exception. See `docs/trackers.md`.
+A tracker is code from outside, which may be slow or raise any exception. It never ends a run that has begun.
+See `docs/trackers.md`.
 """
 
 import importlib
@@ -14,9 +15,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
+from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError, MissingExtraError, SpecError
 from fullshard.spec.records.run_files import TRACKERS
 from fullshard.spec.run import Run
@@ -129,29 +130,6 @@ _CLASSES = (TensorboardTracker, WandbTracker)
 _EXTRAS: dict[str, Callable[[TrackerStart], Tracker]] = dict(zip(TRACKERS_OF_EXTRAS, _CLASSES, strict=True))
 
 
-class CaughtError:
-    """Context that ends any exception of a tracker's code in its block, and keeps it in `error`.
-
-    This is the one place where exceptions of every kind are caught: those of other people's trackers are not
-    known, and none of them may end a run.
-    """
-
-    error: Exception | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None
-
-    @property
-    def text(self) -> str:
-        return str(self.error) if isinstance(self.error, FullshardError) else repr(self.error)
-
-
 class TrackerThread:
     """Sends figures to a tracker on a thread, so that a slow or broken tracker neither delays nor ends a run.
 
@@ -198,12 +176,12 @@ class TrackerThread:
             self._messages.put(f"{self._name} was too slow: it lacks {self._left_out:,} steps")
 
     def _run(self) -> None:
-        with CaughtError() as caught:
+        with ErrorCapture() as caught:
             while (one := self._waiting.get()) is not None:
                 self._tracker.log(*one)
             self._tracker.close(exit_code=self._exit_code)
         if caught.error is not None:
-            self._messages.put(f"{self._name} failed: {caught.text}")
+            self._messages.put(f"{self._name} failed: {_error_text(caught.error)}")
 
 
 def check_trackers_installed(names: Sequence[str]) -> None:
@@ -240,17 +218,17 @@ def open_trackers(
     before = _read_run_ids(path)
     run_ids, opened = dict(before), list[TrackerThread]()
     for name in run.log.trackers:
-        with CaughtError() as caught:
+        with ErrorCapture() as caught:
             tracker = _make_tracker(name, run, after_step=after_step, run_id=before.get(name))
             if tracker.run_id is not None:
                 run_ids[name] = tracker.run_id
             opened.append(TrackerThread(name, tracker))
         if caught.error is not None and after_step:
-            say(f"{name} does not start: {caught.text}\n  the run resumes without it")
+            say(f"{name} does not start: {_error_text(caught.error)}\n  the run resumes without it")
         elif caught.error is not None:
             close_trackers(opened, exit_code=1)
             fix = "leave it out of log.trackers"
-            error = SpecError(f"the tracker {name} does not start.", got=caught.text, fix=fix)
+            error = SpecError(f"the tracker {name} does not start.", got=_error_text(caught.error), fix=fix)
             raise caught.error if isinstance(caught.error, FullshardError) else error from caught.error
     if run_ids != before:
         try:
@@ -297,3 +275,7 @@ def _read_run_ids(path: Path) -> dict[str, str]:
         return {}
     entries = found.items() if isinstance(found, dict) else ()
     return {name: one for name, one in entries if isinstance(one, str)}
+
+
+def _error_text(error: BaseException) -> str:
+    return str(error) if isinstance(error, FullshardError) else repr(error)

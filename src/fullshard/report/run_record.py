@@ -87,7 +87,7 @@ def read_steps(path: Path) -> StepColumns:
     found: dict[float, array[float]] = {}
     with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
         for line in file:
-            fields = _parse_line(line)
+            fields = parse_line(line)
             step = _number(fields.get("step"))
             if 0 < step <= _LARGEST_STEP:
                 found[step] = array("d", [_number(fields.get(name)) for name in _NAMES])
@@ -96,7 +96,8 @@ def read_steps(path: Path) -> StepColumns:
     return StepColumns(array("d", steps), columns)
 
 
-def _parse_line(line: bytes) -> dict[str, Any]:
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Returns the fields of a line of `metrics.jsonl`; none if the line is incomplete or no JSON object."""
     if len(line) > _LONGEST_LINE_BYTES or not line.endswith(b"\n"):
         return {}
     try:

@@ -219,20 +219,11 @@ class KernelIndex:
         """
         counts: dict[int, int] = {}
         for a, b in zip(low, high, strict=True):
-            kernel = Kernel(
-                kind=a.kind,
-                dtype=a.dtype,
-                flops=_line_over_microbatch(a.flops, b.flops, microbatch=microbatch),
-                bytes=_line_over_microbatch(a.bytes, b.bytes, microbatch=microbatch),
-                causal=a.causal,
-                backward=a.backward,
-                unaligned=a.unaligned,
-                axis=a.axis,
-                head_dim=a.head_dim,
-                pieces=_line_over_microbatch(a.pieces, b.pieces, microbatch=microbatch),
-                rows=_line_over_microbatch(a.rows, b.rows, microbatch=microbatch),
-                received=a.received,
-            )
+            lines: dict[str, Any] = {
+                name: _line_over_microbatch(getattr(a, name), getattr(b, name), microbatch=microbatch)
+                for name in ("flops", "bytes", "pieces", "rows")
+            }
+            kernel = Kernel(**a._asdict() | lines)
             index = self._index.setdefault(kernel, len(self._index))
             counts[index] = counts.get(index, 0) + 1
         return tuple(KernelIndexAndCount(kernel, times) for kernel, times in counts.items())

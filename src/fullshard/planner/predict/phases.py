@@ -162,13 +162,8 @@ _NEAREST: dict[Dtype | Literal["fp8"], tuple[ComputeDtype, ...]] = {
 }
 
 _NO_ROWS = model.LinearInMicrobatch()
-# Times that the tensor of a collective is read or written in copies, before and after it. Rows of experts are
-# copied by operations of their own.
-_PASSES_OF_COPIES: dict[model.KernelKind, int] = {
-    "all_gather": 2,
-    "reduce_scatter": 2,
-    "all_reduce": 2,
-}
+_COPIED_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+_PASSES_OF_COPIES = 2  # times that the tensor of such a collective is read or written, before and after it
 
 
 class PhaseSecondsAndLaunches(NamedTuple):
@@ -215,11 +210,12 @@ def kernel_seconds(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> fl
 def _copied_bytes(kernel: model.Kernel, microbatch: int) -> float:
     """Returns the bytes that are read and written to bring the parts of a collective into the order of ranks.
 
-    The parts of one sequence are in this order already, unless each rank has two pieces of it.
+    The parts of one sequence are in this order already, unless each rank has two pieces of it. Operations of
+    their own copy rows of experts.
     """
-    if kernel.axis == "tensor" and microbatch == 1:
+    if (kernel.axis == "tensor" and microbatch == 1) or kernel.kind not in _COPIED_COLLECTIVES:
         return 0.0
-    return _PASSES_OF_COPIES.get(kernel.kind, 0) * kernel.bytes.value_at(microbatch)
+    return _PASSES_OF_COPIES * kernel.bytes.value_at(microbatch)
 
 
 def count_pieces(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> float:
