@@ -150,7 +150,7 @@ def test_a_load_takes_the_newest_again_when_its_checkpoint_is_removed(ranks, tmp
     assert ranks(2).run(load_overtaken, beside_a_writer(tmp_path / "ranks", steps=3)) == [3, 3]
 
 
-def test_a_load_that_never_catches_up_names_the_setting_to_change(tmp_path):
+def test_a_load_whose_checkpoints_are_always_removed_names_checkpoint_keep(tmp_path):
     noted = beside_a_writer(tmp_path, steps=12)
     with pytest.raises(CheckpointError, match="changes faster than it can be read") as raised:
         load(Overtaken(0, numbers(0), dict(noted)), noted["directory"])

@@ -63,7 +63,7 @@ def test_incomplete_checkpoints_are_passed_over_with_a_warning(
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damaged_checkpoints_alone_are_refused_even_with_missing_ok(
+def test_if_all_checkpoints_are_damaged_missing_ok_does_not_start_anew(
     tmp_path, damage: Callable[[Path], object]
 ):
     damage(saved(tmp_path, 1))

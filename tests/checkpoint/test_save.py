@@ -277,7 +277,7 @@ def test_copies_on_other_ranks_need_no_space(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["file", "file/below/it"])
-def test_a_directory_that_cannot_be_one_is_refused(tmp_path, place):
+def test_a_checkpoint_directory_at_or_below_a_file_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(CheckpointError, match="a file, not a directory") as raised:
         saved(tmp_path / place, 1)

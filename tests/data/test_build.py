@@ -236,7 +236,7 @@ def rows_of(data: PackedData, steps: range, plan: Plan) -> list[list[int]]:
     return [row for turn in zip(*shares, strict=True) for batch in turn for row in batch["tokens"].tolist()]
 
 
-def test_the_default_run_needs_no_cache(tmp_path: Path):
+def test_the_default_run_writes_no_token_cache(tmp_path: Path):
     data = build_packed_data(Run.parse({"data": {"cache": str(tmp_path / "cache")}}, source="test"))
     assert not (tmp_path / "cache").exists()
     assert data.training_token_count > 5_000_000

@@ -222,7 +222,7 @@ def test_content_that_is_only_context_is_reported_if_the_template_does_not_write
     assert chat.encode_conversation(conversation, train_on="all").unwritten == names
 
 
-def test_parts_of_text_are_text_for_a_template_that_takes_text(tmp_path: Path):
+def test_text_parts_are_joined_for_a_template_that_takes_a_string(tmp_path: Path):
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
     talk = Conversation([{"role": "user", "content": parts}])
     for template in (CHAT, CHAT.replace("m.content", "'' + m.content")):

@@ -44,7 +44,7 @@ def test_a_tool_without_parameters_is_called_with_none(arguments: object):
     assert answer["tool_calls"] == [{"function": {"name": "look", "arguments": {}}}]
 
 
-def test_calls_without_the_level_of_functions_are_read():
+def test_tool_calls_without_a_function_level_are_read():
     _, answer = read(
         [ASKS, {"role": "assistant", "tool_calls": [{"name": "go", "arguments": "{}"}]}]
     ).messages

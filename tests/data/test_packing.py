@@ -92,7 +92,7 @@ def test_proportions_are_exact_in_a_period_and_even_within(weights: list[float])
     assert np.abs(seen - wanted).max() <= (len(weights) + 1) / 2
 
 
-def test_weights_that_need_a_long_period_are_rounded_to_the_longest():
+def test_source_weights_are_rounded_to_the_longest_period():
     pattern = build_source_interleaving([0.123456789, 1 / 3])
     assert len(pattern.sources) == pytest.approx(LONGEST_PERIOD, abs=1)
     assert pattern.counts[0] / pattern.counts[1] == pytest.approx(0.123456789 * 3, rel=1e-4)

@@ -16,7 +16,7 @@ from fullshard.data.readers import (
     FilePart,
     Kind,
     RecordKind,
-    TextRecord,
+    SourceRecord,
     read_records,
     split_file_into_parts,
 )
@@ -39,7 +39,7 @@ def parts_of(kind: RecordKind, path: Path) -> list[FilePart]:
     return split_file_into_parts(kind, SourceFile(str(path), path.stat().st_size))
 
 
-def read(shards: list[FilePart]) -> list[TextRecord | CorruptRecord]:
+def read(shards: list[FilePart]) -> list[SourceRecord | CorruptRecord]:
     return [one for shard in shards for one in read_records(shard, TEXT)]
 
 
@@ -54,7 +54,7 @@ def test_every_json_line_is_read_once_wherever_the_file_is_cut(tmp_path_factory,
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path.write_text("\n".join(lines) + ("\n" if newline else ""))
     found = read(cut_at("jsonl", path, cuts))
-    assert [one.value["text"] for one in found if isinstance(one, TextRecord)] == texts
+    assert [one.value["text"] for one in found if isinstance(one, SourceRecord)] == texts
 
 
 @laws
@@ -155,7 +155,7 @@ def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
 def test_a_file_with_an_array_of_objects_gives_its_objects(tmp_path: Path, ending: str):
     rows = [{"text": "a"}, 7, {"text": "é", "other": [1]}]
 
-    def read(data: bytes) -> list[TextRecord | CorruptRecord]:
+    def read(data: bytes) -> list[SourceRecord | CorruptRecord]:
         path = tmp_path / f"a{ending}"
         path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
         parts = split_file_into_parts("jsonl", SourceFile(str(path), path.stat().st_size))

@@ -99,7 +99,7 @@ def test_tokens_that_the_tokenizer_does_not_have_are_reported_with_their_row(tmp
     assert (documents(store), store.notes.skipped) == ([[1]], 1)
 
 
-def test_tokens_and_bytes_do_not_mix(tmp_path: Path):
+def test_token_rows_do_not_mix_with_text_that_has_no_tokenizer(tmp_path: Path):
     tokens = {**write_rows("jsonl", tmp_path / "a", [{"input_ids": ROWS[20]}] * 4), "records": "tokens"}
     texts = write_rows("jsonl", tmp_path / "b", [{"text": "the cat sat on a mat"}] * 9)
     assert build_packed_data(run_of(tmp_path, **tokens, validation_fraction=0)).tokenizer is None

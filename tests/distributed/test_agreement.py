@@ -21,7 +21,7 @@ def ranks_and_first() -> tuple[int, int, list[int]]:
     )
 
 
-def test_results_are_those_of_each_rank_or_of_rank_zero(ranks):
+def test_each_rank_gets_its_own_result_or_that_of_rank_zero(ranks):
     assert ranks(2).run(ranks_and_first) == [(0, 0, [0, 1]), (1, 0, [0, 1])]
 
 

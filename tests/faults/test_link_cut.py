@@ -103,7 +103,7 @@ def start(agents: Agents, host: Host, *, keeps_rendezvous: bool) -> None:
     agents.start(*flags, within=host.within(), environment=host.environment())
 
 
-def test_a_run_survives_a_cut_link_on_one_host_and_then_on_both(
+def test_a_run_whose_link_is_cut_continues_on_one_host_and_later_on_both(
     hosts: tuple[Host, Host], agents: Agents
 ) -> None:
     here, cut_off = hosts

@@ -134,7 +134,7 @@ def test_unmeasured_drive_is_planned_without_its_time(capsys: Any) -> None:
     [pytest.param("optimizer:cpu", marks=pytest.mark.long), "optimizer:nvme"]
     + [pytest.param("params+optimizer:nvme", marks=pytest.mark.long)],
 )
-def test_host_limit_without_calibration(tier: str) -> None:
+def test_a_host_limit_that_no_plan_fits_is_refused_without_calibration(tier: str) -> None:
     with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
         # One recompute mode: each is traced by itself.
         request_with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))

@@ -43,7 +43,7 @@ def test_attempt_continues_with_files_of_its_launch(tmp_path: Path) -> None:
     assert (root / METRICS).read_text() == "a step\n" * 2
 
 
-def test_earlier_launch_is_set_aside_once(tmp_path: Path) -> None:
+def test_the_run_directory_of_an_earlier_launch_is_set_aside_once(tmp_path: Path) -> None:
     root = tmp_path / "run"
     attempt(root, OTHER)
     assert [attempt(root, ONE).previous_run for _ in range(2)] == [tmp_path / "run.1", None]

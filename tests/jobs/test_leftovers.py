@@ -125,7 +125,7 @@ def test_resume_stops_if_unusable_state_is_the_only_one(tmp_path: Path) -> None:
 
 # Whole runs #
 @pytest.mark.parametrize("tier", sampled(["none", "optimizer:nvme"], here=["optimizer:nvme"]))
-def test_resume_reports_the_unused_step(tier: str, ranks: Any, tmp_path: Path) -> None:
+def test_resume_reports_offloaded_state_that_it_cannot_use(tier: str, ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(ran, str(tmp_path), 2, False)
     state = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     said = ranks(2).run(ran, str(tmp_path), 3, True, f"offload.tier={tier}")[0]

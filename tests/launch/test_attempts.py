@@ -157,7 +157,7 @@ def test_a_signal_ends_the_run_without_a_restart() -> None:
 
 
 @pytest.mark.parametrize(("done", "exit_code"), [(0, 128 + signal.SIGTERM), (1, INTERRUPTED_EXIT_CODE)])
-def test_a_signal_before_training_is_requeued_only_after_an_attempt(done: int, exit_code: int) -> None:
+def test_a_signal_outside_training_asks_for_a_requeue_only_after_a_restart(done: int, exit_code: int) -> None:
     attempts = RestartBudget(restarts=3, done=done)
     conclusion = attempts.decide_restart_or_end(
         ranks_with_a_kill(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM

@@ -448,5 +448,5 @@ def buffers_after_a_change() -> list[float]:
     return [*found, float(model.part.sum()), float(model[0].table.sum())]
 
 
-def test_attributes_and_views_of_a_buffer_follow_it(ranks: Any) -> None:
+def test_attributes_and_views_of_a_buffer_see_its_changes_after_shard(ranks: Any) -> None:
     assert ranks(2).run(buffers_after_a_change) == [[0.0, WIDTH - 1.0, WIDTH]] * 2

@@ -106,7 +106,7 @@ def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSizes
 
 
 @given(worlds(), LIMITS)
-def test_portions_have_whole_parameters(world: list[list[ShardSizes]], limit: int) -> None:
+def test_no_parameter_is_split_over_two_portions(world: list[list[ShardSizes]], limit: int) -> None:
     groups = group_shards(world[0], sub_group_parameters=limit)
     found = list(join_groups_of_split_parameters(groups))
     assert [group for portion in found for group in portion] == list(groups)

@@ -162,7 +162,7 @@ def test_memory_may_change_after_a_write_returns(tmp_path: Path, shift: int) -> 
     assert [set(found[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) for i in range(3)] == [{0}, {1}, {2}]
 
 
-def test_an_existing_file_is_not_opened(tmp_path: Path) -> None:
+def test_writing_a_new_file_refuses_an_existing_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"before")
     with pytest.raises(FileExistsError), DirectFileWriter(tmp_path / "file"):
         pass

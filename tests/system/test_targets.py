@@ -71,7 +71,7 @@ def test_a_directory_of_other_files_is_written_by_force_alone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_file_is_no_directory_nor_a_directory_a_file(tmp_path: Path, force: bool) -> None:
+def test_a_file_is_refused_as_directory_and_a_directory_as_file(tmp_path: Path, force: bool) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpecError):
         check_output_file(tmp_path, is_kind=is_text_file, force=force)

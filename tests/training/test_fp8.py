@@ -95,7 +95,7 @@ def gradients_by_torchao(run: Run, gathers_fp8: bool) -> tuple[float, dict[str, 
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_rowwise"])
-def test_gradients_are_those_of_torchaos_modules(mode: str, ranks: Any) -> None:
+def test_fp8_gradients_equal_those_of_torchao(mode: str, ranks: Any) -> None:
     run = fp8_run(mode, *FULL, "model.d_ff=112", "train.global_batch=24")
     ours = ranks(2).run(gradients_here, run)
     theirs = ranks(2).run(gradients_by_torchao, run, mode == "fp8")

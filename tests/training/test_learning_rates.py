@@ -50,7 +50,7 @@ def test_rate_of_each_group_is_multiplied_by_the_schedule(kind: Any) -> None:
     assert type(optimizer.param_groups[0]["lr"]) is type(kind(0.5))
 
 
-def test_groups_that_share_the_tensor_of_their_rate_follow_the_schedule() -> None:
+def test_groups_that_share_one_rate_tensor_follow_the_schedule() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     groups = [{"params": part.parameters()} for part in model]
     optimizer = AdamW(groups, lr=torch.tensor(0.5), fused=True)

@@ -285,7 +285,7 @@ def same_rows(own: bool) -> list[str]:
     return [text for text in messages_of_a_run(Regression, batches) if "first microbatch is the same" in text]
 
 
-def test_the_same_rows_on_all_ranks_are_named(ranks: Any) -> None:
+def test_equal_rows_on_all_ranks_are_reported(ranks: Any) -> None:
     assert [len(messages) for messages in ranks(2).run(same_rows, False)] == [1, 0]
     assert ranks(2).run(same_rows, True) == [[], []]
 

@@ -98,7 +98,7 @@ def assert_bitwise(ranks: Any, path: Path, strategy: str, precision: str) -> Non
     ],
     ids=["ranks 2→3→1→4", "full→no→hybrid", "full→zero1→hybrid_zero2"],
 )
-def test_other_ranks_and_strategies_resume(
+def test_a_run_resumes_on_other_rank_counts_and_strategies(
     parts: list[tuple[int, str, int]], ranks: Any, tmp_path: Path
 ) -> None:
     whole_curve, expected = run_parts(ranks, tmp_path / "whole", [(1, "no_shard", STEPS)])

@@ -74,7 +74,7 @@ def test_a_slow_phase_is_waited_for_on_all_ranks(tmp_path: Path) -> None:
     assert hung("saves_for_long", tmp_path, ranks=2, culprit=1) == [0, 0]
 
 
-def test_nothing_is_left_of_a_watchdog_that_was_stopped_or_is_off() -> None:
+def test_a_stopped_or_disabled_watchdog_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     with watch_for_hangs(PhaseTracker(), FaultToleranceSection(watchdog_timeout_seconds=0)):
         assert set(threading.enumerate()) == before

@@ -159,6 +159,7 @@ class CheckpointSaver:
                 raise
 
     def _warn_of_later_steps(self, step: int) -> None:
+        """Warns of checkpoints of later steps, such as those from before a rollback."""
         later = max((one for one, _ in self.place.list_checkpoints()), default=step)
         if later > step:
             logger.warning(

@@ -93,8 +93,8 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     from fullshard.planner.result import (
         PlanOptions,
         check_output_replaceable,
-        choose_fastest_plan,
         plan_largest_input,
+        search_and_explain,
     )
 
     if save is not None:  # checked before anything is planned
@@ -107,7 +107,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         return _plan_on_machines(options, machines, given=given, as_json=as_json)
     question = options.ask(on)
     spend = options.budget_on(question.hardware)
-    answer = choose_fastest_plan(question) if largest is None else plan_largest_input(question, largest)
+    answer = search_and_explain(question) if largest is None else plan_largest_input(question, largest)
     if save is not None:
         answer.save(save)
     if as_json:

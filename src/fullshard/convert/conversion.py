@@ -74,7 +74,7 @@ class Conversion(FrozenModel):
 
     @property
     def lost_keys(self) -> tuple[str, ...]:
-        """Keys that request a strategy, a precision or a way to train which `run` does not have."""
+        """Keys that request a strategy, a precision or a way to train which `run` lacks, and unknown keys."""
         return tuple(one.key for one in self.key_results if one.is_lost)
 
     def run_toml_text(self) -> str:

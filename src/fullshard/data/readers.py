@@ -48,8 +48,8 @@ class FilePart:
 
 
 @dataclass(frozen=True)
-class TextRecord:
-    """A document, or a part of one.
+class SourceRecord:
+    """A row of a source: a document, or a part of one.
 
     value: the text, or a dict of the row's fields
     where: returns the record's location for messages
@@ -92,7 +92,7 @@ def split_file_into_parts(kind: RecordKind, file: files.SourceFile) -> list[File
     ]
 
 
-def read_records(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
+def read_records(shard: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
     """Yields the records of a part of a file, in order."""
     match shard.kind:
         case "text":
@@ -165,7 +165,7 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
     return found[fields.split]
 
 
-def _read_part_as_one_text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
+def _read_part_as_one_text(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
     """Yields the lines that begin within the part, as one piece of the file's single document."""
     before = after = text = ""
     with files.open_source_file(shard.path) as file:
@@ -186,10 +186,10 @@ def _read_part_as_one_text(shard: FilePart) -> Iterator[TextRecord | CorruptReco
             return
     context = (len(before), len(after)) if text else (0, 0)
     text = f"{before}{text}{after}" if text else ""
-    yield TextRecord(text, lambda: shard.path, begins=begins, ends=shard.last, context=context)
+    yield SourceRecord(text, lambda: shard.path, begins=begins, ends=shard.last, context=context)
 
 
-def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
+def _read_json_lines(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
     for begin, line in _iterate_lines(shard):
         where = partial(_format_line_location, shard.path, begin)
         if not line.strip():
@@ -204,7 +204,7 @@ def _read_json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
         yield _check_is_object(value, where)
 
 
-def _read_array_of_objects(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
+def _read_array_of_objects(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
     with files.open_source_file(shard.path) as file:
         try:
             values = json.loads(file.read())
@@ -218,13 +218,13 @@ def _read_array_of_objects(shard: FilePart) -> Iterator[TextRecord | CorruptReco
         yield _check_is_object(value, lambda number=number: f"{shard.path} element {number}")
 
 
-def _check_is_object(value: Any, where: Callable[[], str]) -> TextRecord | CorruptRecord:
+def _check_is_object(value: Any, where: Callable[[], str]) -> SourceRecord | CorruptRecord:
     if isinstance(value, dict):
-        return TextRecord(value, where)
+        return SourceRecord(value, where)
     return CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
 
 
-def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
+def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
     import pyarrow
 
     file, row = open_parquet_file(shard.path), 0
@@ -277,7 +277,7 @@ def _rows_of_arrays(batch: Any, paths: Mapping[str, Sequence[str]]) -> list[Any]
     return [dict(zip(paths, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[TextRecord | CorruptRecord]:
+def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
     dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
     schema = dataset.features.arrow_schema
     paths = find_arrow_columns(schema, fields, where=str(name), first_row=lambda: dataset[0])
@@ -295,12 +295,12 @@ def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[Te
 
 def _record_of(
     value: _Row, where: Callable[[], str], *, fields: DataSourceFields
-) -> TextRecord | CorruptRecord:
+) -> SourceRecord | CorruptRecord:
     if isinstance(value, UntokenizableRecordError):
         return CorruptRecord(where, value.what)
     if fields.records == "messages":
         value = {name: drop_null_members(one) for name, one in value.items()}
-    return TextRecord(value, where)
+    return SourceRecord(value, where)
 
 
 def _iterate_lines(shard: FilePart) -> Iterator[tuple[int, bytes]]:

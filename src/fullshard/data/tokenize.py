@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fullshard.data import row_fields
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import read_conversation
-from fullshard.data.readers import CorruptRecord, FilePart, TextRecord, read_records
+from fullshard.data.readers import CorruptRecord, FilePart, SourceRecord, read_records
 from fullshard.data.token_store import TokenizeNotes
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.errors import DataError, FullshardError
@@ -69,7 +69,7 @@ class RowText(NamedTuple):
     """The text of a record.
 
     first_trained: index of the first character that is trained on
-    context: see `TextRecord`
+    context: see `SourceRecord`
     """
 
     text: str
@@ -144,7 +144,7 @@ class TaskTokenizer:
             notes=self._notes,
         )
 
-    def _read_task_records(self, task: Task) -> Iterator[TextRecord]:
+    def _read_task_records(self, task: Task) -> Iterator[SourceRecord]:
         for part in task:
             for record in read_records(part, self.settings.fields):
                 if isinstance(record, CorruptRecord):
@@ -163,9 +163,9 @@ class TaskTokenizer:
         if len(self._notes.skip_messages) < _REPORTED_RECORDS:
             self._notes.skip_messages.append(f"{where()}: {reason}")
 
-    def _tokenize_records(self, batch: Sequence[TextRecord]) -> Iterator[EncodedRecord]:
+    def _tokenize_records(self, batch: Sequence[SourceRecord]) -> Iterator[EncodedRecord]:
         """Yields the tokens of each record, without the records that are skipped."""
-        texts: list[tuple[TextRecord, RowText]] = []
+        texts: list[tuple[SourceRecord, RowText]] = []
         for record in batch:
             try:
                 with ForeignErrorTranslator(row_fields.UntokenizableRecordError):
@@ -179,7 +179,7 @@ class TaskTokenizer:
                 yield found
         yield from self._encode_texts_by_record(texts)
 
-    def _encode_conversation(self, record: TextRecord) -> EncodedRecord:
+    def _encode_conversation(self, record: SourceRecord) -> EncodedRecord:
         assert self._chat is not None, "opened for messages"
         fields = self.settings.fields
         messages = self._record_field(record, fields.messages_field)
@@ -196,7 +196,7 @@ class TaskTokenizer:
         self._notes.unwritten.update(encoded.unwritten)
         return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])
 
-    def _read_tokens(self, record: TextRecord) -> EncodedRecord:
+    def _read_tokens(self, record: SourceRecord) -> EncodedRecord:
         known, name = self.settings.tokenizer is not None, self.settings.fields.tokens_field
         tokens, size = (
             self._record_field(record, name),
@@ -206,7 +206,9 @@ class TaskTokenizer:
             *row_fields.read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size)
         )
 
-    def _encode_texts_by_record(self, rows: Sequence[tuple[TextRecord, RowText]]) -> Iterator[EncodedRecord]:
+    def _encode_texts_by_record(
+        self, rows: Sequence[tuple[SourceRecord, RowText]]
+    ) -> Iterator[EncodedRecord]:
         """Yields the tokens of each text, without those that are skipped."""
         encoded: list[EncodedRecord] | None = None
         with suppress(DataError):
@@ -223,7 +225,7 @@ class TaskTokenizer:
                 found = EncodedRecord(np.empty(0, np.int64), np.empty(0, np.bool_), [0] * record.ends)
             yield found
 
-    def _encode_texts(self, rows: Sequence[tuple[TextRecord, RowText]]) -> list[EncodedRecord]:
+    def _encode_texts(self, rows: Sequence[tuple[SourceRecord, RowText]]) -> list[EncodedRecord]:
         """Returns the tokens of each row. Raises DataError if the tokenizer rejects a text."""
         texts = [row.text for _, row in rows]
         if any(row.first_trained or any(row.context) for _, row in rows):
@@ -244,7 +246,7 @@ class TaskTokenizer:
             found.append(EncodedRecord(tokens, trained, [len(tokens)] * record.ends))
         return found
 
-    def _read_text(self, record: TextRecord) -> RowText:
+    def _read_text(self, record: SourceRecord) -> RowText:
         """Returns the text of a record: of a text, or of a prompt and its completion."""
         if isinstance(record.value, str):
             if self.settings.tokenizer is not None:
@@ -263,7 +265,7 @@ class TaskTokenizer:
         *prompt, _ = texts
         return RowText("".join(texts), len("".join(prompt)) if self.settings.needs_loss_mask else 0)
 
-    def _check_other_fields(self, record: TextRecord, contents: Sequence[Any]) -> None:
+    def _check_other_fields(self, record: SourceRecord, contents: Sequence[Any]) -> None:
         """Raises UntokenizableRecordError for unused marks; counts unused content not in `contents`."""
         row, fields = cast(dict[str, Any], record.value), self.settings.fields
         row_fields.check_unused_marks(row, self._read_names[0])
@@ -274,7 +276,7 @@ class TaskTokenizer:
             if value and value is not row_fields.ABSENT and not all(text in contents for text in texts):
                 self._notes.unwritten[name] += 1
 
-    def _record_field(self, record: TextRecord, name: str) -> Any:
+    def _record_field(self, record: SourceRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
         if (found := row_fields.look_up_field(row, name)) is not row_fields.ABSENT:
             return found

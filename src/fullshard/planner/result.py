@@ -240,7 +240,7 @@ def fastest_plan(question: PlanRequest) -> Plan:
     return require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
 
 
-def choose_fastest_plan(question: PlanRequest) -> PlanResult:
+def search_and_explain(question: PlanRequest) -> PlanResult:
     """Searches for the fastest plan that fits, and explains it. Raises PlanError as `fastest_plan` does."""
     searched = _search_degrees(question)
     run, spec, found = searched

@@ -331,7 +331,7 @@ class ModelSpec(FrozenModel):
 
     @property
     def experts(self) -> int:
-        """Number of experts of a layer, by which ranks can divide them; 0 if the model is no mixture."""
+        """Greatest common divisor of the layers' numbers of experts; 0 if the model is no mixture."""
         counts = [p.shape[0] for unit in self.units if unit.has_experts for p in unit.parameters]
         return math.gcd(*counts) if counts else 0
 

@@ -132,7 +132,7 @@ def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Ru
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_compiled_expert_blocks_equal_those_traced_alone(mode: str, tmp_path: Path) -> None:
+def test_compile_auto_and_true_describe_equal_compiled_expert_blocks(mode: str, tmp_path: Path) -> None:
     run = mixture_run("granitemoe", tmp_path, f"recompute.mode={mode}")
     both = describe_run(run.with_overrides(["run.compile=auto"]), "cuda", cached=False)
     alone = describe_run(run.with_overrides(["run.compile=true"]), "cuda", cached=False)

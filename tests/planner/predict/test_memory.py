@@ -175,7 +175,7 @@ def test_moments_in_eight_bits_save_memory_on_a_gpu_however_large_one_parameter_
     ],
     ids=["tied, sgd", "by size", "mixed units"],
 )
-def test_peak_of_odd_units(ranks, overrides):
+def test_predicted_peak_of_mixed_units_is_the_measured_one(ranks, overrides):
     plan = plan_of(2, *overrides, "precision.mode=bf16", "recompute.mode=full")
     check(plan, ranks(2).run(measured, plan))
 

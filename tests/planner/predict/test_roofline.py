@@ -104,7 +104,7 @@ def test_the_parts_of_several_sequences_are_copied_around_a_collective_and_those
     assert kernel_seconds(context, RATES, microbatch=1) == pytest.approx(2 * 1e11 / 2e12)
 
 
-def test_the_pieces_of_a_launch_are_timed_one_by_one():
+def test_the_matrices_of_a_grouped_matmul_are_timed_one_by_one():
     whole, piece = matmul(4e10, count=4e8), matmul(1e10, count=1e8)
     pieces = whole.model_copy(update={"pieces": LinearInMicrobatch(2, 1)})
     each = kernel_seconds(piece, RATES, microbatch=2)

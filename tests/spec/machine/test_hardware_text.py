@@ -128,7 +128,7 @@ def test_a_file_that_says_too_little_or_wrong_is_an_error(text: str, said: str, 
         hardware_on(str(path))
 
 
-def test_one_compute_die_at_one_power_has_one_rate():
+def test_chips_with_the_same_die_and_power_have_the_same_rates():
     h100, h200 = hardware_on("H100"), hardware_on("H200")
     assert h100.chip.flops_per_second == h200.chip.flops_per_second
     assert h100.rates.matmul == h200.rates.matmul
