@@ -62,6 +62,8 @@ def converted(path: Path, *, ranks: int | None = None) -> Conversion:
 
 def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
     for key, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+            value = {str(i): one for i, one in enumerate(value)}
         if isinstance(value, dict) and value:
             yield from leaves(value, (*path, key))
         else:

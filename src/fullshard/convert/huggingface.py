@@ -240,6 +240,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
         if is_true_yes_on(state.get("reinit_weights")):
             state.record_setting("reinit_weights", "model.weights", value="none")
         _convert_model_overrides(state)
+    _record_masks_by_default(state)
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)
@@ -266,6 +267,18 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     for target, value in defaults.items():
         state.set_default_of_other_tool(target, value, why=why)
     state.record_unknown_keys([*list_exact_keys(rules), *load_table("trainer", "other_names")])
+
+
+def _record_masks_by_default(state: ConversionState) -> None:
+    """Records data whose prompts LLaMA-Factory does not train on by default, or axolotl does as asked."""
+    trains_on_prompts = is_true_yes_on(state.get("train_on_inputs"))
+    for key in [key for key in state.leaves if key.startswith("datasets.") and key.endswith(".type")]:
+        if trains_on_prompts:
+            state.record_unsupported(key, "data.records, with data.train_on = all")
+    is_tuning = state.get("stage") in (None, "sft") and state.get("train_on_prompt") is None
+    if is_tuning and _has_keys_of(state, _LLAMA_FACTORY):
+        why = "trains on answers alone, by default: data.train_on, of data.records = messages or completion"
+        state.record_unsupported("dataset", why, misses="data.train_on")
 
 
 def _convert_model_overrides(state: ConversionState) -> None:

@@ -6,6 +6,7 @@ converted by the module of their format.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -25,6 +26,7 @@ AUTO = "auto"
 _NOT_TO_BE_LOST = ("sharding.strategy", "sharding.tensor_parallel", "precision.mode")
 _SECTIONS_NOT_TO_BE_LOST = ("model", "data", "train", "optimizer", "schedule", "adapter")
 _CAN_BE_LOST = ("train.microbatch", "train.validate_every")
+_LIST_ITEM = re.compile(r"\.\d+\.")
 
 
 class ConfigFormat(StrEnum):
@@ -215,9 +217,18 @@ class ConversionState:
 
 
 def iterate_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of each value in nested mappings that is not a mapping, or an empty one."""
+    """Yields (dotted key, value) of each value in nested mappings that is not a mapping, or an empty one.
+
+    A list of mappings is like a mapping of numbers: `datasets.0.path`.
+    """
     for name, value in tree.items():
         key = f"{prefix}{name}"
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(one, Mapping) for one in cast(list[Any], value))
+        ):
+            value = {str(number): one for number, one in enumerate(cast(list[Any], value))}
         if isinstance(value, Mapping) and value:
             yield from iterate_leaves(cast(Mapping[str, Any], value), f"{key}.")
         else:
@@ -363,10 +374,13 @@ def convert_betas(state: ConversionState, keys: tuple[str, str], *, default: tup
 
 
 def apply_rules(state: ConversionState, rules: Rules) -> None:
-    """Records a verdict on every key that has none yet and matches a key or pattern of `rules`."""
+    """Records a verdict on every key that has none yet and matches a key or pattern of `rules`.
+
+    A key within a list of mappings without a rule of its own has that of the list.
+    """
     for key in state.keys_without_verdict():
         patterns = (rule for pattern, rule in rules.items() if fnmatchcase(key, pattern))
-        rule = rules.get(key) or next(patterns, None)
+        rule = rules.get(key) or next(patterns, None) or rules.get(_LIST_ITEM.split(key)[0])
         if rule is not None:
             if rule.not_needed:
                 state.record_not_needed(key, rule.not_needed)
