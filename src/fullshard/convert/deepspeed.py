@@ -8,7 +8,6 @@ from fullshard.convert.rules import (
     DTYPES,
     ConversionState,
     apply_rules,
-    convert_offload,
     convert_trackers,
     is_true_yes_on,
     last_dotted_part_lower,
@@ -18,7 +17,6 @@ from fullshard.convert.rules import (
     parse_nonnegative_integer,
     parse_number,
     parse_positive_integer,
-    require_valid_zero_stage,
     strategy_for_zero_stage,
 )
 from fullshard.errors import SpecError
@@ -229,3 +227,39 @@ def _convert_peak_learning_rate(state: ConversionState, *, default: float | None
     if key not in state.leaves:
         state.set_default_of_other_tool("optimizer.learning_rate", peak, why="the scheduler's default")
     state.record_setting(key, "optimizer.learning_rate", value=peak, why="the peak")
+
+
+def require_valid_zero_stage(state: ConversionState, key: str) -> None:
+    """Raises SpecError for a stage that ZeRO does not have."""
+    value = state.get(key)
+    if value not in (None, AUTO) and strategy_for_zero_stage(value) is None:
+        raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
+
+
+def convert_offload(state: ConversionState, *, optimizer: str, params: str) -> None:
+    """Sets `offload.tier` from DeepSpeed's devices, cpu or nvme, for optimizer state and for parameters.
+
+    optimizer, params: the keys of the devices. The strategy, and the optimizer if the config names one, must
+        be set before.
+    """
+    places = {
+        key: "cpu" if is_true_yes_on(state.get(key)) else str(state.get(key)).lower()
+        for key in (optimizer, params)
+    }
+    if state.settings.get("sharding.strategy", "full_shard") not in ("full_shard", "hybrid_shard"):
+        state.record_not_needed(params, "DeepSpeed ignores it without stage 3")
+        places.pop(params)
+    used = {key: place for key, place in places.items() if place in ("cpu", "nvme")}
+    if not used:
+        return
+    drive = "nvme" if "nvme" in used.values() else "cpu"
+    tier = f"{'params+' if params in used else ''}optimizer:{drive}"
+    whys = {
+        optimizer: "" if used.get(optimizer, drive) == drive else "both on the drive",
+        params: "with the optimizer state" if optimizer not in used else "",
+    }
+    for key in used:
+        if state.settings.get("optimizer.name", "adamw") == "adamw":
+            state.record_setting(key, "offload.tier", value=tier, why=whys[key])
+        else:
+            state.record_unsupported(key, "only AdamW's state can be offloaded")

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from fullshard.convert.deepspeed import convert_offload, require_valid_zero_stage
 from fullshard.convert.rules import (
     AUTO,
     ConversionState,
     apply_rules,
     convert_betas,
-    convert_offload,
     is_true_yes_on,
     last_dotted_part_lower,
     list_exact_keys,
@@ -21,7 +21,6 @@ from fullshard.convert.rules import (
     load_table,
     parse_number,
     parse_positive_integer,
-    require_valid_zero_stage,
 )
 from fullshard.errors import SpecError
 

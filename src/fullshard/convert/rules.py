@@ -433,35 +433,6 @@ def _apply_rule_with_setting(state: ConversionState, key: str, *, rule: KeyRule)
         state.record_unsupported(key, why, misses=rule.sets)
 
 
-def convert_offload(state: ConversionState, *, optimizer: str, params: str) -> None:
-    """Sets `offload.tier` from DeepSpeed's devices, cpu or nvme, for optimizer state and for parameters.
-
-    optimizer, params: the keys of the devices. The strategy, and the optimizer if the config names one, must
-        be set before.
-    """
-    places = {
-        key: "cpu" if is_true_yes_on(state.get(key)) else str(state.get(key)).lower()
-        for key in (optimizer, params)
-    }
-    if state.settings.get("sharding.strategy", "full_shard") not in ("full_shard", "hybrid_shard"):
-        state.record_not_needed(params, "DeepSpeed ignores it without stage 3")
-        places.pop(params)
-    used = {key: place for key, place in places.items() if place in ("cpu", "nvme")}
-    if not used:
-        return
-    drive = "nvme" if "nvme" in used.values() else "cpu"
-    tier = f"{'params+' if params in used else ''}optimizer:{drive}"
-    whys = {
-        optimizer: "" if used.get(optimizer, drive) == drive else "both on the drive",
-        params: "with the optimizer state" if optimizer not in used else "",
-    }
-    for key in used:
-        if state.settings.get("optimizer.name", "adamw") == "adamw":
-            state.record_setting(key, "offload.tier", value=tier, why=whys[key])
-        else:
-            state.record_unsupported(key, "only AdamW's state can be offloaded")
-
-
 def parse_number_pair(value: Any) -> list[float] | None:
     """Returns a list of two numbers as floats; None for any other value."""
     read = [parse_number(one) for one in value] if isinstance(value, list) else []
@@ -472,13 +443,6 @@ def strategy_for_zero_stage(stage: Any) -> str | None:
     """Returns the strategy of ZeRO stage 0 to 3; None for any other value."""
     read = parse_nonnegative_integer(stage)
     return None if read is None else STAGES.get(read)
-
-
-def require_valid_zero_stage(state: ConversionState, key: str) -> None:
-    """Raises SpecError for a stage that ZeRO does not have."""
-    value = state.get(key)
-    if value not in (None, AUTO) and strategy_for_zero_stage(value) is None:
-        raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
 
 
 def _adapter_targets(value: Any) -> Any:
