@@ -106,6 +106,50 @@ def state_of(axes: Axes, *extra: str, model: str = MIXTURE) -> tuple[TrainState,
     return TrainState(module, build_optimizer(module, plan), data=Rows(VOCABULARY)), plan
 
 
+class RowsByWorldSize(Rows):
+    """Rows cut by the number of ranks that the plan has, as a source that knows of no axes does."""
+
+    seen: list[list[int]]
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Any:
+        self.seen = []
+        for turn in range(plan.accumulation):
+            first = (turn * plan.world_size + plan.data_rank(rank)) * plan.microbatch
+            self.seen.append(list(range(first, first + plan.microbatch)))
+        return super().microbatches(step, rank=rank, plan=plan)
+
+
+def rows_of_a_step(axes: Axes) -> list[list[int]]:
+    state, plan = state_of(axes, "train.microbatch=1")
+    state.data = source = RowsByWorldSize(VOCABULARY)
+    next(iter(train(state, plan)))
+    return source.seen
+
+
+@pytest.mark.parametrize("axes", [Axes(tensor=2), Axes(context=2), Axes(expert=2)], ids=str)
+def test_a_source_that_counts_all_ranks_reads_each_row_once(axes: Axes, ranks: Any) -> None:
+    found = ranks(4).run(rows_of_a_step, axes)
+    of_groups = found if axes.expert > 1 else found[::2]
+    rows = sorted(row for one in of_groups for microbatch in one for row in microbatch)
+    assert rows == list(range(len(rows)))
+    assert axes.expert > 1 or found[::2] == found[1::2]
+
+
+def train_on_batches_of_each_rank(axes: Axes, is_of_group: bool) -> int:
+    state, plan = state_of(axes)
+    number = plan.data_rank(dist.get_rank()) if is_of_group else dist.get_rank()
+    batch = Rows(VOCABULARY).microbatches(number, rank=0, plan=plan.of_data_ranks)
+    state.data = list(batch)
+    return next(iter(train(state, plan))).index
+
+
+@pytest.mark.parametrize("axes", [Axes(tensor=2), Axes(context=2)], ids=str)
+def test_ranks_that_share_sequences_and_have_different_batches_are_refused(axes: Axes, ranks: Any) -> None:
+    assert ranks(2).run(train_on_batches_of_each_rank, axes, True) == [1, 1]
+    with pytest.raises(TrainError, match="ranks that share each sequence have different batches"):
+        ranks(2).run(train_on_batches_of_each_rank, axes, False)
+
+
 def initial_values(axes: Axes, model: str) -> dict[str, Tensor]:
     return {name: whole(one) for name, one in state_of(axes, model=model)[0].model.named_parameters()}
 

@@ -21,7 +21,8 @@ class MicrobatchSource(Protocol):
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
 
-        rank: from 0 to `plan.data_parallel_degree` - 1; ranks that share sequences have the same data rank
+        rank: from 0 to `plan.world_size` - 1; ranks that share sequences have the same data rank
+        plan: the run's plan, in which ranks that share sequences count as one (`Plan.of_data_ranks`)
 
         Each is passed to the loss unchanged, or if ranks share sequences, this rank's part of them. For a
         given step, all data ranks together must yield the same samples for any number of them, so that a run

@@ -132,6 +132,16 @@ class Plan(FrozenModel):
         return rank // (self.tensor_parallel * self.context_parallel)
 
     @property
+    def of_data_ranks(self) -> "Plan":
+        """The plan that sources of data get, in which ranks that share sequences are one rank.
+
+        A source that counts `world_size` ranks then reads each row once, as one that counts
+        `data_parallel_degree` does.
+        """
+        alone = {"tensor_parallel": 1, "context_parallel": 1, "world_size": self.data_parallel_degree}
+        return self.model_copy(update=alone)
+
+    @property
     def averaging_ranks(self) -> int:
         """Number of ranks over which FSDP2 averages gradients: all of those that have tokens of their own."""
         return self.replicate_degree * self.shard_degree

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -253,16 +254,17 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
         for batch in given:
             if not is_checked:
                 _warn_if_tokens_differ(batch, plan)
+                _check_batches_of_ranks(batch, plan)
             is_checked = True
             yield cut_sequences(batch, plan)
 
     if hasattr(state.data, "microbatches"):
         batches = cast(MicrobatchSource, state.data)
-        own, batch = plan.data_rank(rank()), plan.run.train.global_batch
+        own, batch, seen = plan.data_rank(rank()), plan.run.train.global_batch, plan.of_data_ranks
         if (state.rows or 0) % batch:
             at_row = cast(RowSource, state.data).microbatches_at_row
-            return lambda row: cut(at_row(row, rank=own, plan=plan))
-        return lambda row: cut(batches.microbatches(row // batch, rank=own, plan=plan))
+            return lambda row: cut(at_row(row, rank=own, plan=seen))
+        return lambda row: cut(batches.microbatches(row // batch, rank=own, plan=seen))
     if not isinstance(state.data, Iterable):
         raise TrainError(
             "there is no data to train on.",
@@ -275,8 +277,6 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
 
     def next_microbatches(_row: int) -> Iterable[Any] | None:
         own = _take_microbatches(state, plan, begun_at=begun_at)
-        if own and not is_checked:
-            _warn_if_all_ranks_have(own[0], plan)
         return None if own is None else cut(own)
 
     return next_microbatches
@@ -316,17 +316,28 @@ def _take_microbatches(state: TrainState, plan: Plan, *, begun_at: int | None) -
     return None
 
 
-def _warn_if_all_ranks_have(batch: Any, plan: Plan) -> None:
-    """Logs a warning if ranks that train on different rows have equal first microbatches. Collective.
+def _check_batches_of_ranks(batch: Any, plan: Plan) -> None:
+    """Compares the first microbatches of all ranks. Collective.
 
-    A batch that is on a device already is not compared, since the host would wait for it.
+    Raises TrainError if ranks that share sequences have different ones. Logs a warning if ranks that train on
+    different rows have equal ones. A batch that is on a device already is not compared, since the host would
+    wait for it.
     """
     checksum: int | None = None
     for tensor in (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cpu):
         values = tensor.detach().contiguous().flatten().view(torch.uint8)
         checksum = zlib.crc32(values.numpy().tobytes(), checksum or 0)
-    by_data_rank = {plan.data_rank(i): own for i, own in enumerate(all_gather_object(checksum))}
-    is_same = checksum is not None and len(set(by_data_rank.values())) == 1
+    by_data_rank = defaultdict[int, set[int | None]](set)
+    for number, own in enumerate(all_gather_object(checksum)):
+        by_data_rank[plan.data_rank(number)].add(own)
+        if len(by_data_rank[plan.data_rank(number)]) > 1:
+            raise TrainError(
+                "ranks that share each sequence have different batches.",
+                got=f"ranks {number - 1} and {number}",
+                why="tensor_parallel and context_parallel divide the work on one batch over adjacent ranks",
+                fix="a DistributedSampler with plan.data_parallel_degree and plan.data_rank(rank)",
+            )
+    is_same = checksum is not None and len(set[int | None]().union(*by_data_rank.values())) == 1
     if len(by_data_rank) > 1 and is_same and rank() == 0:
         logger.warning(
             "the first microbatch is the same on all %d ranks: each row would be trained on %d times. Give "
