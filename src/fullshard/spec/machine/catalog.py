@@ -281,13 +281,9 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
 def _rates_summary(entry: CatalogChip, rates: Rates, *, kernel: AttentionKernel) -> str:
     """Returns the rate of large matmuls with the time of the runs that it is fitted to, and the kernel."""
     matmul = f"large matmuls at {rates.matmul['bf16'][-1].rate / 1e12:,.0f} TFLOP/s in bf16"
-    runs = entry.matmul_runs_of
-    dated = (
-        f"fitted to runs of {runs}: compare only with machines whose rates are of the same time"
-        if runs
-        else ""
-    )
-    return "; ".join(filter(None, (", ".join(filter(None, (matmul, dated))), f"attention by {kernel}")))
+    if runs := entry.matmul_runs_of:
+        matmul += f", fitted to runs of {runs}: compare only with machines whose rates are of the same time"
+    return f"{matmul}; attention by {kernel}"
 
 
 def _find_chip(name: str, text: str) -> CatalogChip:
