@@ -180,7 +180,7 @@ def open_run_directory(
     root: Path,
     *,
     resume: bool,
-    launch: LaunchId | None = None,
+    launch: LaunchId = LaunchId(),
     saved_to: str | None = None,
     kept: bool = False,
     offload_path: str = "offload",
@@ -205,7 +205,6 @@ def open_run_directory(
             got="--resume",
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
-    launch = launch or LaunchId()
     before = launch.find_earlier_attempt(root / run_files.LAUNCH)
     if not (resume or before):
         check_directory_is_free(root, offload_path=offload_path)  # a refused directory stays unchanged
