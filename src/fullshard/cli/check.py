@@ -43,8 +43,8 @@ def check(
     started, run = time.monotonic(), Run.load(run_path, overrides=overrides or [])
     is_first = os.environ.get("RANK", "0") == "0"
     plan = _plan_or_failure(run)
-    found: list[Finding] = [plan] if isinstance(plan, Finding) else []
     if isinstance(plan, Finding):
+        found = [plan]
         if is_first and not as_json:
             _show_group("settings", found, verbose=verbose)
     else:

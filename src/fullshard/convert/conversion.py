@@ -99,7 +99,6 @@ def convert_config(
     """
     found, tree = parse_config(text, name=name, format=format)
     state = rules.ConversionState(tree, ranks=ranks)
-    _check_no_nan(state)
     _READERS[found](state)
     offloads = state.settings.get("offload.tier", "none") != "none"
     if state.settings.get("precision.mode") == "fp8" and offloads:
@@ -126,14 +125,6 @@ def convert_config(
         origins={key: state.original_names.get(origin, origin) for key, origin in state.origins.items()},
         run=run,
     )
-
-
-def _check_no_nan(state: rules.ConversionState) -> None:
-    """Raises SpecError for NaN, which JSON, YAML and TOML can express."""
-    for key, value in state.leaves.items():
-        for one in cast(list[Any], value) if isinstance(value, list) else [value]:
-            if isinstance(one, float) and math.isnan(one):
-                raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
 
 
 def _final_key_result(state: rules.ConversionState, result: rules.KeyResult) -> rules.KeyResult:
@@ -267,6 +258,8 @@ def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedC
         raise SpecError(f"{name} is not a config.", got=f"more than {_MOST_KEYS:,} keys")
     for key, value in leaves:
         for one in cast(list[Any], value) if isinstance(value, list) else [value]:
+            if isinstance(one, float) and math.isnan(one):  # which JSON, YAML and TOML can express
+                raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
             # A chat template has such marks itself.
             if isinstance(one, str) and "template" not in key and _PLACEHOLDER.search(one):
                 raise _template_error(name, _first_nonblank_line(f"{key} = {one}"))

@@ -152,10 +152,8 @@ class MicrobatchPrefetcher:
         return list(at_row(place.first, rank=place.rank, plan=place.plan))
 
     def _get_or_start_executor(self, plan: Plan) -> ThreadPoolExecutor:
-        if self._executor is None and plan.device == "cuda":
+        if self._executor is None:
             # Pinned memory belongs to the thread's CUDA device, which is the first one by default.
-            device = (torch.cuda.current_device(),)
-            self._executor = ThreadPoolExecutor(1, "fullshard-data", torch.cuda.set_device, device)
-        elif self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "fullshard-data")
+            device = torch.cuda.current_device() if plan.device == "cuda" else -1  # -1 sets none
+            self._executor = ThreadPoolExecutor(1, "fullshard-data", torch.cuda.set_device, (device,))
         return self._executor

@@ -9,6 +9,7 @@ template that needs text, see `Conversation.with_text_arguments`.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from fullshard.data.row_fields import (
@@ -53,10 +54,7 @@ class Conversation:
 
     def with_text_arguments(self) -> "Conversation":
         """Returns the conversation with the arguments of tool calls as JSON text."""
-
-        def encode(arguments: Any) -> str:
-            return json.dumps(arguments, ensure_ascii=False)
-
+        encode = partial(json.dumps, ensure_ascii=False)
         messages = [
             {**message, "tool_calls": [_convert_arguments(call, encode) for call in message["tool_calls"]]}
             if "tool_calls" in message

@@ -180,7 +180,7 @@ def open_run_directory(
     root: Path,
     *,
     resume: bool,
-    launch: LaunchId | None = None,
+    launch: LaunchId = LaunchId(),
     saved_to: str | None = None,
     kept: bool = False,
     offload_path: str = "offload",
@@ -205,7 +205,6 @@ def open_run_directory(
             got="--resume",
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
-    launch = launch or LaunchId()
     before = launch.find_earlier_attempt(root / run_files.LAUNCH)
     if not (resume or before):
         check_directory_is_free(root, offload_path=offload_path)  # a refused directory stays unchanged
@@ -248,8 +247,8 @@ def parse_run_directory(name: str) -> Path:
 def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> None:
     """Raises SpecError if `root` has contents that a new run may neither add to nor set aside."""
     entries = _list_entries(root)
-    own = _DIRECTORIES | set(Path(offload_path).parts[:1])
-    if not _has_run_record(root):
+    own, has_run = _DIRECTORIES | set(Path(offload_path).parts[:1]), _has_run_record(root)
+    if not has_run:
         taken = [one.name for one in entries if one.name in _WRITTEN and not _is_empty_directory(one)]
         if taken:
             raise SpecError(
@@ -258,20 +257,19 @@ def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> Non
                 why="a run would write over them",
                 fix=f"{_ANOTHER}; or --resume, to continue from the checkpoints that are there",
             )
-        others = [one.name for one in entries if not _can_lie_beside_run(one, own=own)]
-        if others:
-            raise SpecError(
-                f"{root} holds other things than a run.",
-                got=", ".join(others[:5]),
-                why="a run would write its files among them",
-                fix=f"{_ANOTHER}; loose files, logs/ and empty directories may lie there",
-            )
-        return
-    others = [one.name for one in entries if not _can_move_with_run(one, own=own)]
+    may_stay = _can_move_with_run if has_run else _can_lie_beside_run
+    others = ", ".join([one.name for one in entries if not may_stay(one, own=own)][:5])
+    if others and not has_run:
+        raise SpecError(
+            f"{root} holds other things than a run.",
+            got=others,
+            why="a run would write its files among them",
+            fix=f"{_ANOTHER}; loose files, logs/ and empty directories may lie there",
+        )
     if others:
         raise SpecError(
             f"{root} holds an earlier run, and more.",
-            got=", ".join(others[:5]),
+            got=others,
             why="the earlier run is set aside by renaming the directory, and these would move with it",
             fix=f"{_ANOTHER}; --resume, to continue the earlier run; or move these elsewhere",
         )

@@ -51,8 +51,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         ranks = stack.enter_context(process_group(run.run.device, timeout_seconds=timeout_seconds))
         where = PhaseTracker()
         stack.enter_context(watch_for_hangs(where, run.fault_tolerance))
-        reporter = OutOfMemoryReporter(ranks, where=where)
-        with reporter as memory_failure:
+        with OutOfMemoryReporter(ranks, where=where) as memory_failure:
             job = prepare_job(
                 stack,
                 plan or plan_without_prediction(run, ranks),

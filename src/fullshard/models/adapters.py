@@ -42,7 +42,7 @@ def insert_adapters(
         return model
     peft = import_peft()
     targets = _list_targets_of_options(model, section)
-    trained = _find_modules_by_name_ending(model, section.trained, key="adapter.trained")
+    trained = _find_names_by_ending(model, section.trained, key="adapter.trained")
     modules = dict(model.named_modules())
     turned = any(has_transposed_weight(modules[name]) for name in targets)
     config = make_lora_config(section, targets=targets, turned=turned)
@@ -58,8 +58,8 @@ def insert_adapters(
             fix="other adapter.targets, or other adapter.options",
         ) from error
     _check_no_parameter_is_wrapped(model)
-    for module in trained:
-        for parameter in module.parameters():
+    for name in trained:
+        for parameter in modules[name].parameters():
             parameter.requires_grad_(True)
     frozen_dtype = own_dtype if section.base_dtype == "auto" else _DTYPES[section.base_dtype]
     for parameter in model.parameters():
@@ -194,9 +194,7 @@ def log_adapter_places(model: nn.Module, section: AdapterSection) -> None:
 def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:
     """Returns the full names of the modules that get adapters. Raises SpecError if no module matches."""
     if section.targets != "all-linear":
-        found = _find_modules_by_name_ending(model, section.targets, key="adapter.targets")
-        names = {module: name for name, module in model.named_modules()}
-        return [names[module] for module in found]
+        return _find_names_by_ending(model, section.targets, key="adapter.targets")
     linear = [
         name
         for name, module in model.named_modules()
@@ -220,12 +218,12 @@ def has_transposed_weight(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _find_modules_by_name_ending(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Module]:
-    """Returns the modules whose names end in one of `ends`. Raises SpecError for an end that matches none."""
+def _find_names_by_ending(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[str]:
+    """Returns the modules' names that end in one of `ends`. Raises SpecError for an end that matches none."""
     modules = {name: module for name, module in model.named_modules() if name}
-    found: list[nn.Module] = []
+    found: list[str] = []
     for end in ends:
-        own = [module for name, module in modules.items() if name == end or name.endswith(f".{end}")]
+        own = [name for name in modules if name == end or name.endswith(f".{end}")]
         if not own:
             last = dict.fromkeys(name.rpartition(".")[2] for name, one in modules.items() if _is_linear(one))
             raise SpecError(

@@ -180,14 +180,12 @@ class DecoderModel(nn.Module):
         """
         if isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, (nn.Linear, nn.Embedding)):
+        elif isinstance(module, (nn.Linear, nn.Embedding, Router)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Attention):
             nn.init.normal_(module.output.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
         elif isinstance(module, FeedForward):
             nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
-        elif isinstance(module, Router):
-            nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, Experts):
             for weight in (module.gate, module.up):
                 nn.init.normal_(weight, std=0.02)

@@ -101,17 +101,17 @@ def iterate_copies_into(
 ) -> Iterator[StridedCopy]:
     """Yields the copies that fill `target`, a box at `offsets` in the tensor that `parts` fill."""
     for part in parts:
-        begin, view, empty = part.begin, target, target.numel() == 0
+        begin, view = part.begin, target
         for dim, offset in enumerate(offsets):
             low = max(part.at[dim], offset)
             high = min(part.at[dim] + part.shape[dim], offset + target.shape[dim])
             if low >= high:
-                empty = True
                 break
             begin += (low - part.at[dim]) * part.strides[dim]
             view = view.narrow(dim, low - offset, high - low)
-        if not empty:
-            yield StridedCopy(part.source, begin, part.strides, view)
+        else:
+            if target.numel():
+                yield StridedCopy(part.source, begin, part.strides, view)
 
 
 def split_copy(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[StridedCopy]:

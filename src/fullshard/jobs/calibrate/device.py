@@ -1,6 +1,5 @@
 """Rates of one rank's computing, copying and writing, measured while all ranks do the same."""
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 from fullshard.distributed.agreement import world_size
 from fullshard.errors import OffloadError
 from fullshard.observe.clock import total_seconds_of_calls
+from fullshard.observe.memory import read_memory_figures
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.spec.machine.catalog import round_to_four_digits
@@ -299,11 +299,7 @@ def measure_bytes_outside_allocator(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(total - free - torch.cuda.memory_reserved(device), 0)
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+    return int(read_memory_figures(device).get("resident_bytes", 0))
 
 
 def read_plus_write_bandwidth(directory: Path, *, pieces: int = 16) -> float | None:

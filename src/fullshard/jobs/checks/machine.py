@@ -1,6 +1,7 @@
 """The checks that need neither torch nor the model: of settings, this machine and its storage."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,13 +47,10 @@ class MachineAccess:
             return sorted(one.name for one in (self.root / path).iterdir())
         return []
 
-    def memory_bytes(self, name: str) -> int | None:
-        """Returns a figure of /proc/meminfo, such as `MemAvailable`, in bytes; None if it is unknown."""
-        for line in (self.read("proc/meminfo") or "").splitlines():
-            key, _, value = line.partition(":")
-            if key == name:
-                return int(value.split()[0]) * 1024
-        return None
+    def available_memory_bytes(self) -> int | None:
+        """Returns the bytes of memory that new processes can have; None if they are unknown."""
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", self.read("proc/meminfo") or "", re.MULTILINE)
+        return None if found is None else int(found[1]) * 1024
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def check_memory_and_quota(context: RunContext) -> Finding:
     machine, prediction = context.machine, context.plan.prediction
     limit_text = machine.read("sys/fs/cgroup/memory.max") or ""
     limit = int(limit_text) if limit_text.isdecimal() else None
-    free = machine.memory_bytes("MemAvailable")
+    free = machine.available_memory_bytes()
     known = [one for one in (limit, free) if one is not None]
     if prediction is not None and known:
         own = prediction.host_bytes_per_rank

@@ -43,7 +43,8 @@ def check_first_loss(trial: ModelTrial) -> Finding:
             f"first loss {loss:.3f} of {trial.description}; nothing is known to compare it with"
         )
     with torch.no_grad():
-        width = _logits_of(model(batch["tokens"])).shape[-1]
+        output = model(batch["tokens"])
+    width = getattr(output, "logits", output).shape[-1]
     ratio = loss / math.log(width)
     text = f"first loss {loss:.3f}, {ratio:.2f} of ln {width:,}"
     if ratio < _LEAST_FIRST_LOSS:
@@ -59,12 +60,6 @@ def check_first_loss(trial: ModelTrial) -> Finding:
             fix="a smaller standard deviation of the head and embedding, such as 0.02; tied ones share it",
         )
     return Finding.ok(f"{text}, of {trial.description}")
-
-
-def _logits_of(output: object) -> Tensor:
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    assert isinstance(logits, Tensor), "the default loss has read them"
-    return logits
 
 
 def check_sees_future(trial: ModelTrial) -> Finding:

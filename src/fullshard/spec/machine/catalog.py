@@ -281,13 +281,9 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
 def _rates_summary(entry: CatalogChip, rates: Rates, *, kernel: AttentionKernel) -> str:
     """Returns the rate of large matmuls with the time of the runs that it is fitted to, and the kernel."""
     matmul = f"large matmuls at {rates.matmul['bf16'][-1].rate / 1e12:,.0f} TFLOP/s in bf16"
-    runs = entry.matmul_runs_of
-    dated = (
-        f"fitted to runs of {runs}: compare only with machines whose rates are of the same time"
-        if runs
-        else ""
-    )
-    return "; ".join(filter(None, (", ".join(filter(None, (matmul, dated))), f"attention by {kernel}")))
+    if runs := entry.matmul_runs_of:
+        matmul += f", fitted to runs of {runs}: compare only with machines whose rates are of the same time"
+    return f"{matmul}; attention by {kernel}"
 
 
 def _find_chip(name: str, text: str) -> CatalogChip:
@@ -334,10 +330,12 @@ def _read_hardware_file(path: Path) -> Hardware:
     if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
         return Hardware.parse(data, source=str(path))
     entry = _chip_in_hardware_file(data.get("chip"), path)
-    known = catalog_chip_hardware(entry).model_dump()
+    known, links = catalog_chip_hardware(entry).model_dump(), read_machine_tables("links")
     for side in ("within", "across"):
-        if isinstance(data.get(side), str):
-            data[side] = _link_in_hardware_file(data[side], path).model_dump()
+        if isinstance(name := data.get(side), str):
+            if name not in links:
+                raise SpecError(f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(links)}")
+            data[side] = link_from_catalog(name).model_dump()
     return Hardware.parse({**known, **data, "chip": known["chip"]}, source=str(path))
 
 
@@ -354,10 +352,3 @@ def _chip_in_hardware_file(chip: Any, path: Path) -> CatalogChip:
     unfitted = dict.fromkeys(("matmul_flops_per_second", "matmul_alone_flops_per_second"))
     unknown = {"aliases": (), "attention_kernel": "flash", "attention": {}, **unfitted}
     return read_catalog_chips()[0].model_copy(update=known | unknown)
-
-
-def _link_in_hardware_file(name: str, path: Path) -> Link:
-    links = read_machine_tables("links")
-    if name not in links:
-        raise SpecError(f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(links)}")
-    return link_from_catalog(name)
