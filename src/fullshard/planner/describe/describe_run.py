@@ -317,7 +317,7 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the least recently used entries, and drafts of them, until the rest take at most `most_bytes`."""
+    """Removes the least recently used entries, and drafts of them, beyond `most_bytes` in all."""
     room = most_bytes
     found = [(path.stat(), path) for path in directory.iterdir() if _ENTRY.fullmatch(path.name)]
     for status, path in sorted(found, key=lambda one: -one[0].st_mtime):

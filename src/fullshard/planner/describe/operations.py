@@ -136,9 +136,9 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
 
     On the CPU only those of an addition in place are known, which casts a tensor of another dtype. On a GPU:
 
-    - Attention backward in half precision: the gradient of the queries in fp32; one fp32 number per row; and with fewer
-      key/value heads than query heads, the gradients of keys and values per query head, before they are
-      summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
+    - Attention backward in half precision: the gradient of the queries in fp32; one fp32 number per row; and
+      with fewer key/value heads than query heads, the gradients of keys and values per query head, before
+      they are summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
     - Attention backward within documents: the same, with room for 128 more tokens per document in fp32
       (flash attention's source).
     - Embedding backward: one fp32 row per token.
