@@ -83,11 +83,9 @@ class UnitCost:
 
 
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
-    """Returns the costs of one unit, from the bytes that torch's `_fsdp_collectives` moves per event.
+    """Returns one unit's costs, those of an offload target 0, from the bytes that `_fsdp_collectives` moves.
 
     tensor: distance between the ranks of a shard group; 1 if they are consecutive
-
-    The costs of an offload target are left at 0: see `add_offload_costs`.
     """
     shard, replicate = _group_layouts(size, hardware, world_size=world_size, tensor=tensor)
 

@@ -132,10 +132,7 @@ def host_copy_bytes_per_second(hardware: Hardware, needed_for: str) -> float:
 
 
 def choose_update_device(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
-    """Returns the faster place for the offloaded update, for `offload.update = "auto"`. See [Note: tiers].
-
-    It is the host without an offload target, on the CPU, and if the rate of copies is unknown.
-    """
+    """Returns the faster place for the offloaded update: see [Note: tiers]. The host if a rate is unknown."""
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.offloads_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
