@@ -245,7 +245,7 @@ def _format_line_cells(
 
 
 def measurement_rows(m: Measurement) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines about a run's steps, loss, speed and checkpoint, without bytes and causes."""
+    """Yields (label, text) lines about steps, loss, speed and checkpoint, without bytes and causes."""
     ranks = f"{m.world_size} rank{'s' if m.world_size > 1 else ''}"
     yield "run", f"{m.directory}: {m.strategy} on {ranks} ({m.device})"
     if m.offload is not None:

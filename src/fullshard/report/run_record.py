@@ -245,6 +245,7 @@ def _newest_planned(events: list[RunEvent]) -> Plan | None:
 
 
 def _find_state(events: list[RunEvent], *, is_running: bool, now: datetime) -> RunState:
+    """Returns the state by the last event that decides it; a restart without a start is soon `lost`."""
     if is_running:
         return "running"
     state: RunState = "lost"

@@ -124,6 +124,7 @@ def truncate_repeated_blocks(
 def _find_runs_to_shorten(
     model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
 ) -> list[_RunOfBlocks]:
+    """Returns the runs that have blocks to remove, of ModuleLists of recompute blocks alone."""
     owner = {module: unit for unit in units for module in unit.modules}
     places, limit = {block: at for at, block in enumerate(blocks)}, plan.run.recompute.blocks
     found: list[_RunOfBlocks] = []

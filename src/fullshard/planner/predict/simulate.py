@@ -170,6 +170,7 @@ class StepSimulation:
                 streams.copy_activations(**moved._asdict())
 
     def _end_forward_or_backward(self, event: Event) -> None:
+        """Lets gathers wait for forward's last copy-out, or computing for all of backward's reductions."""
         if event == "end_forward" and self.buffered:
             self.streams.delay_gather_streams(self.streams.copied_out)
             self.buffered = False

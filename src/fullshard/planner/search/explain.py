@@ -160,6 +160,7 @@ def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: 
 
 
 def _loss_lever(plan: Plan) -> Lever | None:
+    """Returns the lever of a loss in chunks; None if it has them, or logits take little of the memory."""
     prediction = require_prediction(plan)
     logits, needed = prediction.memory.loss, prediction.required_device_bytes
     tight = needed > prediction.capacity_bytes / 2
