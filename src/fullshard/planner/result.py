@@ -97,7 +97,7 @@ class PlanOptions(NamedTuple):
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:
-        """Returns --budget at `price`, --price or the hardware's; None without. A price alone: SpecError."""
+        """Returns the tokens of --budget and a price; None without. Raises SpecError for a price alone."""
         price = price or self.price
         if self.budget is None:
             if price is not None:
