@@ -25,7 +25,7 @@ from fullshard.spec.plan import Plan
 class MachineRow(NamedTuple):
     """The best plan on a machine, or the reason why nothing fits.
 
-    budget: the number of tokens to train on and the machine's price; None if the user gave no tokens
+    budget: number of tokens to train on and the machine's price; None without a plan or a number of tokens
     question: what was planned; None if the batch cannot be divided over the machine's ranks
     """
 
@@ -39,7 +39,7 @@ class MachineRow(NamedTuple):
 def parse_machines(text: str) -> tuple[tuple[str, float | None], ...]:
     """Returns (name, dollars per GPU hour) of each machine of `8xH100@2.5, 4x8xH200`.
 
-    Raises SpecError for an empty list or a price.
+    Raises SpecError for an empty list, and for a price that is not a positive number.
     """
     machines = tuple(_parse_machine(part.strip()) for part in text.split(",") if part.strip())
     if not machines:
@@ -68,10 +68,10 @@ def plan_machines(
 ) -> list[MachineRow]:
     """Returns a row for each (name, price per hour). Where nothing fits, it has a reason instead of a plan.
 
-    ask: returns the question on the hardware of a name
-    budget: returns the tokens at a price per hour on a hardware, if the user gave tokens
+    ask: returns the planning question for the machine of this name
+    budget: returns the training budget for (hardware, dollars per GPU hour); None without a number of tokens
 
-    Raises SpecError for a name that is no hardware.
+    Raises SpecError for an unknown name.
     """
     rows: list[MachineRow] = []
     for name, price in machines:

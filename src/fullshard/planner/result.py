@@ -71,7 +71,7 @@ class PlanOptions(NamedTuple):
     price: float | None = None
 
     def ask(self, machine: str | None) -> PlanRequest:
-        """Returns the planning question on a machine; None is this one. Only a model itself needs torch."""
+        """Returns the planning question on a machine; None is this one. Prints notes to standard error."""
         subject, pinned = resolve_plan_target(self.model), [*self.pinned]
         asked, ranks = subject.load_run(pinned), self.ranks
         if machine is not None:  # ranks in a run.toml are of another machine; those of --set count
@@ -97,7 +97,7 @@ class PlanOptions(NamedTuple):
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:
-        """Returns the tokens to train on, at the machine's own `price` or that of --price."""
+        """Returns the tokens of --budget and a price; None without. Raises SpecError for a price alone."""
         price = price or self.price
         if self.budget is None:
             if price is not None:
@@ -129,7 +129,7 @@ def _is_key_overridden(key: str, overrides: Sequence[str]) -> bool:
 
 
 def _print_note(text: str | None) -> None:
-    """Prints a note to standard error."""
+    """Prints a note, if there is one, to standard error."""
     if text:
         print(f"note: {escape_control_characters(text)}", file=sys.stderr)
 
@@ -139,8 +139,8 @@ class PlanResult:
     """The answer to a planning question.
 
     best: the chosen plan
-    found, explanation: the search that found it, and its reasons
-    largest: name and size of the maximised quantity, for --largest
+    found, explanation: the search that found it, and its reasons; None for --largest
+    largest: name and size of the maximised quantity, for --largest; else None
     """
 
     question: PlanRequest

@@ -59,7 +59,7 @@ class PlanTarget:
 
 
 def resolve_plan_target(name: str | None) -> PlanTarget:
-    """Returns the model that `name` refers to: a preset, a file, or a repository in the Hugging Face cache.
+    """Returns the model of `name`: a preset, a file or directory, or a repository in the Hugging Face cache.
 
     None means fullshard's default model. Raises SpecError for an unknown name, with the nearest presets.
     """
@@ -132,7 +132,8 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
     ranks: number of ranks, or of groups that share sequences or matmuls as the run sets it
     per_node: ranks per node
 
-    Raises PlanError if one microbatch per rank has more than twice as many tokens.
+    Raises PlanError if `tokens` is given and one microbatch per rank has more than twice as many. The
+    note is None if the batch has exactly `tokens`, or without these, LARGEST_COMMON_TOKENS at most.
     """
     length = run.data.sequence_length
     wanted = DEFAULT_TOKENS if tokens is None else tokens

@@ -71,7 +71,7 @@ class ComparisonLine(FrozenModel):
 class Comparison(FrozenModel):
     """Lines of each part of a comparison. Parts that were not measured are empty."""
 
-    memory: tuple[ComparisonLine, ...] = ()  # bytes at the fullest rank's peak, then `total` and `reserved`
+    memory: tuple[ComparisonLine, ...] = ()  # bytes at the fullest rank's peak, `total`, `reserved`, `host`
     drive: tuple[ComparisonLine, ...] = ()  # bytes that a rank moves to and from its offload drive in a step
     step: tuple[ComparisonLine, ...] = ()  # seconds of one step, then `total`
     speed: tuple[ComparisonLine, ...] = ()  # tokens/s of all ranks, and MFU
@@ -91,7 +91,7 @@ def compare_prediction(prediction: Prediction | None, measurement: Measurement) 
 
 
 def compare_run(run: RunRecord) -> Comparison:
-    """Compares the prediction of a run with its measurement, or else with the sums that are known before."""
+    """Compares a run's prediction with its measurement, or before it with its peak and median seconds."""
     prediction = run.prediction
     if run.measurement is not None:
         return compare_prediction(prediction, run.measurement)
@@ -137,7 +137,7 @@ def _show_comparison(comparison: Comparison, *, file: TextIO | None) -> None:
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Returns the table's cells, row by row, with one heading per part.
+    """Returns the table's cells, row by row, with a heading for each part except the speed.
 
     Left out are terms that are zero on both sides, and memory below CRUMB_BYTES of the whole.
     """
@@ -245,7 +245,7 @@ def _format_line_cells(
 
 
 def measurement_rows(m: Measurement) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines of what was measured, without the figures of the comparison."""
+    """Yields (label, text) lines about steps, loss, speed and checkpoint, without bytes and causes."""
     ranks = f"{m.world_size} rank{'s' if m.world_size > 1 else ''}"
     yield "run", f"{m.directory}: {m.strategy} on {ranks} ({m.device})"
     if m.offload is not None:

@@ -20,7 +20,7 @@ def describe_event(event: RunEvent) -> str:
 
 
 def fault_text(details: Details) -> str:
-    """Returns the rank, the error and the first line of its message."""
+    """Returns the rank, the error and the first line of its message; that line alone if it names the rank."""
     rank, error = details.get("rank"), details.get("error", "an error")
     message = str(details.get("message", "")).split("\n", maxsplit=1)[0]
     return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {error}: {message}"

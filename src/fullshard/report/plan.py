@@ -198,7 +198,10 @@ def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines about a plan's settings. Those that `asked` pins are marked `(as asked)`."""
+    """Yields (label, text) lines about a plan's settings.
+
+    Strategy, microbatch, loss chunk, recompute and compile are marked `(as asked)` if `asked` pins them.
+    """
 
     def mark_as_asked(text: str, *, pinned: bool) -> str:
         return f"{text}  (as asked)" if pinned else text
@@ -359,7 +362,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Returns (key, value of each run) of the settings in which the runs differ. Absent values are ""."""
+    """Returns (key, each run's value) of settings that differ, except `run.dir`. Absent values are ""."""
     each = [dict(_flatten(run.model_dump(mode="json"), "")) for run in runs]
     keys = dict.fromkeys(key for settings in each for key in settings)
     rows = [(key, [settings.get(key, "") for settings in each]) for key in keys if key != _OWN]

@@ -82,7 +82,7 @@ class StepColumns:
 def read_steps(path: Path) -> StepColumns:
     """Reads the whole lines of a `metrics.jsonl`, also while a run writes it. Raises OSError.
 
-    If a step has several lines, the last counts: a resumed run repeats steps.
+    None without the file. If a step has several lines, the last counts: a resumed run repeats steps.
     """
     found: dict[float, array[float]] = {}
     with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
@@ -122,8 +122,8 @@ def _number(value: object) -> float:
 class RunRecord:
     """The records of one run.
 
-    state: finished; stopped, on request and saved; running; restarting; failed, with an error; lost, without
-        a record of its end, like a process that was killed
+    state: finished; stopped, on request, saved or not; running; restarting; failed, with an error; lost,
+        without a record of its end, like a process that was killed
     plan: plan of the last attempt; None if it is not known
     measurement: what the last attempt measured; None if it has not ended, or ended without
     unreadable: names of records that are there, and that this version cannot read
@@ -162,7 +162,7 @@ class RunRecord:
 
     @property
     def seconds_in_attempts(self) -> float | None:
-        """Seconds of all attempts, from each start to its last event; None without events."""
+        """Seconds of all attempts, from each start to its last event; None without a start."""
         starts = [index for index, event in enumerate(self.events) if event.event == "start"]
         if not starts:
             return None
@@ -213,7 +213,7 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
 
 
 def _load_if_present(path: Path, load: Callable[[Path], T], *, unreadable: list[str]) -> T | None:
-    """Returns the record at `path`, or None. Adds its name to `unreadable` if another version wrote it."""
+    """Returns the record at `path`, or None. Adds its name to `unreadable` if it cannot be read."""
     if not path.exists():
         return None
     try:
@@ -245,6 +245,7 @@ def _newest_planned(events: list[RunEvent]) -> Plan | None:
 
 
 def _find_state(events: list[RunEvent], *, is_running: bool, now: datetime) -> RunState:
+    """Returns the state by the last event that decides it; a restart without a start is soon `lost`."""
     if is_running:
         return "running"
     state: RunState = "lost"

@@ -47,14 +47,14 @@ def read_step(directory: Path, step: int, *, most_ranks: int | None = None) -> l
 
 
 def read_last_step(directory: Path, *, most_ranks: int) -> list[ProfiledStep]:
-    """Returns the last profiled step on each rank, as `read_step` does; none for a run without profiles."""
+    """Returns the step of `choose_step` on each rank, as `read_step` does; none without profiles."""
     if not list_profiles(directory):
         return []
     return read_step(directory, choose_step(directory, None), most_ranks=most_ranks)
 
 
 def choose_step(directory: Path, step: int | None) -> int:
-    """Returns `step`, or the last profiled step. Raises SpecError if the run has no such profile."""
+    """Returns `step`, or the last one that the most ranks profiled. Raises SpecError without a profile."""
     if not directory.is_dir():
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
     found = list_profiles(directory)

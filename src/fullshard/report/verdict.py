@@ -15,12 +15,12 @@ _RECENT_STEPS = 50  # last steps by which the speed of a run is judged
 
 
 def verdict(run: RunRecord) -> str:
-    """Returns the sentences that a reader needs first."""
+    """Returns sentences about the state of a run, its loss, its speed and its memory, beside the planned."""
     return " ".join([_state_sentence(run), *_loss_sentences(run), *_plan_sentences(run)])
 
 
 def circumstances(run: RunRecord) -> str:
-    """Returns the sentences about ranks, attempts, faults, skipped steps and time."""
+    """Returns sentences about mesh, attempts, faults, skipped steps, rollbacks, time and unreadable files."""
     sentences: list[str] = []
     if run.plan is not None:
         sentences.append(f"{mesh_text(run.plan)}, {run.plan.device}, {run.plan.precision.param} compute.")

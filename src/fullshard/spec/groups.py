@@ -81,7 +81,7 @@ class OffloadGroup:
 
 
 def copy_chunk_elements(groups: Iterable[OffloadGroup]) -> int:
-    """Returns the number of elements to copy to the device at once: 1/16 of the largest group, up to 4 Mi."""
+    """Returns the elements to copy to the device at once: 1/16 of the largest group, from 1 Ki to 4 Mi."""
     largest = max((group.padded_numel for group in groups), default=0)
     return max(CUT_ELEMENTS, min(_PIECE_ELEMENTS, largest // 16) // CUT_ELEMENTS * CUT_ELEMENTS)
 
@@ -94,9 +94,9 @@ def page_aligned_bytes(numel: int, itemsize: int) -> int:
 def group_shards(held: Iterable[ShardSizes], *, sub_group_parameters: int) -> tuple[OffloadGroup, ...]:
     """Returns the shards `held`, in their order, in groups of at most `sub_group_parameters` elements.
 
-    The limit is at least CUT_ELEMENTS. Every rank gets the same number of groups, with the same parameters. A
-    parameter that fits into a group is not split. Each part of a split parameter except the last fills its
-    group. Raises PlanError for more than 100,000 groups.
+    The limit is a multiple of CUT_ELEMENTS. Every rank gets the same number of groups, with the same
+    parameters. A parameter that fits into a group is not split. Each part of a split parameter except the
+    last fills its group. Raises PlanError for more than 100,000 groups.
     """
     held = tuple(held)
     limit = max(CUT_ELEMENTS, sub_group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)

@@ -147,7 +147,7 @@ class Kernel(FrozenModel):
     pieces: number of launches among which the FLOP and bytes of one are divided: the matrices of a grouped
         matmul, where the device multiplies them in turn, and on the CPU chunks of the loss and documents
     rows: rows that each matrix of a grouped matmul multiplies, on average; 0 for other kernels
-    received: True if it works on rows that ranks sent to the experts of this one, or brings them
+    received: True if it works on rows that ranks sent to this rank's experts, or is that exchange
     """
 
     kind: KernelKind
@@ -198,8 +198,8 @@ class TracePhase(FrozenModel):
 class RepeatedUnits(FrozenModel):
     """A period of units that the trace contains once, and the model `times` times in a row.
 
-    The period consists of the units `first` to `first + units - 1` of the trace, which contains at least one
-    identical period before them and one after.
+    The period consists of the units `first` to `first + units - 1` of the trace, which contains a period
+    before them, and at least one identical period after.
 
     blocks: number of blocks in the period
     """
@@ -219,8 +219,8 @@ class MicrobatchTrace(FrozenModel):
     accumulating: phases of a microbatch that adds to whole gradients of earlier microbatches in place
         (accumulation without sync, gradients computed in the dtype that they are reduced in)
     blocks: number of the model's blocks
-    border: index in `repeats` of periods that recompute, before periods of the same blocks that do not. With
-        it, the trace tells what any number of recomputed blocks does. None if there is no such border.
+    border: index in `repeats` of periods that recompute, before periods of the same blocks that do not. It
+        makes the trace valid for all `recomputed_block_counts`. None if there is no such border.
     """
 
     recompute: RecomputeSection
@@ -234,7 +234,7 @@ class MicrobatchTrace(FrozenModel):
     border: NonNegativeInt | None = None
 
     def recomputed_block_counts(self) -> range:
-        """Returns the values of `recompute.blocks` of which the trace can tell what happens."""
+        """Returns the values of `recompute.blocks` that the trace is valid for; none if that is unset."""
         own = self.recompute.blocks
         if own is None:
             return range(0)
@@ -331,7 +331,7 @@ class ModelSpec(FrozenModel):
 
     @property
     def experts(self) -> int:
-        """Greatest common divisor of the layers' numbers of experts; 0 if the model is no mixture."""
+        """Greatest common divisor of the layers' experts; 0 if experts are no units of their own."""
         counts = [p.shape[0] for unit in self.units if unit.has_experts for p in unit.parameters]
         return math.gcd(*counts) if counts else 0
 
@@ -347,7 +347,7 @@ class ModelSpec(FrozenModel):
 
     @cached_property
     def first_identical_unit_indices(self) -> tuple[int, ...]:
-        """For each unit, the index of the first unit with the same shapes, override and `kept`."""
+        """For each unit, the index of the first with equal parameters (except names), override and traits."""
         first: dict[Hashable, int] = {}
         kinds: list[int] = []
         for index, unit in enumerate(self.units):
@@ -381,7 +381,7 @@ class ModelSpec(FrozenModel):
         return cast(MicrobatchTrace, self.derived_value_cache[key])
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
-        """Returns the trace of the plan's microbatch. Raises PlanError if the spec has none."""
+        """Returns the plan's trace. Raises PlanError if there is none, or the spec has other degrees."""
         divisions = {
             "matmuls": ("tensor_parallel", plan.tensor_parallel, self.tensor_parallel),
             "sequences": ("context_parallel", plan.context_parallel, self.context_parallel),

@@ -58,7 +58,7 @@ class Precision(FrozenModel):
 
     @classmethod
     def from_mode(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
-        """Returns the dtypes of a precision mode, with the `fp8_min_features` of `run`."""
+        """Returns the dtypes of a mode, with `run`'s `cast_inputs` and `fp8_min_features`, or defaults."""
         param, reduce, master = _MODES[mode]
         section = PrecisionSection() if run is None else run.precision
         return cls(

@@ -30,6 +30,9 @@ class MemoryTerms(FrozenModel):
     loss                 results of the loss (fp32 logits are most of it)
     backward             gradients of activations, and recomputed activations
     uneven_rows          rows beyond the mean that come to the experts of the fullest rank
+    workspace            memory that matmul libraries take from the allocator
+
+    stream_pools: peaks of the compute, all-gather and reduce-scatter streams, which share no memory
     """
 
     moment: str
@@ -83,7 +86,7 @@ class TimeTerms(SecondsByCause):
     exposed_all_reduce      waiting for all-reduces over replicas, and of the loss
     engine                  copies in and out of the collectives' buffers
     contention              slowdown of compute by collectives that run beside it
-    model_parallel          collectives of ranks that share matmuls or sequences: compute waits for each
+    model_parallel          collectives of ranks that share sequences, matmuls or experts: compute waits
     optimizer               clipping and the update
     offload                 extra seconds compared with an infinitely fast host and drive: the exposed part of
                             copies (including activations) and of the update on the host

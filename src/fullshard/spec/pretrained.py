@@ -93,7 +93,7 @@ def find_cached_config(name: str, environment: Mapping[str, str] = os.environ) -
     """Returns the config.json of repository `name` in the Hugging Face cache, or None if it is not cached.
 
     The path is `models--org--name/snapshots/<revision>/config.json` below HF_HUB_CACHE, else HF_HOME/hub,
-    else ~/.cache/huggingface/hub. The revision is `main`, else the revision that was fetched last.
+    else huggingface/hub in XDG_CACHE_HOME or ~/.cache. The revision is `main`, else the one fetched last.
     https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
     if not _REPOSITORY.fullmatch(name):

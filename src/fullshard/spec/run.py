@@ -171,10 +171,10 @@ class ShardingSection(FrozenModel):
 class PrecisionSection(FrozenModel):
     """Settings of the dtypes of computation, gradients and shards.
 
-    `mode`: see `fullshard.spec.plan.Precision`, also for the cost of each; `auto` is bf16 on bf16 hardware.
-        `fp8` and `fp8_rowwise` (the extra `fp8`): matmuls of linear modules in the repeated blocks are in
-        fp8, with a scale per tensor or per row, and all else as in bf16. They need a GPU with fp8 matmuls
-        (compute capability 8.9), and `run.compile` to be faster than bf16. On a CPU they are emulated.
+    `mode`: see `fullshard.spec.plan.Precision`, also for the cost of each; `auto` is bf16 on bf16 hardware,
+        else fp32. `fp8` and `fp8_rowwise` (the extra `fp8`): matmuls of linear modules in the repeated blocks
+        are in fp8, with a scale per tensor or per row, and all else as in bf16. They need a GPU with fp8
+        matmuls (compute capability 8.9), and `run.compile` to beat bf16. On a CPU they are emulated.
     `fp8_min_features`: matrices with fewer input or output features stay in bf16, because casting them takes
         longer than their matmuls save; 16 at least, which fp8 matmuls need
     `cast_inputs`: floating-point inputs of the model and of units are cast to the dtype of the parameters;
@@ -313,7 +313,7 @@ class Run(FrozenModel):
 
     @property
     def memory_margin(self) -> float:
-        """Fraction of a device's memory that the planner leaves free: none of a run that pins its memory."""
+        """Fraction of device memory to leave free; 0 if strategy, microbatch and recompute are all set."""
         section = self.sharding.strategy, self.train.microbatch, self.recompute.mode
         pinned = section[0] != "auto" and section[1] is not None and section[2] != "auto"
         return 0.0 if pinned else self.plan.memory_margin

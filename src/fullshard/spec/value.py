@@ -257,7 +257,7 @@ def _union_branch_key_error(cls: _Section, locations: list[list[str]], *, source
 
 
 def find_key_by_name(cls: _Section, name: str) -> str | None:
-    """Returns the dotted keys whose last part is `name`, or the key that other tools call `name`; or None."""
+    """Returns the key that other tools call `name`, and the keys that end in it, as text; None if none."""
     key = name.lower().replace("-", "_")
     found = [cls.foreign[key]] if key in cls.foreign else []
     found += [one for one in iterate_dotted_field_names(cls) if one == key or one.endswith(f".{key}")]

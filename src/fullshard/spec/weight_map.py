@@ -71,7 +71,7 @@ def map_unchanged_tensor(source: str, shape: Shape) -> tuple[BoxCopy, ...]:
 def map_weights_by_name(
     wanted: Mapping[str, Shape], saved: Mapping[str, Shape], *, prefixes: tuple[str, ...]
 ) -> WeightMap:
-    """Maps each tensor in a file to the model's tensor with an equal name.
+    """Maps each tensor in a file to the model's tensor with an equal name; `surplus` are those without one.
 
     wanted, saved: shapes of the model's and of the file's tensors, by name
     prefixes: prefixes such as `model` that a name may lack, or have in addition

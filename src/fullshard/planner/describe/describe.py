@@ -11,8 +11,9 @@ The record is cut into phases at the points where FSDP2 acts (a unit's forward a
 
 Only a few of the repeated blocks are traced (`planner.describe.extrapolation`), and traces of two
 microbatch sizes predict all others (`planner.describe.extrapolation`). A model whose trace changes structure
-between them is traced whole, for the plan's own microbatch. Compiled blocks run as the graphs that the
-compiler would make of them (`planner.describe.emulation`).
+between them is traced for the plan's own microbatch, and one whose repeated blocks differ in the trace is
+traced whole. Compiled blocks run as the graphs that the compiler would make of them
+(`planner.describe.emulation`).
 """
 
 from collections import defaultdict
@@ -56,8 +57,8 @@ _TRACE_FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeEr
 def _recomputes_to_trace(blocks: int) -> tuple[RecomputeSection, ...]:
     """Returns the settings to trace for a Run that leaves recompute to the planner.
 
-    blocks: number of the model's blocks. The trace of half of them tells what other numbers do: see
-        `MicrobatchTrace.border`.
+    blocks: number of the model's blocks. If there are several, one setting recomputes half of them; its trace
+        predicts other numbers: see `MicrobatchTrace.border`.
     """
     some = (RecomputeSection(mode="full", blocks=blocks // 2),) if blocks > 1 else ()
     none, selective = RecomputeSection(mode="none"), RecomputeSection(mode="selective")
@@ -89,8 +90,8 @@ def describe(
     attention_kernel: `Hardware.attention_kernel`, which decides what masked attention saves.
 
     Recompute settings that cannot be traced are left out, and listed in `ModelSpec.untraced`. Raises
-    ShardError for a sharded model and for more `recompute.blocks` than it has, and TraceError for one that
-    cannot run on a batch without values.
+    ShardError for a sharded model and for more `recompute.blocks` than it has, and TraceError if the first
+    setting cannot be traced.
 
     >>> with torch.device("meta"):  # nothing is allocated
     ...     model = fs.DecoderModel(run.decoder_config)
@@ -216,9 +217,9 @@ def _check_not_sharded(model: nn.Module) -> None:
 def _record_all_settings(
     recorder: recordings.SettingsRecorder, settings: Sequence[tuple[RecomputeSection, bool]]
 ) -> tuple[list[recordings.SettingRecording], list[UntracedSettings]]:
-    """Returns the recordings of all (recompute, compiled), and those that cannot be traced.
+    """Returns the recordings under all (recompute, compiled), and the settings that cannot be traced.
 
-    Raises TraceError if the first cannot: the others run the same forward.
+    Raises TraceError if the first cannot be traced: the others run the same forward.
     """
     found, untraced = list[recordings.SettingRecording](), list[UntracedSettings]()
     for recompute, compiled in settings:
@@ -261,7 +262,7 @@ def _error_text(error: Exception) -> str:
 def _settings_to_trace(
     plan: Plan | Run, device: DeviceType, *, blocks: int
 ) -> list[tuple[RecomputeSection, bool]]:
-    """Returns (recompute, compiled): those of a plan, or all that a run leaves open."""
+    """Returns (recompute, compiled): a plan's; of a run, those that it sets, or all if they are auto."""
     if isinstance(plan, Plan):
         return [(plan.run.recompute, plan.run.run.compile is True)]
     asked = plan.recompute
@@ -272,7 +273,8 @@ def _settings_to_trace(
 def _one_rank_plan(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Plan, DeviceType]:
     """Returns a plan with the settings that a trace depends on, and its device.
 
-    The plan is the given one, or of one rank for a Run.
+    The plan is the given one. For a Run, it is of as few ranks as can share its sequences, matmuls and
+    experts, with one microbatch per step and without offload.
     """
     if isinstance(plan, Plan):
         return plan, device_type or plan.device

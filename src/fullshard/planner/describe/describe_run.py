@@ -76,7 +76,7 @@ def describe_run(
     attention_kernel: the kernel of attention on the GPUs (`Hardware.attention_kernel`)
     cached: whether a shipped or cached spec may be returned, and a new one is cached
 
-    torch is imported only if the spec is neither shipped nor cached. Raises the errors of building the model.
+    torch is imported only if the model is traced. Raises the errors of building and describing the model.
     """
     if not cached:
         return _trace(plan, device, model=model, attention_kernel=attention_kernel)
@@ -91,7 +91,7 @@ def describe_run(
 
 
 def _settings_with_more_traces(plan: Plan | Run, device: DeviceType) -> list[Run]:
-    """Returns settings whose spec has the traces of `plan`, eager or compiled, and others besides."""
+    """Returns the run with `compile` auto if its spec has more traces than that of `plan`; else nothing."""
     if isinstance(plan, Plan):
         return []
     both = plan.model_copy(update={"run": plan.run.model_copy(update={"compile": "auto"})})
@@ -122,9 +122,10 @@ def _trace(
 
 
 def _example_batch(plan: Plan | Run, model: "Module") -> Any:
-    """Returns a microbatch for `describe`, or None if its default batch of tokens and labels will do.
+    """Returns a microbatch for `describe`; None stands for its default batch of tokens and labels.
 
-    For data from Python, this is the first microbatch of step 0, because only the user knows its shapes.
+    For data from Python, this is the first microbatch of step 0, because only the user knows its shapes. None
+    also if a model of transformers has unknown inputs.
     """
     import torch
 
@@ -216,7 +217,7 @@ def build_spec_key(
         of models that may mask: those of transformers.
 
     The key is None if the model, data or loss is other code than this package and transformers, because such
-    code can change undetected. Raises SpecError if the model's config.json cannot be read.
+    code can change undetected, or without torch. Raises SpecError if the model's config.json cannot be read.
     """
     run = plan.run if isinstance(plan, Plan) else plan
     outside = run.train.loss is not None or run.data.source == "python"
@@ -287,7 +288,10 @@ def read_cached_spec(key: SpecKey | None, environment: Mapping[str, str] = os.en
 def write_cached_spec(
     key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Writes `spec` into the cache atomically. Does nothing if the cache is off or not writable."""
+    """Writes `spec` into the cache atomically, and removes old entries (`trim_cache`).
+
+    Does nothing if `key` is None, the cache is off or not writable, or `spec` is too large to be read back.
+    """
     directory = cache_directory(environment)
     if key is None or directory is None:
         return
@@ -313,7 +317,7 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the least recently used entries, and drafts of them, until the rest take `most_bytes`."""
+    """Removes the least recently used entries, and drafts of them, beyond `most_bytes` in all."""
     room = most_bytes
     found = [(path.stat(), path) for path in directory.iterdir() if _ENTRY.fullmatch(path.name)]
     for status, path in sorted(found, key=lambda one: -one[0].st_mtime):

@@ -136,7 +136,7 @@ def _cuda_dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature:
 
 @contextmanager
 def decompose_fused_norms() -> Generator[None]:
-    """Makes RMS norm the operations that a compiler makes of it while active, which it fuses with others."""
+    """While active, emulated RMS norm runs as the operations that a compiler fuses with others."""
     token = _DECOMPOSED.set(True)
     try:
         yield
@@ -188,7 +188,7 @@ class CompiledPrograms:
     def find_program(
         self, key: Hashable, function: Program, *, tensors: Sequence[Tensor], policy: OperationPolicy | None
     ) -> Program | None:
-        """Returns `function`, traced on `tensors`, for `key`; None if it cannot be traced."""
+        """Returns the program of `key`, at first traced from `function` on `tensors`; None if that failed."""
         if key not in self._programs:
             try:
                 self._programs[key] = self._trace_program(function, tensors, policy=policy)
@@ -229,7 +229,7 @@ class CompiledPrograms:
 class CompiledBlocks:
     """Replaces `forward`s of blocks by the graphs that `torch.compile` would run.
 
-    failed: blocks that run eagerly, since they cannot be a graph
+    failed: blocks that run eagerly: they cannot be traced, or are no single graph and recompute selectively
     """
 
     def __init__(self, programs: CompiledPrograms) -> None:
@@ -244,9 +244,9 @@ class CompiledBlocks:
         pieces: Collection[nn.Module],
         recompute: Callable[[], None],
     ) -> None:
-        """Replaces the `forward` of each block, except of `pieces`, which cannot be one graph.
+        """Replaces the `forward` of each block, except of `pieces`: blocks with units inside, not one graph.
 
-        section: the blocks to which it applies recompute within their graphs
+        section: which blocks recompute, within their graphs
         recompute: applies `section` to all blocks as if they were eager
         """
         if section.mode == "selective":  # then pieces run eagerly

@@ -93,10 +93,10 @@ class _RunOfBlocks:
 def truncate_repeated_blocks(
     model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
 ) -> BlockTruncation:
-    """Removes equal blocks from the ModuleLists that contain them, in place, without renaming the others.
+    """Removes repeated blocks from their ModuleLists in place, without renaming the others. Returns which.
 
     Equal blocks have the same classes, shapes, settings and overrides. The caller checks in the trace that
-    they also do the same.
+    they also do the same. There are no `repeats` if blocks share a unit, or run in another order.
     """
     limit = plan.run.recompute.blocks
     runs = _find_runs_to_shorten(model, units, blocks=blocks, plan=plan)
@@ -124,6 +124,7 @@ def truncate_repeated_blocks(
 def _find_runs_to_shorten(
     model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
 ) -> list[_RunOfBlocks]:
+    """Returns the runs that have blocks to remove, of ModuleLists of recompute blocks alone."""
     owner = {module: unit for unit in units for module in unit.modules}
     places, limit = {block: at for at, block in enumerate(blocks)}, plan.run.recompute.blocks
     found: list[_RunOfBlocks] = []

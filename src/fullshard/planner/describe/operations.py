@@ -33,7 +33,8 @@ _DTYPE: dict[torch.dtype, KernelDtype] = {
 _ATTENTION = "_scaled_dot_product_"
 _VARLEN = "_varlen_attn"  # attention within documents on a GPU, with tensors (tokens, heads, head_dim)
 GROUPED = "_grouped_mm"
-# Collectives in the middle of computation, and how many times their input's bytes they need besides results.
+# Collectives in the middle of computation, and how often they need their input's bytes besides results
+# (GATHER: once per rank instead).
 _COLLECTIVES: dict[str, tuple[KernelKind, int]] = {
     GATHER: ("all_gather", 0),
     REDUCE: ("reduce_scatter", 1),
@@ -72,9 +73,9 @@ class KernelLaunch(NamedTuple):
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective, whose name a trace gives it instead of a process group
     head_dim: width of the queries of one head of attention
-    pieces: number of launches that it is where matrices of experts are multiplied in turn, or on the CPU
-    rows: rows of each matrix of a grouped matmul, on average
-    received: True if it works on rows that ranks sent to the experts of this one, or brings them
+    pieces: see `fullshard.spec.model.Kernel`
+    rows: rows that each matrix of a grouped matmul multiplies, on average
+    received: True if it works on rows that ranks sent to this rank's experts, or is that exchange
     """
 
     kind: KernelKind
@@ -133,16 +134,16 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
 def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
 
-    On the CPU those of an addition in place are known, which casts the tensor that it adds. On a GPU:
+    On the CPU only those of an addition in place are known, which casts a tensor of another dtype. On a GPU:
 
-    - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
-      key/value heads than query heads, the gradients of keys and values per query head, before they are
-      summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
+    - Attention backward in half precision: the gradient of the queries in fp32; one fp32 number per row; and
+      with fewer key/value heads than query heads, the gradients of keys and values per query head, before
+      they are summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
     - Attention backward within documents: the same, with room for 128 more tokens per document in fp32
       (flash attention's source).
     - Embedding backward: one fp32 row per token.
 
-    On both, collectives in the middle of computation hold what they send and receive in rank order.
+    On both, gathers and reduce-scatters in the middle of computation hold a copy in the order of ranks.
     """
     name = call.bare_operator_name
     if name in _COLLECTIVES:
@@ -225,7 +226,7 @@ def grouped_mm_output_shape(call: OpCall) -> tuple[int, ...]:
 def _grouped_matmul_launch(call: OpCall, dtype: KernelDtype, *, moved: int) -> KernelLaunch:
     """Returns the launch for a grouped matmul, which multiplies each row by the matrix of its own group only.
 
-    Of a gradient of the matrices, the rows are those that it sums over.
+    For the gradient of the matrices, `rows` counts the rows that it sums over.
     """
     named = call.arguments_by_name()
     left, right, ends = call.args[0], named["mat2"], named.get("offs")
@@ -364,7 +365,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.recorded.append(PhaseRecord(event, unit))
 
     def trace_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
-        """While active, records FLOP and bytes moved of a chunk of rows for all, but its memory once."""
+        """While active, scales FLOP and bytes moved from `rows` to all `of` rows; memory counts once."""
         self.loss_chunk = rows
         return _replace_between_kernels(self, "_work_factor", value=of / rows)
 
@@ -409,7 +410,7 @@ class AllocationRecorder(TorchDispatchMode):
         run.last = launch
 
     def record_fused_launch(self) -> None:
-        """Records the current elementwise run as one kernel, and starts the next run.
+        """Records the current elementwise run, if it is not empty, as one kernel, and starts the next run.
 
         The kernel reads storages that existed before the run, and writes storages that are still alive.
         """

@@ -42,10 +42,10 @@ class MicrobatchRecording:
     """Recordings of one microbatch size."""
 
     recording: list[PhaseRecord]  # phases without earlier gradients
-    accumulating: list[PhaseRecord]  # with earlier gradients; empty if FSDP2 accumulates them itself
+    accumulating: list[PhaseRecord]  # with earlier gradients; empty if FSDP2 adds them, or if not recorded
     batch_bytes: int  # bytes of the microbatch's storages
     compiled_units: frozenset[int] = frozenset()  # indices of units inside compiled blocks
-    # the same if the run were compiled; None if compiled blocks would not do the same
+    # these indices if the run were compiled; None if compiled blocks would do other work than the eager ones
     units_if_compiled: frozenset[int] | None = None
 
     @property
@@ -58,8 +58,9 @@ class SettingRecording:
     """Recordings of a recompute setting, eager or compiled.
 
     plan: the plan with the setting
+    shortened: blocks that were removed before the recording
     blocks: number of the model's blocks
-    low, high: at 2 and 3 sequences; the same one if it is valid for `microbatch` only
+    low, high: at 2 and 3 sequences; the same one if it is valid for `microbatch` only (else None)
     kept: False if other recordings predict this one, so that the spec needs no trace of it
     """
 
@@ -72,7 +73,7 @@ class SettingRecording:
     kept: bool = True
 
     def as_compiled(self, plan: Plan) -> "SettingRecording | None":
-        """Returns what compiled blocks do, if they do the same as these eager ones; None if they do not."""
+        """Returns these recordings of eager blocks as those of compiled ones; None if those do other work."""
         low, high = self.low.units_if_compiled, self.high.units_if_compiled
         if low is None or high is None:
             return None
@@ -121,7 +122,7 @@ class SettingsRecorder:
     buffer_bytes: int = 0
     loss_chunk: int = 0
     keep_integers: bool = False  # whether integers of the batch keep their values
-    # whether a single sequence differs, eager and compiled; unknown before the first trace
+    # for eager and compiled: whether 2 and 3 sequences fail to predict 1; unknown before the first trace
     _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
     _eager: dict[RecomputeSection, list[SettingRecording]] = field(
         default_factory=dict[RecomputeSection, list[SettingRecording]]
@@ -151,8 +152,9 @@ class SettingsRecorder:
     def _record_setting(self, recompute: RecomputeSection, *, compiled: bool) -> list[SettingRecording]:
         """Returns the recordings under one setting: one for any microbatch, or two.
 
-        The second is of a single sequence, if that differs. For a model whose trace changes structure with
-        the microbatch, the only one is of the plan's own microbatch.
+        The second is of a single sequence, unless an earlier setting showed that the first predicts it; it is
+        `kept` only if it differs. If the trace changes structure with the microbatch, or the batch lacks this
+        dim, the only one is of the plan's own microbatch. Compiled blocks may have the eager recordings.
         """
         plan = self._plan_with(recompute, compiled=compiled)
         eager = self._eager.get(recompute, []) if compiled else []

@@ -128,7 +128,7 @@ def _is_integer_with_values(tensor: Tensor) -> bool:
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], *, given: dict[str, Any]) -> bool:
-    """Returns whether a function without tensor arguments makes a tensor of integers or booleans."""
+    """Returns whether a function without tensor arguments makes integers or booleans on the CPU."""
     dtype = given.get("dtype")
     if given.get("device", "cpu") not in (None, "cpu", torch.device("cpu")):
         return False
@@ -272,6 +272,7 @@ class MicrobatchTracer:
             self.allocations.kind = "loss"
 
     def _watch_input_gradients(self, index: int, inputs: tuple[Any, Any]) -> Any:
+        """Returns `inputs` with a backward that opens the unit's post-backward phase."""
         leaves, spec = tree_flatten(inputs)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not where or not torch.is_grad_enabled():
@@ -325,7 +326,7 @@ class _NotifyWhenGradientsComplete(torch.autograd.Function):
 
 
 def _cast_floating_tensors(values: Any, dtype: torch.dtype | None) -> Any:
-    """Casts the floating-point tensors in `values`, unless `dtype` is None."""
+    """Returns `values` with floating-point tensors cast to `dtype`; unchanged if `dtype` is None."""
     if dtype is None:
         return values
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -77,7 +77,7 @@ class CollectiveLayout(NamedTuple):
 
 
 def shard_group_layout(degree: int, *, per_node: int, world_size: int) -> CollectiveLayout:
-    """Returns the slowest node layout among all groups of `degree` consecutive ranks."""
+    """Returns the fewest ranks in a node, and the most nodes, of all groups of `degree` consecutive ranks."""
     if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
         return CollectiveLayout(degree, degree, 1)
     if degree % per_node == 0:
@@ -161,7 +161,7 @@ def fullest_rank_excess(spread: float, *, ranks: int, experts_per_rank: float, l
     """Returns by how much the rows of the fullest of `ranks` ranks exceed the mean, as a fraction of it.
 
     spread: standard deviation of one expert's rows, over their mean
-    layers: number of layers of which it is the fullest
+    layers: number of layers among all of which the fullest rank is taken
     """
     draws = ranks * layers if ranks > 1 else 1
     largest = NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))

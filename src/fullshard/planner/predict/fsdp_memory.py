@@ -40,7 +40,7 @@ class PhaseBytes(NamedTuple):
     phase: int  # index in the trace
     peak: LiveBytes  # bytes at its highest moment
     end: LiveBytes  # bytes at its end; after a phase with `skipped_periods`, at the end of the skipped ones
-    starts_period: bool = False  # it begins a period
+    starts_period: bool = False  # it begins a period after which equal ones are skipped
     skipped_periods: int = 0  # on the phase that ends a period, the number of equal periods skipped after it
 
 
@@ -240,6 +240,7 @@ class UnshardMemoryReplay:
         self.buffer = 0
 
     def replay_pre_backward(self, index: int, live: LiveBytes) -> None:
+        """Gathers the unit, and prefetches the one whose forward ended before its own."""
         if self.sizes[index].gathers_in_backward:
             self._unshard_unit(index, live, forward=False)
         place = self.units[index].places.pop() if self.units[index].places else 0
@@ -309,7 +310,7 @@ class GradientMemoryReplay:
         self.leaving: deque[int] = deque()
 
     def replay_post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """Reduces the unit's gradients, or keeps them unsharded. `last`: in the step's last microbatch."""
+        """Reduces the unit's gradients; without sync, keeps them unsharded until the `last` microbatch."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)
@@ -355,7 +356,7 @@ class GradientMemoryReplay:
             self.ledger.update_peaks(live._replace(gradients=live.gradients + both))
 
     def _store_reduced_gradient(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """Turns the reduce-scatter's output into the gradient of the own shard."""
+        """Makes the reduce-scatter's output the shard's gradient; with replicas, sums it until `last`."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         chunk, replicated = size.reduce_output, size.replicate_degree > 1
         if replicated and not last:  # replicas are reduced once per step; until then the chunks are summed

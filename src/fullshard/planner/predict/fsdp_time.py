@@ -25,7 +25,7 @@ end           after each backward the compute stream waits for all reductions. A
 
 offload       see [Note: tiers] in `planner.predict.offload`. Before a unit's first all-gather of the step
               its group is updated: the drive, the host's update and the copy to the device each process
-              their own queue. With params+, each all-gather's own shard is copied in while the previous one
+              their own queue. With params+, the rank's shard is copied in while the previous all-gather
               is sent. A reduced gradient is copied out after its reduction; the next but one waits for it.
 
 activations   see [Note: activations on the host] in `planner.predict.offload`.
@@ -56,7 +56,7 @@ class UnitCost:
     reshards: bool  # it is resharded after forward
     gathers_in_backward: bool  # once resharded, it is gathered again for backward
     shares_wires: bool  # the all-reduce uses the same links as the shard axis
-    copy_in: int  # own shard cast and copied into the all-gather buffer
+    copy_in: int  # the rank's shard cast and copied into the all-gather buffer
     gather: int  # the all-gather
     copy_out: int  # parameters copied out of the buffer
     pack: int  # gradients copied into the reduce-scatter buffer
@@ -75,17 +75,17 @@ class UnitCost:
     update: int = 0  # the update
     update_out: int = 0  # state copied out after an update on the device
     back: int = 0  # updated parameters copied to the device
-    fetch_disk: int = 0  # the own shard read from the drive before an all-gather
-    fetch: int = 0  # the own shard copied from the host before an all-gather
-    shards_on_disk: int = 0  # bytes of the own shard on the drive
+    fetch_disk: int = 0  # the rank's shard read from the drive before an all-gather
+    fetch: int = 0  # the rank's shard copied from the host before an all-gather
+    shards_on_disk: int = 0  # bytes of the rank's shard on the drive
     fetch_frozen: int = 0  # the frozen shard read from the drive
     frozen_on_disk: int = 0  # bytes of the frozen shard on the drive
 
 
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
-    """Returns the costs of one unit, from the bytes that torch's `_fsdp_collectives` moves per event.
+    """Returns one unit's costs, those of an offload target 0, from the bytes that `_fsdp_collectives` moves.
 
-    tensor: consecutive ranks with the same sequences; a shard group takes every `tensor`-th rank.
+    tensor: distance between the ranks of a shard group; 1 if they are consecutive
     """
     shard, replicate = _group_layouts(size, hardware, world_size=world_size, tensor=tensor)
 
@@ -178,7 +178,7 @@ class StreamClocks:
     disk: int = 0
     updating: int = 0  # the host's update
     host_in: int = 0  # copies to the device
-    fetched: int = 0  # when the last own shard that was copied in may be freed
+    fetched: int = 0  # when the last shard that was copied in may be freed
     host_out: int = 0  # copies from the device
     last_gradient_out: int = 0  # end of the last gradient's copy to the host
     previous_gradient_out: int = 0  # end of the copy before that one
@@ -335,7 +335,7 @@ class StreamClocks:
 class BufferedUnits:
     """Units in the host's buffers, in order of use. See [Note: units in memory] in `gather_source.py`."""
 
-    trained: list[int] = field(default_factory=list[int])  # units whose own shards are buffered
+    trained: list[int] = field(default_factory=list[int])  # units whose trained shards are buffered
     frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered
 
     @property
@@ -346,10 +346,10 @@ class BufferedUnits:
 def simulate_shard_fetch(
     streams: StreamClocks, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool
 ) -> int:
-    """Loads a unit's own shard to the device before its all-gather, and returns when it is there.
+    """Loads the rank's shard of a unit to the device before its all-gather, and returns when it is there.
 
     updates: this is the unit's first gather of the step, so its group is updated first.
-    reads, reads_frozen: its own shard, or its frozen shard, must be read from the drive.
+    reads, reads_frozen: the trained, or the frozen, shard must be read from the drive.
     """
     ready = 0
     if reads_frozen:
@@ -376,7 +376,7 @@ def simulate_shard_fetch(
 
 
 def touch_lru_buffer(unit: int, buffers: list[int]) -> bool:
-    """Marks `unit` as the most recently used of `buffers`, and returns True if it was among them."""
+    """Makes `unit` the last of the UNIT_BUFFERS most recently used, and returns True if it was among them."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
     return was_there

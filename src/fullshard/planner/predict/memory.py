@@ -182,10 +182,10 @@ class _StepMemoryReplay:
 
 
 class LeastBytes(NamedTuple):
-    """Bytes that a step certainly needs: at every moment, and at one more."""
+    """Bytes that a step certainly needs."""
 
-    always: int
-    once: int
+    always: int  # at every moment
+    once: int  # in addition, at one moment
 
 
 def least_bytes_of_trace(spec: ModelSpec, plan: Plan) -> LeastBytes:

@@ -10,7 +10,7 @@ S         bytes of master and moments: 3 m P, or (m + 4) P with `moments = "bf16
 device    optimizer:*    shards in the compute dtype (c P); masters are stored with the moments. A gradient
                          leaves in the dtype it was reduced in (a cast to c would round it). Gradients of at
                          most two units are in transit; a third waits.
-          params+*       no shards. Each all-gather copies in the own shard, and frees it when it is sent.
+          params+*       no shards. Each all-gather copies in the rank's shard, and frees it when sent.
 host      *:cpu          S, gradients (4 P: fp32 sums), with params+ the parameters (c P and F), and updated
                          parameters on their way to the device (one segment of a group)
           *:nvme         gradients (they never go to the drive), that segment, three times the largest
@@ -132,7 +132,7 @@ def host_copy_bytes_per_second(hardware: Hardware, needed_for: str) -> float:
 
 
 def choose_update_device(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
-    """Returns the faster place for the offloaded update, for `offload.update = "auto"`. See [Note: tiers]."""
+    """Returns the faster place for the offloaded update: see [Note: tiers]. The host if a rate is unknown."""
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.offloads_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
@@ -205,14 +205,14 @@ def add_offload_costs(
 
 
 def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadTimePerByte) -> int:
-    """Returns the host's ticks to read the gradients of `trained` parameters for their norm."""
+    """Returns the host's ticks to read `trained` gradients for their norm; 0 if they are not clipped."""
     return to_ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
 
 
 def count_shard_loads(
     plan: Plan, trace: MicrobatchTrace, *, costs: Sequence[UnitCost], counts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns how often per step the own shard of each traced unit is loaded, over all its repeats."""
+    """Returns how often per step the rank's shard of each traced unit is loaded, over all its repeats."""
     frees = plan.reshard_after_forward
     times = plan.accumulation if frees else 1
     found: list[int] = []
@@ -270,7 +270,7 @@ class SlotBytesAtUpdateStart(NamedTuple):
 
     kept: int = 0  # kept since the last update, so not read again
     ahead: int = 0  # read while the last update was being written
-    behind: int = 0  # written last
+    behind: int = 0  # of two groups, which may still be written when the next one has been read
 
 
 def slot_bytes_at_update_start(plan: Plan, records: Sequence[int]) -> SlotBytesAtUpdateStart:
@@ -284,7 +284,7 @@ def slot_bytes_at_update_start(plan: Plan, records: Sequence[int]) -> SlotBytesA
 
 
 def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
-    """Returns the bytes of device memory for an update of offloaded state there. See [Note: tiers]."""
+    """Returns the bytes of device memory for an update of offloaded state there; 0 if the host updates it."""
     section = plan.run.offload
     if not (section.offloads_optimizer and section.update == "device"):
         return 0

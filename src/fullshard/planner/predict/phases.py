@@ -210,8 +210,8 @@ def kernel_seconds(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> fl
 def _copied_bytes(kernel: model.Kernel, microbatch: int) -> float:
     """Returns the bytes that are read and written to bring the parts of a collective into the order of ranks.
 
-    The parts of one sequence are in this order already, unless each rank has two pieces of it. Operations of
-    their own copy rows of experts.
+    0 for ranks that share the matmuls of a single sequence, whose parts are in this order already, and for
+    rows of experts, which operations of their own copy.
     """
     if (kernel.axis == "tensor" and microbatch == 1) or kernel.kind not in _COPIED_COLLECTIVES:
         return 0.0

@@ -56,7 +56,7 @@ class MicrobatchWork(NamedTuple):
 
     program: MicrobatchSchedule
     lengths: tuple[tuple[int, int], ...]  # for each phase, ticks of the device and of the host's launches
-    sent: tuple[int, ...] = ()  # for each phase, the device ticks of tensor-parallel collectives
+    sent: tuple[int, ...] = ()  # for each phase, ticks of collectives between ranks that share work
     moved: tuple[ActivationIoTicks, ...] = ()  # for each phase, its copies of activations; or ()
 
 
@@ -170,6 +170,7 @@ class StepSimulation:
                 streams.copy_activations(**moved._asdict())
 
     def _end_forward_or_backward(self, event: Event) -> None:
+        """Lets gathers wait for forward's last copy-out, or computing for all of backward's reductions."""
         if event == "end_forward" and self.buffered:
             self.streams.delay_gather_streams(self.streams.copied_out)
             self.buffered = False
@@ -233,7 +234,7 @@ class StepSimulation:
             self.streams.run_fsdp_host_work(self.policy.act)
 
     def _start_all_gather(self, unit: int, cost: fsdp_time.UnitCost) -> None:
-        """Starts the all-gather of a unit that is neither unsharded nor in flight."""
+        """Starts a unit's all-gather, unless it is unsharded, in flight, or not gathered in backward."""
         if unit in self.unsharded or unit in self.pending:
             return
         if self.in_backward and not cost.gathers_in_backward:
@@ -251,7 +252,7 @@ class StepSimulation:
         self.pending[unit] = there
 
     def _wait_and_copy_out(self, unit: int, cost: fsdp_time.UnitCost, *, forward: bool) -> None:
-        """Waits for a unit's all-gather, and copies its parameters out."""
+        """Waits for a unit's all-gather, if one is in flight, and copies its parameters out."""
         there = self.pending.pop(unit, None)
         if there is None:
             return
@@ -261,7 +262,7 @@ class StepSimulation:
         streams.stall_compute_until(there, "all_gather")
         streams.copy_on_compute_stream(cost.copy_out)
         if not cost.is_sharded:
-            streams.fetched = streams.compute  # the next own shard is copied in while this unit computes
+            streams.fetched = streams.compute  # the next shard is copied in while this unit computes
         if forward and cost.is_sharded:
             streams.copied_out, self.buffered = streams.compute, True
         elif cost.is_sharded:

@@ -8,7 +8,7 @@ contention   hardware.contention * overlapped: the seconds of collectives that o
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
              reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
-             in fp32. All over the own shards.
+             in fp32. All over the rank's shards.
 offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
              offload target or with activations on the host (see [Note: tiers] and [Note: activations on the
              host] in `planner.predict.offload`). It includes an offloaded update; `optimizer` does not.
@@ -274,7 +274,7 @@ class StepTimePredictor:
         )
 
     def _extra_recompute_ticks(self, plan: Plan) -> int:
-        """Returns the ticks per step that recompute adds to the trace without recompute."""
+        """Returns the ticks per step that recompute adds to the trace without it; 0 if there is none."""
         trace, none = self.unit_costs(plan).trace, RecomputeSection(mode="none")
         sizes, compiled = plan.microbatch, trace.compiled
         valid = (one for one in self.spec.traces if one.is_valid_for(none, sizes, compiled=compiled))
@@ -315,7 +315,7 @@ class StepTimePredictor:
 
 
 def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
-    """Returns the number of consecutive ranks that have other parts of a unit than those of a shard group."""
+    """Returns the distance between ranks of a unit's shard group; ranks between have other parts."""
     has_own_mesh = unit.has_experts and plan.has_expert_mesh
     return plan.expert_parallel if has_own_mesh else plan.tensor_parallel
 
@@ -323,7 +323,7 @@ def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
 def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:
     """Returns the seconds in which the ranks agree on the scales of weights that are gathered in fp8.
 
-    Every own shard is read, and one all-reduce finds the largest values: see `parallel.fp8`.
+    Every rank reads its shards, and one all-reduce finds the largest values: see `parallel.fp8`.
     """
     read = sum(size.in_fp8 * size.master_itemsize * count for size, count in sizes)
     if not read:
@@ -380,7 +380,7 @@ def _sum_compute_ticks(work: simulate.MicrobatchWork, *, serial: bool) -> int:
 def _sum_model_parallel_ticks(
     works: tuple[simulate.MicrobatchWork, simulate.MicrobatchWork], *, accumulation: int
 ) -> int:
-    """Returns the ticks per step in which computing waits for ranks that share matmuls or sequences."""
+    """Returns the ticks per step in which computing waits for ranks that share work with it."""
     return sum(
         sent * turns * times
         for work, times in zip(works, (1, accumulation - 1), strict=True)

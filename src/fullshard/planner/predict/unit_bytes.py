@@ -15,8 +15,9 @@ from fullshard.spec.settings.model_section import expert_shard_dim
 class UnitBytes:
     """Bytes of one unit on one rank's device.
 
-    N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, parameters
-    are the first rank's part. Shards may be offloaded: see [Note: tiers] in `planner.predict.offload`.
+    N is the shard degree. Own shards: this rank's. Padded: dim 0 is rounded up to a multiple of N. With
+    tensor parallelism, parameters are the first rank's part. Shards may be offloaded: see [Note: tiers] in
+    `planner.predict.offload`.
     """
 
     shard_degree: int  # N
@@ -29,9 +30,7 @@ class UnitBytes:
     frozen: int  # frozen own shards in their own dtype, wherever they are stored
     frozen_on_drive: int  # `frozen` in a file
     gathered: int  # all parameters as they are sent, padded: the all-gather buffer
-    unpacking: (
-        int  # what FSDP2 allocates beside `unsharded` to copy out parameters sharded in another dim than 0
-    )
+    unpacking: int  # allocated beside `gathered` to copy out parameters sharded in another dim than 0
     cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
     in_fp8: int  # elements of own shards that are gathered in fp8, padded
     largest_cast: int  # `cast_copy` of the largest parameter; over one rank, parameters are cast one by one
@@ -118,8 +117,9 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
 def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSettings, list[ParamSpec]]:
     """Returns (unit, settings, inner) of the part of `unit` that FSDP2 shards for a rank.
 
-    unit: with the shapes of the rank's part on the axes inside, and the dim first that FSDP2 shards.
-    inner: the parameters of which that is another dim than 0.
+    unit: with the shapes of the first rank's part, if ranks share matmuls or divide experts, and with the dim
+        first that FSDP2 shards.
+    inner: the parameters that FSDP2 shards in another dim than 0.
     """
     settings = MergedUnitSettings.for_unit(
         plan,
@@ -259,7 +259,8 @@ def rounding_temporary_bytes(elements: int, plan: Plan) -> int:
 
 
 def update_temporary_bytes(sizes: Iterable[UnitBytes], plan: Plan) -> int:
-    """Returns the bytes of temporaries of an update of the units of `sizes`. Fused AdamW has none.
+    """Returns the bytes of temporaries of an update of the units of `sizes`. Fused AdamW has none,
+    and those of an offloaded update are in `device_update_buffer_bytes`.
 
     Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. Others update parameter by
     parameter: stochastic rounding as `rounding_temporary_bytes` says; AdamW in 8 bits with 53 bytes per

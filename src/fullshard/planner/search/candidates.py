@@ -248,7 +248,7 @@ def _recompute_and_compile_choices(
 
 
 def _recompute_choices(trace: MicrobatchTrace) -> list[RecomputeSection]:
-    """Returns the settings to try of which `trace` tells: about one, two and three quarters of the blocks."""
+    """Returns the settings to try with `trace`: its own, or about 1, 2 and 3 quarters of the blocks."""
     counts = trace.recomputed_block_counts()
     if not counts:
         return [trace.recompute]

@@ -138,8 +138,8 @@ def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
 def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run) -> Lever | None:
     """Returns the change that gains most tokens/s per rank over `plan`, if it is notable.
 
-    Tried are: each pinned setting left to the planner, compiled blocks, a batch twice as large, and twice as
-    many ranks. A loss that takes much memory is named if nothing else gains more.
+    Tried are: a pinned microbatch, recompute or sharding left to the planner, compiled blocks, a batch twice
+    as large, and with it twice as many GPUs. A loss that takes much memory is named if nothing gains more.
     """
     best = _loss_lever(plan)
     own = require_prediction(plan).tokens_per_second / plan.world_size
@@ -160,6 +160,7 @@ def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: 
 
 
 def _loss_lever(plan: Plan) -> Lever | None:
+    """Returns the lever of a loss in chunks; None if it has them, or logits take little of the memory."""
     prediction = require_prediction(plan)
     logits, needed = prediction.memory.loss, prediction.required_device_bytes
     tight = needed > prediction.capacity_bytes / 2

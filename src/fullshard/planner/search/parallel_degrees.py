@@ -210,7 +210,10 @@ def _with_degree(run: Run, axis: str, *, degree: int) -> Run:
 
 
 def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
-    """Yields the numbers of ranks over 1 that a search tries: whole nodes, or divisors of a node."""
+    """Yields the numbers of ranks over 1 that a search lets share a sequence; none if `run` sets it.
+
+    Each is of whole nodes, or divides a node, with LEAST_TOKENS or more of the sequence per rank.
+    """
     length, node, tensor = run.data.sequence_length, hardware.ranks_per_node, run.sharding.tensor_degree
     if run.sharding.context_parallel != "auto":
         return
@@ -222,7 +225,7 @@ def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
 
 
 def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
-    """Yields the numbers of ranks over 1 that a search lets share matmuls: divisors of a node's ranks."""
+    """Yields divisors over 1 of a node's ranks, to share matmuls; none if `run` sets or excludes it."""
     section, model = run.sharding, run.model
     if section.tensor_parallel != "auto" or first_setting_without_tensor_parallel(run) is not None:
         return
@@ -233,10 +236,10 @@ def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
 
 
 def sequences_for_sharing_ranks(run: Run, *, ranks: int, per_node: int, most_tokens: int) -> int | None:
-    """Returns the most sequences up to `most_tokens`, fewer than `ranks`, that ranks can share.
+    """Returns the most sequences within `most_tokens` that divide `ranks` and are fewer; None without any.
 
-    It is None if `run` sets the numbers of ranks that share sequences and matmuls, if parts of sequences
-    would be too short, or if the model is not known to be divisible.
+    None also if `ranks` cannot share so many sequences: by context parallelism that `run` leaves open, with
+    LEAST_TOKENS or more per rank; by the tensor parallelism of a decoder (`iterate_tensor_degrees`); or both.
     """
     length, is_open = run.data.sequence_length, run.sharding.context_parallel == "auto"
     divisible = isinstance(run.model, DecoderConfig)
@@ -267,7 +270,7 @@ def step_seconds_of(searched: DegreeSearch) -> float:
 
 
 def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:
-    """Yields the numbers of ranks over 1 that a search tries: whole nodes, or divisors of a node."""
+    """Yields the numbers of ranks over 1 that can divide `experts`: whole nodes, or divisors of a node."""
     node = hardware.ranks_per_node
     for degree in divisors(experts):
         follows_nodes = node % degree == 0 or degree % node == 0

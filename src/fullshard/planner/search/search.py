@@ -39,7 +39,7 @@ class SearchResult(FrozenModel):
     best: Plan | None  # the best plan that fits, by [Note: the choice]; None if none does
     fastest: Plan  # the fastest plan regardless of memory
     fastest_in_twice: Plan | None  # the fastest plan that fits twice the memory; None if none does
-    closest: Plan | None  # if none fits, the plan that needs the fewest bytes; otherwise None
+    closest: Plan | None  # if none fits, the plan that lacks the fewest bytes; otherwise None
     # for each `Candidate.strategy_label`, the best plan that fits, or else that needs the fewest bytes
     by_strategy: Mapping[str, Plan]
     limit_bytes: PositiveInt  # bytes that a plan may use: the device's memory without the margin
@@ -272,7 +272,7 @@ def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
 
 
 def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """Returns, as text, the fastest plan that fits with an offload target; None if no target can be tried."""
+    """Returns, as text, the best plan with an offload target for a run without; None if none fits."""
     tiers = list_offload_targets(hardware, run)
     if run.offload.tier != "none" or not tiers:
         return None
@@ -301,7 +301,7 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
 
 
 def iterate_unpinned(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, Hardware]]:
-    """Yields (change as text, run with this pinned setting released, hardware), the least change first."""
+    """Yields (change as text, run, hardware) with a pinned microbatch, recompute or sharding left open."""
     free = {"strategy": "auto", "shard_degree": None}
     is_sharding_pinned = run.sharding.strategy != "auto" or run.sharding.shard_degree is not None
     for is_pinned, change, settings in (

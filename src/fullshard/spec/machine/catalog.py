@@ -67,7 +67,7 @@ class CatalogChip(FrozenModel):
 
 @cache
 def read_machine_tables(name: str) -> Mapping[str, Any]:
-    """Reads `<name>.toml` of this package, whose comments explain each figure: links, rates or certainty."""
+    """Reads `<name>.toml` of this package, whose comments explain each figure: catalog, links, …"""
     return read_toml(Path(__file__).with_name(f"{name}.toml"))
 
 
@@ -84,8 +84,8 @@ def find_chip_by_device_name(device_name: str, *, memory_bytes: int | None = Non
     Only whole names match: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB HBM3` (SXM) are three
     chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one.
 
-    memory_bytes: the device's memory. If it differs from the chip's, the device is a partition that has the
-        whole chip's name (AMD's), and the result is None.
+    memory_bytes: the device's memory. If it is not 0.85 to 1.05 times the chip's, the device is a partition
+        that has the whole chip's name (AMD's), and the result is None.
     """
     name = " ".join(device_name.lower().split())
     for vendor in ("nvidia ", "amd ", "intel "):
@@ -97,12 +97,12 @@ def find_chip_by_device_name(device_name: str, *, memory_bytes: int | None = Non
 
 
 def find_catalog_entry_of_chip(chip: Chip) -> CatalogChip | None:
-    """Returns the catalog entry of a chip that `find_chip_by_device_name` returned."""
+    """Returns the catalog entry with the name of `chip`; None if the catalog does not have it."""
     return next((entry for entry in read_catalog_chips() if entry.name == chip.name), None)
 
 
 def normalized_chip_name(name: str) -> str:
-    """Returns a chip's name without case, blanks, dashes and vendor: `NVIDIA H100-PCIe` -> `h100pcie`."""
+    """Returns a chip name without case, blanks, dashes, vendor or brand: `NVIDIA H100-PCIe` -> `h100pcie`."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     for word in ("nvidia", "amd", "intel", "geforce", "instinct"):
         key = key.removeprefix(word)
@@ -110,7 +110,7 @@ def normalized_chip_name(name: str) -> str:
 
 
 def link_from_catalog(name: str) -> Link:
-    """Returns the link `name` of the catalog, with the rates of its collectives. Raises KeyError.
+    """Returns the link `name` of the catalog, with its collectives' rates. Raises KeyError for another name.
 
     An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so it has half the rate
     and twice the hops. The catalog does not assume switches that reduce (NVLink SHARP), which are faster.
@@ -149,7 +149,8 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
 
     `chip.matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
     peaks, and fp8 a smaller one. `chip.attention` has the fractions of the matmul peak that each kernel of
-    attention sustains with heads of 128; the curve is that of matmuls.
+    attention sustains with heads of 128; the curve is that of matmuls. `rates.toml` has the fractions for
+    chips without these figures.
     """
     table = read_machine_tables("rates")
     of_matmul, host, known = table["matmul"], table["host"], chip.flops_per_second

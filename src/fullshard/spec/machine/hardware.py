@@ -194,7 +194,7 @@ class Hardware(FrozenModel):
     adam_per_second: parameters that the host updates for one rank while it updates for all ranks, 1/s. 5.2e8
         is the rate of torch 2.13's fused AdamW on two cores (32M fp32 parameters). Two cores of another
         machine reached 1.66e9: the host's memory decides, so measure it.
-    price_per_hour: price of one chip
+    price_per_hour: dollars per hour for one chip
     is_calibrated: whether the rates were measured on this hardware
     attention_kernel: kernel that torch's attention prefers in half precision: "cudnn" on Hopper and on
         Blackwell of data centres, with cuDNN above 9.15. The rates of attention are this kernel's.

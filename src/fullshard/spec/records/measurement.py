@@ -158,7 +158,7 @@ class StepSeconds(SecondsByCause):
     """Measured seconds of one step by cause. See `fullshard.report.profiled_step`.
 
     compute                 forward and backward (including recompute); on CUDA, while one of its kernels runs
-    model_parallel          waiting for ranks that share sequences, while nothing is computed
+    model_parallel          waiting for ranks that share work, while nothing is computed
     exposed_all_gather      waiting for parameters, while nothing is computed
     exposed_reduce_scatter  waiting for gradients that are reduced over shards, while nothing is computed
     exposed_all_reduce      waiting for all-reduces over replicas, of the loss and of the norm

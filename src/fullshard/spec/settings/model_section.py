@@ -161,7 +161,8 @@ def check_decoder_can_be_split(config: DecoderConfig, ranks: int) -> None:
 def can_decoder_be_split(config: DecoderConfig, ranks: int) -> bool:
     """Returns whether `ranks` divides heads and d_ff; kv heads may be fewer, and then divide `ranks`.
 
-    In a mixture, the columns are those of the shared experts. All others are whole.
+    Every rank must also get a part of the vocabulary. In a mixture, `ranks` divides the width of the shared
+    experts in place of d_ff; all other experts are whole.
     """
     shares_kv_heads = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
     width = config.shared_experts * config.expert_width if config.is_mixture else config.d_ff

@@ -93,7 +93,7 @@ def check_sequence_is_divisible(run: Run) -> None:
 
 
 def check_experts_are_divisible(run: Run, *, group: int) -> None:
-    """Raises PlanError if experts cannot be divided evenly over ranks, or not be sharded in such groups.
+    """Raises PlanError unless the ranks divide a decoder's experts, and divide `group` or are divided by it.
 
     group: number of adjacent ranks over which a parameter is divided and sharded
     """
@@ -220,7 +220,7 @@ def check_plan_is_of_run(planned: Run, given: Run, *, plan: str) -> None:
     planned: the run in the file `plan`
     given: the run of the user's run.toml and `--set`
 
-    Raises SpecError for a setting that runs code and was not given, and for one that was given otherwise.
+    Raises SpecError for a setting that runs code and was not given, and for a given one with another value.
     Settings that were left open (`auto`) have the plan's values.
     """
     own = dict(_iterate_given_settings(given))

@@ -17,7 +17,7 @@ class TrainSection(value.FrozenModel):
     `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
     `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
         `last_microbatch` keeps whole gradients on every rank and reduces once per step (least communication).
-        `auto` is `last_microbatch` for zero1 and no_shard, else `every_microbatch`.
+        `auto`: the planner's choice; unplanned, `last_microbatch` for zero1 and no_shard, else the other.
     `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.models.loss`);
         unset, next-token loss for models that predict it, else the model's own loss
     `loss_chunk`: rows of logits that the next-token loss computes at once, at most a sequence, so that the
@@ -84,7 +84,7 @@ class OptimizerSection(value.FrozenModel):
 class ScheduleSection(value.FrozenModel):
     """Settings of the learning rate: linear warmup, then decay of `kind` to `min_lr_ratio` of the peak.
 
-    `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
+    `kind`: `constant` does not decay; `wsd` decays linearly over the last `decay_fraction` of the steps
     """
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
