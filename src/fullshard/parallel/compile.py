@@ -93,6 +93,7 @@ class CompiledForward:
         return result
 
     def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph; eagerly from now on, if that fails, or it is recomputed and changes buffers."""
         is_first = self._recomputed and not self._has_run
         buffers = FoundBuffers(self._block) if is_first else None
         try:

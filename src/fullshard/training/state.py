@@ -158,7 +158,7 @@ class TrainState:
         }
 
     def select_finite_tensors(self, names: Iterable[str]) -> set[str]:
-        """Returns those of `names` that must be finite: trained parameters, optimizer state. Masks need not."""
+        """Returns the `names` that must be finite: trained parameters, optimizer state. Masks need not."""
         trained = {f"model.{name}" for name, one in self.model.named_parameters() if one.requires_grad}
         return {name for name in names if name in trained or name.startswith("optimizer.")}
 
