@@ -94,8 +94,9 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
 def raise_on_all_ranks(doing: str, *, group: Group = None) -> Generator[None]:
     """Context manager for work of every rank: raises CheckpointError on all ranks if one failed. Collective.
 
-    The error starts with `doing`, a description of the work, and names the lowest rank that failed. It is a
-    DamagedCheckpointError if every failed rank raised that. Its cause is this rank's own error, or else the
+    The error is that of the lowest failed rank, which it names unless all ranks failed alike. It is a
+    DamagedCheckpointError only if every failed rank raised that. Other classes become a CheckpointError that
+    begins with `doing`, a description of the work. Its cause is this rank's own error, or else the
     OffloadError of the named rank.
     """
     attempt = ErrorCapture()

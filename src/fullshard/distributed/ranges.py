@@ -73,7 +73,7 @@ class OwnClock:
         return COLLECTIVES[kind][1] if kind else ""
 
     def begin_range(self, kind: str) -> bool:
-        """Returns whether the range stops or starts the clock. A collective within another one does not."""
+        """Stops the clock for a collective, or starts it for a write in one. Returns False for all others."""
         if threading.get_ident() != self._thread:
             return False  # of a save in the background
         if kind == _WRITE and self._wait:
@@ -106,9 +106,10 @@ class OwnClock:
 
 
 class TimedRange:
-    """Context whose block is a range `fullshard::<kind>` of the profiler, and stops the rank's own clock.
+    """Context whose block is a range `fullshard::<kind>` of the profiler.
 
-    kind: a key of `COLLECTIVES`, or `write` (own work within an agreement), `norm`, `update`
+    kind: a key of `COLLECTIVES`, which stops the rank's own clock; `write` (own work within an agreement),
+        which starts it again; or `norm`, `update`
     name: name of the profiler's range, if it contains more than the collective
     """
 
@@ -136,7 +137,7 @@ class TimedRange:
 
 @contextmanager
 def run_own_clock(clock: OwnClock | None = None) -> Generator[OwnClock]:
-    """Context in which the calling thread's own seconds are counted. `clock`: another one than the host's."""
+    """Context in which the calling thread's own seconds are counted, by `clock` or a new one."""
     try:
         file: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:  # the system does not report it

@@ -45,7 +45,7 @@ class UnitEvents:
         return zlib.crc32(self.numbers)
 
     def first_different_texts(self, others: Sequence["array[int]"]) -> list[str]:
-        """Returns a text for each of `others`, which are of other ranks: the first event that differs."""
+        """Returns for each of `others`, the `numbers` of several ranks, a text of the first that differs."""
         split = [_attach_missing_parameters(numbers) for numbers in others]
         pairs = enumerate(zip(*split, strict=False))
         at = next((i for i, events in pairs if len(set(events)) > 1), min(map(len, split)))

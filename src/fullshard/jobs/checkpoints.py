@@ -76,6 +76,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
     def save_last(self, state: TrainState) -> None:
         """Saves `state` at the end of the run, and returns when the checkpoint is written.
 
+        If the last step was skipped, no run then resumes from the newest generation on the offload drive.
         Raises CheckpointError, or OffloadError if the state cannot be read from its drive.
         """
         state.wait_for_updates()

@@ -39,7 +39,8 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
 
     Every process that calls this for the same run on the same machine gets the same plan. If the planner
     cannot decide (because it does not know the hardware or the optimizer, or cannot trace the model), the
-    plan has the run's plain defaults, and a note on standard error reports this.
+    plan has the run's plain defaults, and a note on standard error reports this. A plan in `request` only
+    gets a prediction, or stays as it is if torchrun now has another number of ranks.
 
     plain_defaults: whether to plan nothing, and use the plain defaults
 
@@ -95,7 +96,7 @@ def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
 
 
 def _newest_step_and_rows(run: Run) -> tuple[int, int]:
-    """Returns the step of the run's newest checkpoint, and how many rows of the data its steps took."""
+    """Returns the step of the run's newest checkpoint, and the rows that its steps took; else (0, 0)."""
     from fullshard.checkpoint.location import iterate_complete_checkpoints, location_of
     from fullshard.training.state import rows_in_values
 

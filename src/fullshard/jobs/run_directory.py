@@ -276,7 +276,7 @@ def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> Non
 
 
 def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path | None:
-    """Renames `root` to `<name>.1`, or `.2`, if it holds an earlier run. Returns the new path, or None."""
+    """Renames `root` to `<name>.1`, or the next free number, if it holds a run. Returns that path or None."""
     check_directory_is_free(root, offload_path=offload_path)
     if not _has_run_record(root):
         return None

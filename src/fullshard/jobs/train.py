@@ -136,7 +136,7 @@ def _iterate_steps(job: TrainJob) -> Iterator[Step]:
 
 
 def _try_roll_back(job: TrainJob, step: Step) -> bool:
-    """Rolls back to the newest checkpoint after a spike in `step`. Returns False without a checkpoint."""
+    """Rolls back to the newest checkpoint, as `step.rollback` demands. Returns False if there is none."""
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait_for_saves()
@@ -230,7 +230,7 @@ def _iterate_validation_batches(job: TrainJob) -> Iterator[dict[str, Tensor]]:
 def gather_highest_peak(peak: PeakMemory, model: nn.Module, *, plan: Plan) -> PeakBytes | None:
     """Returns, on all ranks, the peak memory by part of the rank whose peak is highest. Collective.
 
-    peak: measured on this rank
+    peak: measured on this rank; without parts, the result is None
     """
     if peak.parts is None:
         return None

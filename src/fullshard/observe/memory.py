@@ -45,7 +45,7 @@ class _MallocFigures(ctypes.Structure):
 def read_memory_figures(device: torch.device) -> dict[str, float]:
     """Returns the memory of this process after a step, as figures by name. On CUDA, resets the peaks.
 
-    resident_bytes: resident memory of the process
+    resident_bytes: resident memory of the process; the only figure on the CPU
     allocated_bytes, reserved_bytes: live tensors on the device, and device memory that the allocator reserves
     peak_allocated_bytes, peak_reserved_bytes: their highest values since the previous reading
     allocator_retries: number of times since the start that the allocator freed its cache to serve a request
@@ -104,7 +104,7 @@ class PeakMemory:
     bytes: int = 0  # of live tensors
     active_bytes: int = 0  # on CUDA, also of freed blocks that another stream may still read; 0 on the CPU
     reserved_bytes: int = 0  # on CUDA, device memory that the process reserves; 0 on the CPU
-    parts: MemoryParts | None = None  # of `bytes`, if a model was given
+    parts: MemoryParts | None = None  # of `bytes`; None on the CPU if no model was given
 
 
 def storages_by_part(
@@ -177,7 +177,7 @@ def measure_peak_memory(
 
 
 class _LiveMemoryBlock(NamedTuple):
-    """A block of memory: its bytes, whether FSDP2 made it, and the index of that event (-1: older)."""
+    """A block of memory: its bytes, whether FSDP2 made it, and the index of its allocation (-1: older)."""
 
     size: int
     engine: bool

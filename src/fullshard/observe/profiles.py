@@ -21,7 +21,7 @@ from fullshard.spec.run import LogSection
 
 _SAMPLED = (10, 100)
 """Steps of an attempt that are sampled besides each `log.trace_every`-th."""
-_LEAST = 4  # the second step is metered; caches are warm again after the third
+_LEAST = 4  # steps before a last step that is sampled: the second is metered, and caches get warm again
 _MOST_KEPT = 10  # sampled steps of an attempt whose files are kept
 
 
@@ -63,7 +63,8 @@ class StepProfiler:
     def profile_step(self, step: int) -> Generator[None]:
         """Context whose block runs `step`, which is profiled. Sets `last`; None if that failed.
 
-        Writes `profiles/step-<step>-rank-<rank>.json.gz`, which https://ui.perfetto.dev opens.
+        Writes `profiles/step-<step>-rank-<rank>.json.gz`, which https://ui.perfetto.dev opens. Removes the
+        oldest file of a sampled step beyond _MOST_KEPT. If the file cannot be written, the run continues.
         """
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it prints otherwise
         activities = [ProfilerActivity.CPU]

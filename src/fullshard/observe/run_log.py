@@ -238,8 +238,8 @@ def open_run_log(
     peak_tokens_per_second: speed of all ranks at which MFU is 1; None if it is not known
     file: destination of the progress; standard error by default
 
-    Raises an error on all ranks if a tracker is not installed, and SpecError if one of a new run does not
-    start.
+    Raises an error on all ranks if a tracker is not installed, and SpecError on rank 0 if one of a new run
+    does not start, or `run.dir` cannot be written.
     """
     steps, every = run.train.step_count, run.log.every
     check_trackers_installed(run.log.trackers)

@@ -119,7 +119,7 @@ class RankWindow:
 
 
 def spread_figures(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns (lower quartile, median, upper quartile); of fewer than four values the extremes."""
+    """Returns (lower quartile, median, upper quartile); of under four values (least, median, greatest)."""
     if not values:
         return 0.0, 0.0, 0.0
     if len(values) < _LEAST_STEPS + 1:
@@ -131,7 +131,7 @@ def spread_figures(values: Sequence[float]) -> tuple[float, float, float]:
 def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
     """Returns the ranks that hold the others up, with the largest cause of each, in the order of ranks.
 
-    windows: of all ranks. See [Note: the test of a straggler].
+    windows: of all ranks; under 3 steps name nobody. See [Note: the test of a straggler].
     """
     if len(windows) < 2 or min(one.steps for one in windows) < _LEAST_STEPS:
         return []
@@ -186,7 +186,7 @@ class StragglerWatch:
     def observe_step(
         self, step: int, *, memory: Mapping[str, float] | None = None
     ) -> tuple[Straggler, ...] | None:
-        """Observes a step that was run. Returns the stragglers of the window before, once, or None.
+        """Observes a step that was run. Returns the stragglers of a window one step after its end, else None.
 
         memory: of this rank after the step, by the names MEMORY_FIGURES
         """
@@ -209,11 +209,11 @@ class StragglerWatch:
         return named
 
     def note_profiled(self, step: ProfiledStep) -> None:
-        """Notes the work of a device in a profiled step."""
+        """Notes the GPU's seconds in a profiled step, for the present window. On the CPU, notes nothing."""
         self._profiled = {} if self._is_on_host else step.seconds_by_name()
 
     def forget(self) -> None:
-        """Forgets the steps so far, because the run goes back."""
+        """Drops the steps of the present window, because the run repeats steps. Saves still count."""
         self._recent.clear()
 
     def _own_window(self) -> RankWindow:
@@ -239,7 +239,7 @@ class StragglerWatch:
         )
 
     def _judge_gathered(self, gathering: _Gathering) -> tuple[Straggler, ...]:
-        """Records the figures of a window, and the ranks that begin or cease to hold the others up in it."""
+        """Returns the stragglers of a window. Records its figures, and which stragglers are new or over."""
         last_step, figures, work = gathering
         if work is not None:
             work.wait()

@@ -186,7 +186,7 @@ class GradientStore(Protocol):
     """The gradients of sharded parameters, by name."""
 
     def find_gradient(self, name: str) -> Tensor | None:
-        """Returns a parameter's gradient, placed like the parameter, or None if it has no gradient."""
+        """Returns a parameter's gradient, with the parameter's placements; None if it has no gradient."""
         ...
 
     def clear(self) -> None:

@@ -52,7 +52,7 @@ def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> Of
 
 @contextmanager
 def lock_directory(directory: Path) -> Generator[None]:
-    """Makes `directory`, and locks it until the context ends. Raises OffloadError if it is locked."""
+    """Makes `directory`, and locks it until the context ends. Raises OffloadError if it cannot."""
     with ExitStack() as stack:
         try:
             files.make_durable_directory(directory)

@@ -200,6 +200,7 @@ class DriveFile:
         self._transfer_all(self._system.pwritev, data, offset=offset, doing="written")
 
     def _transfer_all(self, transfer: Transfer, data: memoryview, *, offset: int, doing: str) -> None:
+        """Transfers all of `data`, or raises OffloadError. Turns direct I/O off if the file refuses it."""
         self._check_range(data, offset=offset, doing=doing)
         begin, left = offset, data.cast("B")
         while left.nbytes:

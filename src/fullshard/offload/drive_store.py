@@ -58,7 +58,7 @@ class _GroupBuffers:
         self.idle: deque[_GroupBuffer] = deque()  # the buffer that has been idle longest first
 
     def take_idle_buffer(self, group: int, *, keep: Collection[int] = ()) -> _GroupBuffer:
-        """Takes the idle buffer reserved for the group, or else one not reserved for the groups `keep`."""
+        """Takes the idle buffer reserved for the group, else one not reserved for `keep`, else the first."""
         if not self.all:
             self.all = [_GroupBuffer(self._allocate()) for _ in range(self._count)]
             self.idle.extend(self.all)
@@ -169,7 +169,8 @@ class DriveStore:
     def commit_generation(self, step: int | None, payload: bytes) -> None:
         """Commits the last streamed state, with a `payload`, as the generation after `step` steps.
 
-        If `step` is None, no run resumes from it: it is committed only so that it stays readable.
+        Does nothing if it is committed already. Removes generations of `step` or later steps first. If `step`
+        is None, no run resumes from it: it is committed only so that it stays readable.
         """
         self.wait_for_writes()
         if self._committed:

@@ -57,7 +57,7 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
     """Makes FSDP2 gather the result of `source`, not its own shard: see [Note: a shard that is elsewhere].
 
     source: called with the compute dtype; returns this rank's padded shard in it, on the device
-    local: the fp32 master, which becomes the parameter's local tensor; None if it is not on the same device
+    local: the master, which becomes the parameter's local tensor; None if it is not on the device
     """
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:
@@ -81,7 +81,7 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
 
 
 def dtensor_like(engine_parameter: Any, local: Tensor) -> DTensor:
-    """Returns a DTensor placed like the parameter, whose local part is `local`, on any device or a drive.
+    """Returns a DTensor with the parameter's placements and `local` as its part, on any device or a drive.
 
     Its deep copy or pickle is a DTensor with memory of its own. Torch's own deep copy would hold no data for
     a tensor on a drive, and fail for a view into a larger tensor.
@@ -114,7 +114,7 @@ class GatherSource(Protocol):
     def host_bytes(self) -> int: ...
 
     def announce_update(self) -> None:
-        """Prepares for an update, which writes all shards in the order of gathers."""
+        """Drops shards that were read ahead, because an update now writes all shards in gather order."""
         ...
 
     def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:

@@ -139,7 +139,7 @@ class GenerationFiles:
         return slot
 
     def reopen_generation(self, slot: int) -> None:
-        """Makes a complete generation the started one again, so that no run resumes from it."""
+        """Makes a complete generation the started one again: no run resumes from it until it is committed."""
         self._whole.pop(slot, None)
         self._begun = slot
         path = directories.manifest_path(self.directory, slot)
@@ -239,7 +239,7 @@ def _read_complete_manifests(
 
 
 def discard_rank_directory(directory: Path) -> None:
-    """Removes a rank's files, and its directory unless others are in it.
+    """Removes a rank's files, if any, and its directory unless it has other files.
 
     Raises OffloadError if another process uses it.
     """

@@ -173,7 +173,7 @@ def _has_triton() -> bool:
 
 
 def shard_index(parameter: Tensor) -> int:
-    """Returns the rank's index among those that hold other parts of the parameter, or 0 if none do."""
+    """Returns the index of this rank's part of a parameter: equal on replicas, 0 for a whole parameter."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh, index = parameter.device_mesh, 0

@@ -113,7 +113,10 @@ class OffloadedState:
     # For `fullshard.shard`
 
     def set_up_for_model(self, model: nn.Module, *, unset: bool = False) -> None:
-        """Sets up stores for the model, whose parameters have no values yet. If `unset`, a load sets them."""
+        """Sets up stores for the model, whose parameters have no values yet.
+
+        unset: a load sets the values; until then, uses raise OffloadError, unless the device has the state
+        """
         held: list[groups.ShardSizes] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in gather_source.iterate_sharded_parameters(model):
@@ -138,7 +141,7 @@ class OffloadedState:
             self._filling = _InitialValueWriter(self.store, self._publish_segment)
 
     def offload_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Stores the values of one unit's parameters, and frees their memory. Called in the order of use."""
+        """Stores a unit's values, if set, and makes FSDP2 gather them from there. Called in order of use."""
         engine = offloaded_fsdp_params(self)
         own = {n: detached_local_tensor(p).reshape(-1) for n, p in parameters.items() if n in engine}
         if self._filling is not None:
@@ -161,7 +164,7 @@ class OffloadedState:
         """Starts `function` on every group, on the update thread: see [Note: the next forward need not wait].
 
         `release` is called with a parameter's name, not on that thread, after its update: when it is
-        gathered, or by `wait_for_update`.
+        gathered, or by `wait_for_update`. If the device has the state, returns when the update has ended.
         """
         self.wait_for_update()
         self.settings.traffic.mark_update_start()
@@ -231,7 +234,7 @@ class OffloadedState:
             self.updates.frozen_unusable = None
 
     def rewrite_shards_from_masters(self, *, verify: bool) -> None:
-        """Rewrites all shards from the masters. If `verify`, checks the state against its digests."""
+        """Rewrites all shards from the masters, which makes the state usable. `verify`: checks digests."""
         self.shards.announce_update()
         for group, parts in self.store.stream_read_only(verify=verify):
             for segment in group.segments:
@@ -269,7 +272,7 @@ class OffloadedState:
             self.close = weakref.finalize(self, closing.pop_all().close)
 
     def _parts_as_dtensors(self, name: str, parts: MasterAndMoments | None) -> dict[str, Tensor]:
-        """Returns the parts as DTensors placed like the parameter; empty ones if `parts` is None."""
+        """Returns the parts as DTensors with the parameter's placements; empty ones if `parts` is None."""
         one = self.engine[name]
         if parts is None:
             dtypes = master_and_moment_dtypes(_master_dtype_name(one), self.settings.moments)
@@ -397,7 +400,7 @@ class UpdateThread:
         self.submit(act)
 
     def submit(self, act: Callable[[], None]) -> None:
-        """Runs `act` on the thread after all work submitted before, unless that has failed."""
+        """Queues `act`, which the thread runs after all earlier work, or drops if any of that failed."""
         future = self.thread.submit(lambda: None if self._error else act())
         future.add_done_callback(self._record_failed_work)
         self._running.append(future)

@@ -121,7 +121,7 @@ class GroupStore(Protocol):
         ...
 
     def parameter_state_to_fill(self, name: str) -> MasterAndMoments | None:
-        """Returns memory for new state of a parameter; `HostMemoryStore` returns that of the old state."""
+        """Returns memory for a parameter's new state (or the old's memory); None if this rank has no part."""
         ...
 
     def wait_for_writes(self) -> None:

@@ -316,7 +316,7 @@ class ActivationOffloader:
             self._start_copy_to_host(storages, copier)
 
     def unpack_saved_tensor(self, saved: TensorKeptOnDevice | ViewOfOffloadedStorage) -> Tensor:
-        """Returns the tensor that was packed as `saved`: the unpack hook, which backward calls."""
+        """Returns the tensor packed as `saved`, for backward. Raises RuntimeError if it was overwritten."""
         self._copy_back_for_backward(saved.call)
         if isinstance(saved, TensorKeptOnDevice):
             if version(saved.tensor) != saved.version:

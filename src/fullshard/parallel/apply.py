@@ -173,7 +173,7 @@ def _check_batch_norms(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -
 def _apply_recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
 ) -> list[block_compiler.CompiledForward]:
-    """Compiles and recomputes blocks. Replaces `forward`s, not modules, so that state-dict names stay."""
+    """Compiles and recomputes blocks by replacing their `forward`. Returns the compiled forwards."""
     section = plan.run.recompute
     if plan.run.run.compile is not True:
         apply_recompute(blocks, section, device=device)
@@ -251,7 +251,7 @@ def _shard_experts(parameter: nn.Parameter, *, degree: int) -> Shard:
 
 
 def _reduce_gradients_of_all_experts(unit: Unit) -> None:
-    """Makes ranks take part in reducing experts that none of their tokens reached, without a gradient."""
+    """Makes each rank reduce the gradients of experts that none of its tokens reached, as zeros."""
     if not unit.holds_experts:
         return
     engine_module = cast(FSDPModule, unit.modules[0])

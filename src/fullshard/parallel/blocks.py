@@ -105,7 +105,7 @@ def _repeated_members(name: str, container: nn.Module) -> dict[str, nn.Module]:
     repeated = {key: child for key, child in members.items() if classes[type(child)] > 1}
     composite = {key: child for key, child in repeated.items() if _any_has_submodules({key: child})}
     matrices = {key: child for key, child in repeated.items() if any(p.ndim > 1 for p in child.parameters())}
-    return composite or matrices
+    return composite or matrices  # repeated vectors, such as norms, are not blocks
 
 
 def _is_stage_of_blocks(module: nn.Module) -> bool:

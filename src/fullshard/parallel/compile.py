@@ -70,8 +70,8 @@ class CompiledForward:
     longer to compile than it saves.
 
     whole: the block is one graph; otherwise it is compiled in pieces
-    failures: classes of which something could not be compiled, which was warned of, and whether that was the
-        whole block; shared by all blocks
+    failures: class of blocks -> whether a whole block failed to compile, or a piece; for classes that were
+        warned of; shared by all blocks
     """
 
     def __init__(self, block: nn.Module, *, whole: bool, failures: dict[type[nn.Module], bool]) -> None:
@@ -93,6 +93,7 @@ class CompiledForward:
         return result
 
     def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph; eagerly from now on, if that fails, or it is recomputed and changes buffers."""
         is_first = self._recomputed and not self._has_run
         buffers = FoundBuffers(self._block) if is_first else None
         try:
@@ -123,7 +124,7 @@ class CompiledForward:
         return result
 
     def _warn_once(self, reason: str) -> None:
-        """Warns, unless this was done for another block of the class."""
+        """Warns, unless this was done for another block of the class, and notes the failure."""
         if self.kind not in self._failures:
             warnings.warn(f"{self.kind.__name__} runs eagerly: {reason}", EagerBlockWarning, stacklevel=2)
         self._failures[self.kind] = self.whole

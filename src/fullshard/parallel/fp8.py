@@ -317,7 +317,7 @@ class WeightScales:
 
     @contextmanager
     def reuse(self) -> Generator[None]:
-        """While active, computes the scales once only."""
+        """Context in which the scales are computed once, when first needed. They are dropped at its end."""
         self._scales, self._reuses = {}, True
         try:
             yield

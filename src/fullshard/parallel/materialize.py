@@ -315,6 +315,7 @@ class _ModelValueSetter:
             self._reset_meta_buffers(module)
 
     def _reset_meta_buffers(self, module: nn.Module) -> None:
+        """Makes a module's meta buffers real by its own method. Raises ShardError if that sets no values."""
         meta = {key: b for key, b in module.named_buffers(recurse=False) if b.is_meta}
         if not meta:
             return

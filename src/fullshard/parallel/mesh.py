@@ -42,7 +42,7 @@ class RankInfo:
     world_size: int
     local_rank: int  # on this machine
     local_world_size: int
-    device: torch.device  # no other process uses it
+    device: torch.device  # the CPU, or a GPU that no other rank uses
 
 
 def choose_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
@@ -235,9 +235,9 @@ def _missing_ranks_error(rank: int, world_size: int, *, got: str) -> LaunchError
 def build_mesh(plan: Plan, *, is_sharded: bool = True, of_experts: bool = False) -> DeviceMesh:
     """Builds the plan's mesh, with the axes (`dp_replicate`, `dp_shard`, `tp`).
 
-    `dp_replicate` and `tp` are left out if their size is 1. Adjacent ranks are on one `tp` axis, and then on
-    one `dp_shard` axis, since their links are faster. Raises PlanError if there is no process group, or its
-    size is not the plan's.
+    An axis `tp` of size 1 is left out, and also `dp_replicate`, except for unsharded units. Adjacent ranks
+    are on one `tp` axis, and then on one `dp_shard` axis, since their links are faster. Raises PlanError if
+    there is no process group, or its size is not the plan's.
 
     is_sharded: False for units that the plan does not shard: their mesh replicates them, and splits matmuls
     of_experts: whether it is the mesh of experts over the same ranks, (`dp_replicate`, `dp_mod_ep`, `ep`).

@@ -93,7 +93,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
 
 
 def _check_embeddings(model: nn.Module) -> None:
-    """Raises ShardError for embeddings with max_norm, and sparse gradients or those by frequency."""
+    """Raises ShardError for embeddings with max_norm, or sparse or frequency-scaled gradients."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -154,7 +154,7 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
 
 
 def _iterate_inside(value: Any) -> Iterable[Any]:
-    """Yields `value` and what its containers, closures and attributes hold, except inside of modules."""
+    """Yields `value` and up to _MOST_OBJECTS in its containers, closures, attributes, not inside modules."""
     left, seen = [value], set[int]()
     while left and len(seen) < _MOST_OBJECTS:
         one = left.pop()
@@ -182,7 +182,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises ShardError if distinct parameters have elements in common, since each gets a copy of its own."""
+    """Raises ShardError if contiguous parameters share elements, since each would get a copy of its own."""
     kept = {name: one for name, one in parameters.items() if one.is_contiguous()}
     places = sorted((*place, name) for name, one in kept.items() for place in _places_in_memory(one))
     for (storage, _, end, name), (next_storage, begin, _, other) in itertools.pairwise(places):
@@ -220,7 +220,7 @@ class CarriedOver:
         )
 
     def set_on(self, model: nn.Module) -> None:
-        """Sets them on the sharded parameters. The hooks are then called with these."""
+        """Registers the hooks on the sharded parameters, and sets the attributes that these lack."""
         for name, parameter in model.named_parameters():
             for key, value in self.attributes[name].items():
                 if not hasattr(parameter, key):
@@ -263,8 +263,8 @@ class MissingWeightsWarning(UserWarning):
 def warn_of_missing_weights(model: nn.Module, values: Rank0Values, *, stacklevel: int) -> None:
     """Issues a MissingWeightsWarning on rank 0 if `values` lacks some, but not all, parameters of `model`.
 
-    New adapters lack values on purpose. Without the warning, weights missing from a checkpoint would go
-    unnoticed (NeMo Automodel#1148).
+    It also names new adapters, which lack values on purpose. Without it, weights missing from a checkpoint
+    would go unnoticed (NeMo Automodel#1148).
     """
     missing = [name for name, _ in model.named_parameters() if name not in values.tensors]
     given = len(list(model.parameters())) - len(missing)
@@ -310,7 +310,7 @@ def collect_rank0_values(model: nn.Module) -> Rank0Values:
 
 
 def _agree_on_tensor_properties(own: dict[str, _TensorProperties]) -> dict[str, _TensorProperties]:
-    """Returns rank 0's tensor properties. Raises on all ranks if `own` differs from them on one rank."""
+    """Returns rank 0's tensor properties. Raises ShardError on all ranks if any rank's own differ."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)
     for number, error in enumerate(all_gather_object(_find_model_difference_error(sent[0], own))):

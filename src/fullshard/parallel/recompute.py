@@ -100,7 +100,7 @@ class FoundBuffers:
     def of_changed(self, *, statistics: bool) -> dict[tuple[nn.Module, str], Tensor | None]:
         """Returns the copies of buffers that have changed since, by module and name; None if it is new.
 
-        statistics: also those that no forward reads in training
+        statistics: also those that no forward reads in training, all of which count as changed
         """
         found: dict[tuple[nn.Module, str], Tensor | None] = {}
         for slot, now in _buffers(self._block).items():
@@ -201,7 +201,7 @@ def _changes_its_matmuls(block: nn.Module) -> bool:
 
 
 def block_recompute_policy(section: RecomputeSection) -> OperationPolicy | None:
-    """Returns whether a recomputed block saves or recomputes each operation; None if it is not recomputed."""
+    """Returns whether a block saves or recomputes each operation; None in modes `none`, `offload`, `auto`."""
     if section.mode in ("none", "offload", "auto"):
         return None
     if section.mode != "selective":

@@ -198,7 +198,7 @@ def _apply_styles(styled: Iterable[StyledModule], split: MatmulSplit) -> None:
 
 
 def _iterate_styled_modules(model: nn.Module, styles: Mapping[str, str]) -> Iterator[StyledModule]:
-    """Yields (module, style) in the order of modules. Raises ShardError for an unknown one."""
+    """Yields (module, style) in module order. Raises ShardError for names or styles that fit no module."""
     patterns = {key: re.compile(re.escape(key).replace(r"\*", r"[^.]+")) for key in styles}
     left = set(styles)
     for name, module in model.named_modules():

@@ -37,7 +37,7 @@ from fullshard.torch_private.tensors import local_part, storage_address, tree_le
 
 
 def check_shards(model: nn.Module) -> None:
-    """Raises ShardError for parameters that were added or replaced after `shard`, or whose `data` was."""
+    """Raises ShardError for parameters (not scalars) added or replaced after `shard`, or whose `data` was."""
     known = {} if (order := find_unit_order(model)) is None else order.shards
     changed = list[str]()
     for name, one in model.named_parameters() if known else ():
@@ -123,6 +123,7 @@ def _record_gathers(group: Any, *, unit: int, order: UnitOrder) -> None:
 
 
 def _refuse_changes_in_forward(group: Any, names: Sequence[str]) -> None:
+    """Makes forward raise ShardError if it changes a parameter in place. See [Note: changes in forward]."""
     pre_forward, post_forward = group.pre_forward, group.post_forward
     before, sums_before, is_first = list[int](), list[Tensor | None](), True
 

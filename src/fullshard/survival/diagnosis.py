@@ -67,7 +67,8 @@ def diagnose_hang(
     """Names the ranks that the others wait for. Every rank is in either `reports` or `silent`.
 
     The culprits are the silent ranks, if any; else the ranks outside a collective while others are in one;
-    else the ranks in another place than most. Of two groups of one size, the one further ahead is named.
+    else the smallest group in one place, of two such the one further ahead. If all wait in one place, or none
+    in a collective, no rank is named.
 
     now: seconds since the epoch
     """

@@ -104,7 +104,7 @@ def check_same_fingerprints(
 def unit_mismatch_error(
     reported: Mapping[int, StepFingerprint], *, events: UnitEvents, orders: Mapping[int, "array[int]"]
 ) -> TrainError:
-    """Returns the error for ranks that ran different units. `orders` are those of each checksum of units."""
+    """Returns the error for ranks that ran different units. `orders`: checksum -> numbers of a UnitEvents."""
     texts = dict(zip(orders, events.first_different_texts(list(orders.values())), strict=True))
     groups: dict[str, list[int]] = {}
     for rank, one in sorted(reported.items()):
@@ -200,7 +200,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class ReplicaCheck:
-    """Compares replicas every `fault_tolerance.check_replicas_every` steps. Warns if no shard has one."""
+    """Compares replicas every `fault_tolerance.check_replicas_every` steps. Warns if shards have none."""
 
     def __init__(self, plan: Plan) -> None:
         self._world_size, self._every = plan.world_size, plan.run.fault_tolerance.check_replicas_every

@@ -54,7 +54,7 @@ class Heartbeat:
 class PhaseTracker:
     """The current phase of this rank, and its number of finished steps.
 
-    clock: counts the rank's own seconds in each phase; None for no one
+    clock: counts the rank's own seconds in each phase; None if they are not counted
     changes: number of times that a phase was entered; the watchdog takes an increase as progress
     last_unit: returns the name of the unit that the rank gathered or reduced last, or an empty text
     has_finished_step: whether this process has finished a step, and thus compilation and first allocations

@@ -59,7 +59,7 @@ class RecentSteps:
         self._count = (count + accepted).clamp(max=WINDOW)
 
     def _fit(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the values of a whole window, and the count of those that are valid, on `device`."""
+        """Moves the values to `device`, padded to a window. Returns them, and the count of valid ones."""
         if self._values.shape[1] != WINDOW or self._values.device != device:
             kept = self._values[:, -WINDOW:].to(device)
             self._values = torch.zeros(2, WINDOW, dtype=torch.float64, device=device)

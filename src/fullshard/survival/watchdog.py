@@ -62,8 +62,8 @@ def watch_for_hangs(
     """Context in which a watchdog watches this thread, whose phase `where` holds, and the other ranks.
 
     grace_seconds: how long to wait for the reports of other ranks; None: an eighth of the limit, 1 to 10
-    slack_seconds: further seconds for all that should come at once, where a machine stops processes for long:
-        the store's answers, heartbeats, the verdict, and the ticks of this thread
+    slack_seconds: further seconds for the store's answers, heartbeats, the verdict and the C timer, on a
+        machine that pauses processes for long
 
     If the run hangs, prints the diagnosis to standard error and exits with TrainError's exit code, or with 1
     if native code holds the interpreter. All ranks open the context with the same settings. Does nothing if
@@ -128,6 +128,7 @@ class _StatusBoard:
         self._call_store(lambda store: store.set("verdict", json.dumps(words)))
 
     def find_verdict(self) -> TrainError | None:
+        """Returns the verdict, and counts this rank among its readers; None if there is no verdict yet."""
         if not self._call_store(lambda store: store.check(["verdict"])):
             return None
         words = json.loads(self._call_store(lambda store: store.get("verdict")))
@@ -239,6 +240,7 @@ class _Watchdog:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _is_hanging(self) -> bool:
+        """Returns whether this rank is too long in its phase, while no rank is in one with a longer limit."""
         turn = min(self._board.rank, _IN_TURN) * self._tick
         now, own = time.time(), self._phase_limit_seconds()
         if self._unmoved - self._excused <= own + turn:

@@ -50,8 +50,9 @@ class ModelBetweenSteps:
     def prepare_step(self) -> None:
         """Restores the modes if the loop left the model in evaluation mode, and keeps them otherwise.
 
-        Prepares units for the parameters that are trained now, and logs those that the optimizer lacks.
-        Raises TrainError if there are gradients already, or hooks of shards that would never be called, and
+        If parameters were replaced, frozen or unfrozen since the step before, sets the dtypes in which units
+        reduce anew, and logs trained parameters that are not updated, or lose small updates. Raises
+        TrainError if there are gradients already, or hooks of shards that would never be called, and
         ShardError for parameters that were not sharded.
         """
         model = self._state.model
@@ -89,7 +90,7 @@ def _identities(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
 
 
 def _warn_of_trained_parameters(state: TrainState) -> None:
-    """Logs parameters that train and are not in the optimizer, or were frozen in less than master dtype."""
+    """Logs trained parameters that the optimizer lacks, or in half precision since they were frozen once."""
     updated = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
     trained = {name: one for name, one in state.model.named_parameters() if one.requires_grad}
     left = [name for name, parameter in trained.items() if parameter not in updated]
@@ -110,12 +111,12 @@ def _warn_of_trained_parameters(state: TrainState) -> None:
 
 
 def module_modes(model: nn.Module) -> dict[nn.Module, bool]:
-    """Returns each module's `training`. A module in evaluation mode within a training model stays frozen."""
+    """Returns each module's `training`, which `restore_modes` sets again."""
     return {module: module.training for module in model.modules()}
 
 
 def restore_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
-    """Puts `model` back into the modes of `module_modes`, by its own `train`, which may do more than that."""
+    """Puts each module into its mode in `modes`. First calls `model.train`, which a class may override."""
     model.train(modes[model])
     for module, training in modes.items():
         if module.training is not training:
@@ -124,7 +125,7 @@ def restore_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Generator[None]:
-    """Context in which `model` is in evaluation mode. Afterwards each module has its own mode again."""
+    """Context in which `model` is in evaluation mode. At its end, reshards units and restores all modes."""
     modes = module_modes(model)
     model.eval()
     order = find_unit_order(model)

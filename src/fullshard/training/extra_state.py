@@ -37,7 +37,8 @@ logger = logging.getLogger("fullshard")
 def encode_extra_state(model: nn.Module) -> tuple[dict[str, JsonValue], dict[str, Tensor]]:
     """Returns the extra state of all modules: JSON values by module name, and the tensors in them, by name.
 
-    Like buffers, it is that of rank 0 in a checkpoint. Raises CheckpointError for values of other types.
+    Like buffers, it is that of rank 0 in a checkpoint. Raises CheckpointError for values other than tensors,
+    numbers, text, None, and lists, tuples and dicts of these.
     """
     tensors: dict[str, Tensor] = {}
     return {
@@ -56,7 +57,7 @@ def extra_state_targets(saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
 
 
 def set_extra_state(model: nn.Module, values: JsonValue, *, received: Mapping[str, Tensor]) -> None:
-    """Calls `set_extra_state` of the modules in `values`; logs which are on one side only."""
+    """Calls `set_extra_state` of each module in `values`; logs modules and values that lack the other."""
     saved = values if isinstance(values, dict) else {}
     modules = dict(_modules_with_extra_state(model))
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
@@ -183,9 +184,9 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def saved_generator_states(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns tensors to read the states from a checkpoint into that holds tensors by the names `saved`.
+    """Returns tensors to fill with generator states from a checkpoint that holds `saved`, by name there.
 
-    A rank that had no states when the checkpoint was written takes those of rank 0, except the GPU's.
+    A rank without states there takes rank 0's, except the GPU's. States of another shape are left out.
     """
     found: dict[str, Tensor] = {}
     for name, own in generator_states().items():
@@ -198,7 +199,7 @@ def saved_generator_states(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def set_generator_states(received: Mapping[str, Tensor]) -> None:
-    """Sets the generators to the states that `saved_generator_states` named, once they are read."""
+    """Sets the generators to the states in `received`: the filled tensors of `saved_generator_states`."""
     setters = {
         "cpu": torch.set_rng_state,
         "cuda": torch.cuda.set_rng_state,

@@ -82,7 +82,7 @@ class PendingResult:
         return self._result is not None
 
     def read(self) -> StepResult:
-        """Returns the result. Raises TrainError if the ranks were not in the same step."""
+        """Returns the result. Raises TrainError for ranks in different steps, and impossible counts."""
         if self._result is None:
             self._result = self._read_result()
         return self._result
@@ -146,7 +146,7 @@ class StepDecision(NamedTuple):
 def decide_step(
     totals: Tensor, *, nominal: float, are_ranks_equal: Tensor, recent: RecentSteps, run: Run
 ) -> StepDecision:
-    """Returns the decision, and adds the step to `recent` unless it is skipped. Never waits for the device.
+    """Returns the decision, without waiting. Adds an accepted step to `recent` if `on_spike` is not "none".
 
     totals: (6,) in fp64, over all ranks: loss sum, count of valid tokens, squared norm, tokens, trained
         tokens, stop requests
@@ -171,7 +171,7 @@ def decide_step(
 
 
 def step_result(figures: list[float]) -> StepResult:
-    """Returns the result for the figures of a StepDecision. Raises TrainError for an impossible count."""
+    """Returns the result for a StepDecision's figures. Raises TrainError unless its count is finite, >= 0."""
     mean, norm, count, tokens, trained, accepted, spike, stops, factor = figures
     if not 0 <= count < math.inf:
         raise TrainError(

@@ -63,9 +63,9 @@ def clear_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.O
 
 
 def check_loss_trains_only_model(loss: Loss, model: nn.Module) -> Loss:
-    """Returns `loss`, whose first call raises TrainError if it depends on trained parameters of others.
+    """Returns a wrapper of `loss`, whose first call raises TrainError if it trains parameters not of `model`.
 
-    No step would update or save these: those of a loss that is a module, of a head beside the model.
+    No step would update or save these, such as those of a loss that is a module, or of a head beside it.
     """
     is_checked = False
 
@@ -112,7 +112,7 @@ def _list_parameters_in_graph(total: Tensor) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def average_scalar_gradients(model: nn.Module) -> None:
-    """Averages the gradients of scalar parameters over ranks in place, because FSDP2 does not shard these."""
+    """Averages gradients of scalars (not sharded by FSDP2) over ranks in place. A missing one counts as 0."""
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     if world_size() == 1 or not any(one.requires_grad for one in scalars):
         return
@@ -162,10 +162,10 @@ def local_gradient_norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def tensors_counted_here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the tensors whose norms this rank counts: gradients, or parameters that have one.
+    """Returns those of `tensors` (gradients, or parameters that have one) whose norms this rank counts.
 
-    Ranks with the same part of some tensors count about the same number of elements each, so that no rank
-    reads all of them.
+    If several ranks have the same part of a tensor, one of them counts it. Such ranks share their tensors, so
+    that each reads about the same number of elements.
     """
     by_replicas = defaultdict[tuple[int, int], list[Tensor]](list)
     for tensor in tensors:
@@ -280,7 +280,7 @@ def _is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def _local_parameters_and_state(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Context in which `optimizer` holds this rank's part of each parameter that has a gradient."""
+    """Context in which `optimizer` has this rank's part of parameters with a gradient. Keeps new state."""
     groups, states = optimizer.param_groups, optimizer.state
     local_states = defaultdict[Tensor, dict[str, Any]](dict)
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -308,7 +308,7 @@ def _local_parameters_and_state(optimizer: torch.optim.Optimizer) -> Generator[N
 
 
 def _local_part(value: Any) -> Any:
-    """Returns this rank's part of a DTensor, as `local_tensor` does in more time; other values unchanged."""
+    """Returns this rank's part of a DTensor, faster than `local_tensor`; other values unchanged."""
     return local_part(value) if isinstance(value, DTensor) else value
 
 

@@ -46,7 +46,8 @@ _KEYS = {"learning_rate": "lr", "betas": "betas", "eps": "eps", "weight_decay": 
 def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int) -> list[float]:
     """Sets the learning rates of step `step` (from 0), and returns those of all groups.
 
-    See [Note: whose rates]. Groups without a rate (some optimizers choose it themselves) are left out.
+    See [Note: whose rates]. Groups without a rate (some optimizers choose it themselves) are left out. Logs
+    rates that a scheduler or the loop has set, when they are first found.
     """
     factor = learning_rate_factor(run.schedule, step=step, steps=run.train.step_count)
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
@@ -85,8 +86,9 @@ def is_built(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def warn_of_schedule(optimizer: torch.optim.Optimizer, run: Run) -> None:
-    """Logs that [schedule] multiplies the rates of an optimizer of the user's, unless others set these.
+    """Logs that [schedule] multiplies the rates of an optimizer that the user made.
 
+    Logs nothing for a factor of always 1, with a torch scheduler, and after an earlier `train`.
     ReduceLROnPlateau leaves no trace in the optimizer until it first reduces a rate.
     """
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
@@ -121,7 +123,7 @@ def warn_of_unused_settings(optimizer: torch.optim.Optimizer, section: Optimizer
 
 
 def rates_set_by_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, JsonValue]:
-    """Returns {name: [rate, initial rate of a torch scheduler, or None]} of parameters with such a rate."""
+    """Returns {parameter name: [rate, a scheduler's initial rate or None]} where others set the rate."""
     found: dict[Tensor, JsonValue] = {}
     for group in optimizer.param_groups:
         initial = group.get("initial_lr")
@@ -136,7 +138,8 @@ def restore_rates_set_by_others(
 ) -> None:
     """Restores what `rates_set_by_others` returned, as torch's `load_state_dict` of an optimizer does.
 
-    Logs a warning if rates change. Raises CheckpointError if the parameters of a group had several rates.
+    All other groups follow the schedule again. Logs a warning if rates change. Raises CheckpointError if the
+    parameters of a group had several rates.
     """
     rates_of = {parameter: saved.get(name) for name, parameter in model.named_parameters()}
     is_changed = False

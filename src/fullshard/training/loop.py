@@ -51,8 +51,9 @@ class Step:
     learning_rate: that of the optimizer's first group; NaN if the group has none
     data_seconds: time spent waiting for data
     stopping: whether this is the last step because a rank was asked to stop, before it or the step before
-    rollback: whether the caller should call `roll_back` and then `train` again, because
-        `fault_tolerance.on_spike` is "rollback"; without these calls, the step is only skipped
+    rollback: whether the caller should call `roll_back` and then `train` again: with
+        `fault_tolerance.on_spike` "rollback", after a spike or `train.max_skipped_steps` skipped steps in a
+        row. Without these calls, a spike is only skipped, and too many skipped steps raise TrainError.
     result: the figures; `read` waits for them
     timer: measures `seconds`
     """
@@ -165,7 +166,7 @@ _NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, trained
 
 
 def _begin_run(state: TrainState, plan: Plan) -> None:
-    """Logs what is other than before, and prepares the loss scale and the phases that the watchdog reads."""
+    """Logs settings that changed or have no effect. Sets the precision's loss scale, and `state.phase`."""
     for message in continue_run(state, plan):
         if rank() == 0:
             logger.warning("%s", message)
@@ -215,7 +216,8 @@ def _launch_step(
 class _SkipsInARow:
     """Number of skipped steps in a row, of which `most` end the run.
 
-    begun_after: step that the state was of before the first one; 0 for a new run
+    begun_after: number of steps of the state when counting began; 0 for a new run
+    total: number of steps counted
     """
 
     most: int
@@ -233,7 +235,7 @@ class _SkipsInARow:
         return self.count >= self.most
 
     def raise_if_too_many(self, state: TrainState) -> None:
-        """Raises TrainError after `most` skipped steps in a row. No run resumes from the state then."""
+        """Raises TrainError after `most` skipped steps in a row. Withdraws the offloaded generation first."""
         if self.are_too_many:
             if state.offloaded:
                 state.offloaded.withdraw_generation()
@@ -348,7 +350,7 @@ def _check_batches_of_ranks(batch: Any, plan: Plan) -> None:
 
 
 def _warn_if_tokens_differ(batch: Any, plan: Plan) -> None:
-    """Logs a warning if `batch` has other rows or lengths than the plan's microbatch."""
+    """Logs a warning if `batch` has another number of tokens than the plan's microbatch."""
     length, tokens = plan.run.data.sequence_length, count_computed_tokens(batch, plan)
     if tokens != plan.microbatch * length:
         logger.warning(
@@ -384,7 +386,7 @@ class _TimedMicrobatches:
 
 
 def _too_many_skipped_error(count: int, last: StepResult, *, loaded: int) -> TrainError:
-    """Returns the error after `count` steps; `loaded` is the step before them if no other step was made."""
+    """Returns the error after `count` steps. `loaded`: step of the checkpoint right before them, or 0."""
     or_stands_out = ", or stood out" if last.spike else ""
     return TrainError(
         f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",

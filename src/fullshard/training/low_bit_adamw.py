@@ -28,7 +28,7 @@ from fullshard.system.dotted import import_quietly
 
 @cache
 def import_adamw8bit_class() -> type[torch.optim.Optimizer]:
-    """Imports torchao's AdamW8bit, with a step that is not compiled on the CPU. Raises MissingExtraError."""
+    """Returns torchao's AdamW8bit, whose step is not compiled on the CPU here. Raises MissingExtraError."""
     try:
         base: Any = import_quietly("torchao.optim").AdamW8bit
     except ImportError as error:

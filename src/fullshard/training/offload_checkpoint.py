@@ -63,7 +63,7 @@ class OffloadedTensors:
         return found
 
     def iterate_load_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields the tensors to fill from `saved`, by name, in portions. Tensors not in `saved` become 0."""
+        """Yields portions of tensors by name, to fill from `saved` before the next. Others become 0."""
         for portion in self._offloaded.iterate_tensors_to_fill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
             of_other_dtypes: list[tuple[Tensor, Tensor]] = []
@@ -83,9 +83,9 @@ class OffloadedTensors:
                 local_tensor(target).copy_(local_tensor(source))
 
     def commit_generation(self, step: int, beside: Callable[[], NonOffloadedState]) -> None:
-        """Commits the state after `step` steps as a generation, from which a crashed run can resume.
+        """Queues the commit of the state after `step` steps as a generation, which a crashed run can resume.
 
-        beside: returns the state that is not offloaded
+        beside: returns the state that is not offloaded; called at once
 
         Does nothing if the offloaded state is in host memory, not on a drive.
         """
@@ -96,9 +96,9 @@ class OffloadedTensors:
             self._offloaded.updates.submit(lambda: store.commit_generation(step, payload.getvalue()))
 
     def withdraw_generation(self) -> None:
-        """Makes resumed runs use an older generation, because the steps since the newest one were skipped.
+        """Keeps runs from resuming from the newest generation, because all steps since were skipped.
 
-        An update makes a generation, so that of before it is the newest one that a step was made from.
+        Skipped steps make no generation. So the older one is the newest after which a step was not skipped.
         """
         store = self._offloaded.store
         if isinstance(store, DriveStore):

@@ -40,7 +40,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
 
     Raises ShardError if the model is not sharded, was changed since, or has no trainable parameter;
     SpecError for an unknown name, options that the class does not take, and a class that cannot update
-    sharded parameters; MissingExtraError for AdamW8bit without torchao.
+    sharded parameters; TrainError for state that checkpoints cannot hold; MissingExtraError without torchao.
 
     >>> optimizer = fs.build_optimizer(model, plan)  # after `fs.shard`, which replaces the parameters
     >>> state = fs.TrainState(model, optimizer, data=data)
@@ -77,6 +77,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
 
 
 def _check_sharded(model: nn.Module) -> None:
+    """Raises ShardError unless `model` is sharded, and has the same parameters since. Reshards its units."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardError(
             f"{type(model).__name__} is not sharded.",
@@ -125,7 +126,7 @@ def _has_decay(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
 def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of `group` with a new parameter, with a gradient, for each number of dimensions.
 
-    Each has the shape of the smallest. Adafactor fails on matrices, and not on vectors.
+    Each has the shape of the smallest with as many. Adafactor fails on matrices, and not on vectors.
     """
     smallest = {one.ndim: one for one in sorted(group["params"], key=torch.numel, reverse=True)}
     parameters = [nn.Parameter(torch.zeros_like(one.detach())) for one in smallest.values()]
@@ -156,7 +157,7 @@ def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def _optimizer_options(
     section: OptimizerSection, cls: type[torch.optim.Optimizer], *, device: torch.device
 ) -> dict[str, Any]:
-    """Returns the keyword arguments that construct `cls` from `section`; `section.options` come last."""
+    """Returns arguments for `cls`. `section.options` override others; lr and weight_decay raise SpecError."""
     takes = inspect.signature(cls).parameters
     if twice := {"lr", "weight_decay"} & section.options.keys():
         raise SpecError(

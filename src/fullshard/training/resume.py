@@ -32,7 +32,8 @@ MAX_ROLLBACKS = 3
 def find_pretrained_directory(run: Run) -> Path | None:
     """Returns the directory of the pretrained weights of `run`, or None if its weights are initialised.
 
-    Raises CheckpointError if required weights are missing, SpecError if the weights are quantised.
+    Raises CheckpointError if there are none, although they are required, or there are other files of weights
+    (adapters, shards without their index, pickles); SpecError if the weights are quantised.
     """
     section = run.model
     if not isinstance(section, HuggingFaceModel) or section.weights == "none":
@@ -140,7 +141,7 @@ def result_settings(run: Run) -> dict[str, JsonValue]:
 
 
 def changed_settings(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> dict[str, str]:
-    """Returns {setting: "old -> new"} for those in both that differ. A setting that is `auto` is open."""
+    """Returns {setting: "old -> new"} for settings in both that differ, unless one of them is `auto`."""
     found: dict[str, str] = {}
     for section in now.keys() & before.keys():
         old, new = before[section], now[section]
@@ -155,7 +156,8 @@ def changed_settings(before: Mapping[str, JsonValue], now: Mapping[str, JsonValu
 def check_can_continue(run: Run, model: nn.Module, *, manifest: Manifest) -> None:
     """Raises CheckpointError if `run`, whose `model` has no values yet, cannot continue from a checkpoint.
 
-    This names the settings that changed, before anything is allocated. `load` compares all tensors later.
+    It cannot if shapes differ and settings of the model or adapter changed, or if `optimizer.name` did,
+    unless a name has dots. The error names these settings. `load` compares all tensors later.
     """
     before = manifest.state_values.get("run")
     changed = changed_settings(before, result_settings(run)) if isinstance(before, dict) else {}

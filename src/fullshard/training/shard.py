@@ -197,6 +197,7 @@ def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after t
 
 
 def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: DriveSystemCalls) -> DriveStore:
+    """Opens this rank's store. Removes files of other rank counts, and generations that some ranks lack."""
     moments = _MOMENTS[plan.run.offload.moments]
     records: list[directories.DataFileRegion] = []
     end = 0

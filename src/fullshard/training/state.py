@@ -30,7 +30,7 @@ logger = logging.getLogger("fullshard")
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale: halved after an overflow, doubled after `window` good steps. arXiv:1710.03740.
+    """Loss scale: halved (1 at least) after an overflow, doubled after `window` good steps. arXiv:1710.03740.
 
     Every rank passes the same `finite`, so the scales of all ranks stay equal. `window` 0 disables scaling.
     """
@@ -158,7 +158,7 @@ class TrainState:
         }
 
     def select_finite_tensors(self, names: Iterable[str]) -> set[str]:
-        """Returns those of `names` that are trained parameters or optimizer state. Others may be masks."""
+        """Returns the `names` that must be finite: trained parameters, optimizer state. Masks need not."""
         trained = {f"model.{name}" for name, one in self.model.named_parameters() if one.requires_grad}
         return {name for name in names if name in trained or name.startswith("optimizer.")}
 
@@ -354,7 +354,7 @@ class StepCounts:
     unread: PendingResult | None = None
 
     def up_to_date(self) -> Self:
-        """Counts the unread step, after waiting for it."""
+        """Returns self, after waiting for the unread step, if any, and counting it."""
         if self.unread is not None:
             result = self.unread.read()
             trained = result.tokens if result.trained_tokens is None else result.trained_tokens

@@ -207,7 +207,7 @@ def _run_microbatches(
 ) -> int:
     """Runs forward and backward of every microbatch, and returns the nominal count.
 
-    sums: receives the loss sum, the count, the tokens, and those that are trained on
+    sums: receives the loss sum, the count, the tokens, and those trained on, if this rank's tokens count
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal, kinds, counts = 1, set[bool](), plan.counts_tokens(rank())
@@ -324,7 +324,7 @@ def move_batch_to_device(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def balance_experts(model: nn.Module, *, rate: float | Tensor) -> None:
-    """Raises the bias of experts with fewer tokens than the mean by `rate`, and lowers it for the others.
+    """Raises the bias of experts with fewer tokens than the mean by `rate`, and lowers it if they have more.
 
     Auxiliary-loss-free load balancing: arXiv:2408.15664, and arXiv:2412.19437, section 2.1.2. Tokens are
     those of all ranks since the last call. Collective. Does nothing for a model without biases.

@@ -95,7 +95,7 @@ class RateMeter:
     ) -> Curve:
         """Returns the rate of the task `make(size)` for each size, measured in about `seconds` in total.
 
-        Sizes increase. The larger ones are skipped once a call takes more than its share of the time.
+        Sizes increase. The larger ones are skipped once 8 calls take over twice a size's share of the time.
         """
         window, points = seconds / len(sizes), list[RatePoint]()
         for size in sizes:
@@ -147,7 +147,7 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
 
 
 def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
-    """Returns the part of the rate that a matmul reaches whose rows are no multiple of 16 bytes."""
+    """Returns the rate of a matmul whose rows are not a multiple of 16 bytes, over that of an aligned one."""
     aligned = {"cpu": 256, "cuda": 4096}[meter.kind]
 
     def measure_rate(n: int) -> float:
@@ -195,7 +195,7 @@ def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) 
 
 
 def measure_elementwise_bandwidth(meter: RateMeter, *, seconds: float) -> tuple[Curve, float]:
-    """Returns the bytes/s, read plus written, of product and SiLU by size; and the share of it in bf16.
+    """Returns the bytes/s, read plus written, of product and SiLU by size; and bf16's fraction of it.
 
     A product moves three numbers per element, and a SiLU two. Both write into new memory, as in a model.
     """
@@ -292,9 +292,9 @@ def host_adamw_params_per_second(*, seconds: float) -> float:
 
 
 def measure_bytes_outside_allocator(device: torch.device) -> int:
-    """Returns the bytes of device memory (on the CPU, of resident memory) outside torch's allocator.
+    """Returns the bytes of device memory outside torch's allocator; on the CPU, all resident memory.
 
-    On CUDA this is all memory in use outside the allocator, so no other process should run on the device.
+    On CUDA this includes the memory of other processes, so none should run on the device.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -362,7 +362,7 @@ def _read_whole_file(file: DriveFile, into: memoryview) -> None:
 
 @contextmanager
 def _use_matmul_precision(dtype: ComputeDtype) -> Generator[None]:
-    """Runs fp32 matmuls on CUDA in `dtype` inside the block."""
+    """Context in which fp32 matmuls on CUDA are computed in tf32 if `dtype` is that, else in fp32."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"

@@ -82,7 +82,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
 
 
 def _measure_rates(meter: RateMeter, known: hardware.Rates, *, share: float) -> hardware.Rates:
-    """Measures rates. Those of grouped matmuls, by the width of heads and of FSDP2's hooks are `known`."""
+    """Measures rates. Keeps those of `known` for grouped matmuls, by width of heads, and of FSDP2's hooks."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[hardware.ComputeDtype, hardware.Curve] = {}
     forward: dict[hardware.ComputeDtype, hardware.Curve] = {}

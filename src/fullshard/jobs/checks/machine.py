@@ -166,7 +166,7 @@ def check_shared_memory(context: RunContext) -> Finding:
 
 
 def check_memory_and_quota(context: RunContext) -> Finding:
-    """Compares the container's limits, and the free memory, with what the ranks of this machine need."""
+    """Compares memory (free, and the container's) with what the ranks need, and its CPU quota with cores."""
     machine, prediction = context.machine, context.plan.prediction
     limit_text = machine.read("sys/fs/cgroup/memory.max") or ""
     limit = int(limit_text) if limit_text.isdecimal() else None

@@ -127,9 +127,9 @@ def _changed_rows(tensor: Tensor) -> Tensor:
 
 
 def _counts_only_labels(trial: ModelTrial, model: nn.Module, *, batch: dict[str, Tensor]) -> bool:
-    """Returns whether a change of labels from -100 leaves the loss alone, as all of fullshard's losses do.
+    """Returns whether the loss leaves out labels of -100, as all of fullshard's losses do.
 
-    The batch has few labels. A loss that returns a count must count those; a mean must be finite.
+    The batch has few other labels. A count must not be above their number; a mean must be finite.
     """
     with torch.no_grad():
         torch.manual_seed(0)

@@ -66,7 +66,7 @@ class ModelTrial:
         return dict(cast(Mapping[str, Tensor], batch)) if is_pair and tokens.ndim == 2 else None
 
     def labelled_rows(self, number: int = 0) -> dict[str, Tensor] | None:
-        """Returns a batch of rows with integer labels, of which -100 do not count; None for other batches."""
+        """Returns a batch of two or more rows with integer labels, -100 for none; None for other batches."""
         batch = self.batches(number)
         if not isinstance(batch, Mapping) or not all(isinstance(one, Tensor) for one in batch.values()):
             return None
@@ -184,7 +184,7 @@ def random_token_batch(run: Run, number: int, *, vocabulary: int) -> dict[str, T
 
 
 def plain_run(run: Run, *, rows: int, microbatch: int) -> Run:
-    """Returns `run` without settings that only some numbers of ranks allow, with this global batch."""
+    """Returns `run` with these batches, in eager fp32 on the CPU, without what some rank counts forbid."""
     plain = run.sharding.model_copy(update={"shard_degree": None})
     return run.model_copy(update={"sharding": plain}).with_overrides(
         [

@@ -126,7 +126,7 @@ def check_links(
 
 
 def _measure_pair_rates(device: torch.device, *, world_size: int) -> list[PairRate]:
-    """Returns the rates between pairs of ranks, measured one after another: the best of four exchanges."""
+    """Returns rates of the first 28 pairs of ranks, one after another: each the best of four exchanges."""
     rates: list[PairRate] = []
     own, data = dist.get_rank(), torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
     for one, other in list(combinations(range(world_size), 2))[:_MOST_PAIRS]:
@@ -275,7 +275,7 @@ def _train_sharded(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: Ra
 
 
 def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, world_size: int) -> Iterator[float]:
-    """Yields the loss of each step of all ranks' batches, by torch alone."""
+    """Trains `model` on all ranks' batches by torch alone, and yields the loss of each step."""
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=_RATE)
     for step in range(_STEPS):
         results = [trial.loss(model, trial.batches(step * world_size + rank)) for rank in range(world_size)]
