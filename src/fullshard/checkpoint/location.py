@@ -82,7 +82,7 @@ class CheckpointLocation(Protocol):
         ...
 
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
-        """Creates a draft for the files of a step. Raises CheckpointError if `needed_bytes` are not free."""
+        """Creates a draft for the files of a step. Raises CheckpointError if a disk lacks `needed_bytes`."""
         ...
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
@@ -266,7 +266,7 @@ def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> b
 
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
-    """Returns the path or URL of the checkpoint that `load` would load, or None.
+    """Returns the path or URL of the checkpoint in `directory` that `load` would try first; None without one.
 
     >>> fs.latest_checkpoint("checkpoints")
     PosixPath('checkpoints/step-00000003')

@@ -229,7 +229,7 @@ def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
 
 
 def is_attempt_abandoned(draft: ObjectFiles, now: ObjectSizeAndTime) -> bool:
-    """Returns whether an attempt got no object for a day.
+    """Returns whether an attempt got no object for a day; False if the store does not report times.
 
     now: an object that was just put, which has the current time by the store's clock
     """

@@ -168,7 +168,7 @@ def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int |
 
 
 def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
-    """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op; no numbers."""
+    """Converts FSDP2's `reshard_after_forward`: true or a number is full_shard, false is shard_grad_op."""
     value = state.get(key)
     if key not in state.leaves:
         return
