@@ -181,7 +181,7 @@ def _words(finding: "Finding") -> str:
 
 
 def _report_text(report: "CheckReport") -> str:
-    """Returns the last line: how many checks found what, and how long they took."""
+    """Returns the last line: the number of checks by status, and how long they took."""
     from fullshard.quantities import format_seconds
 
     counts = ", ".join(

@@ -74,7 +74,7 @@ class Conversion(FrozenModel):
 
     @property
     def lost_keys(self) -> tuple[str, ...]:
-        """Keys that request a strategy, a precision or a way to train which `run` does not have."""
+        """Unknown keys, and keys for a strategy, a precision or a way to train that `run` does not have."""
         return tuple(one.key for one in self.key_results if one.is_lost)
 
     def run_toml_text(self) -> str:

@@ -133,8 +133,8 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
 def _convert_mesh(state: ConversionState, keys: list[str]) -> bool:
     """Sets hybrid_shard or no_shard if there are replicas, and returns whether there are.
 
-    keys: of the number of replicas, of ranks that share parameters, and of those that share sequences, over
-        which parameters are sharded too
+    keys: keys of the numbers of replicas, of ranks that share parameters, and of ranks that share sequences,
+        over which parameters are sharded too
     """
     replicas, *sharded = (parse_positive_integer(state.get(key)) or 1 for key in keys)
     degree = math.prod(sharded)

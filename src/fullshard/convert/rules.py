@@ -196,7 +196,7 @@ class ConversionState:
         self._record_verdict(key, KeyVerdict.OPEN, why="", misses=target)
 
     def record_unknown_keys(self, known: list[str]) -> None:
-        """Records keys without a verdict as unknown, with a similar `known` one; empty tables as not needed."""
+        """Records keys without a verdict as unknown, with a similar `known` one; empty tables as unneeded."""
         for key in self.keys_without_verdict():
             if self.get(key) == {} and any(one.startswith(f"{key}.") for one in known):
                 self.record_not_needed(key, "empty")

@@ -132,6 +132,7 @@ class MicrobatchPrefetcher:
         return getattr(self._data, "row_order", None)
 
     def _prefetch(self, wanted: "_Place") -> Iterator[Any]:
+        """Yields the microbatches of `wanted`, after submitting the following steps to the thread."""
         if self._steps == 0:
             yield from self._make_microbatches(wanted)
             return

@@ -262,7 +262,7 @@ def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Itera
 
 
 def _ignore_untrained_labels(labels: Int64, stream: TokenStream, *, begin: int, label: int) -> None:
-    """Sets those `labels` of a piece to IGNORED_LABEL whose tokens are not trained on.
+    """Sets the labels of a piece that the loss mask leaves out to IGNORED_LABEL, in place.
 
     begin: place of the piece's first token
     label: place of the last token's label, or NO_LABEL

@@ -236,7 +236,7 @@ def _iterate_fields(row: Mapping[str, Any], prefix: str = "", *, depth: int = 0)
 
 
 def _beside(name: str, main_field: str) -> list[str]:
-    """Returns `name`, and the dotted name of such a field beside `main_field` if that is nested."""
+    """Returns `name`, and for a nested `main_field` also the dotted name of the field `name` beside it."""
     parent, dot, _ = main_field.rpartition(".")
     return [name, f"{parent}.{name}"] if dot else [name]
 

@@ -238,7 +238,7 @@ class TokenStore:
     tokens: tokens of all documents: in memory, or mapped from a file
     begins, ends: document i is tokens[begins[i]:ends[i]]
     trained_token_count: number of tokens that are trained on
-    vocabulary_size: largest possible token plus one
+    vocabulary_size: the tokenizer's; of tokens that another program made, the largest one plus one
     loss_mask: mask of the tokens that are trained on; None if all are
     """
 

@@ -91,7 +91,7 @@ class ContextParallel:
 
     @property
     def name(self) -> str:
-        """A name that contexts share only if they do the same."""
+        """A name that differs for another rank, number of ranks or group."""
         return f"{self.part.rank}_of_{self.part.ranks}_in_{self.group}"
 
     def check_bounds_are_given(self, mask: Tensor | None, *, training: bool) -> None:

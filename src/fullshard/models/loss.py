@@ -203,7 +203,7 @@ def _keep_packed_documents_apart(given: dict[str, Any]) -> None:
     """Replaces a mask (rows, tokens) beside `position_ids` that begin again by positions alone, in place.
 
     transformers finds the documents of a packed row by their positions, but only in batches without a mask.
-    Padding becomes documents of one token each. Reads the values, as transformers does with either.
+    Padding becomes documents of one token each. Waits for the values, as transformers does, too.
     """
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if not isinstance(mask, Tensor) or not isinstance(positions, Tensor):

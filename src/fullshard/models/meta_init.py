@@ -128,6 +128,7 @@ class ConstructorTape(TorchDispatchMode):
             parameter.copy_(self._compute(place, device=parameter.device, seed=seed))
 
     def _compute(self, place: Place, *, device: torch.device, seed: int) -> Tensor:
+        """Returns the tensor at `place`, by running the operations again that it depends on."""
         memories: dict[int, Tensor] = {}
 
         def tensor_at(one: Place) -> Tensor:
