@@ -115,7 +115,7 @@ class BackgroundSaver:
     def save(self, state: Checkpointable) -> None:
         """Waits for a save that is still running, then starts to save `state`.
 
-        Also waits for the copy, unless `state` is `UpdateNotifier`. See [Note: staged before the update].
+        Also waits for the copy, unless `state` is an `UpdateNotifier`. See [Note: staged before the update].
         Raises CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
         """
         started = time.perf_counter()
@@ -188,7 +188,7 @@ class _StagingBuffers:
         self._buffers: dict[str, Tensor] = {}
         self._sources: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
-        self.leaves_some = False  # of a snapshot: see [Note: not copied at all]
+        self.leaves_some = False  # whether some shards are not copied: see [Note: not copied at all]
 
     @property
     def total_bytes(self) -> int:

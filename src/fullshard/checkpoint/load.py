@@ -49,8 +49,8 @@ def load(
 
     Collective: every rank calls it, and rank 0 chooses the checkpoint. `directory` may also be a checkpoint.
     The ranks and the sharding may be others than at the save. Every rank reads only the bytes that its shards
-    need, and checks every block against its digest. A damaged checkpoint is renamed to `.bad-…`, with a
-    warning, and the next older one is loaded.
+    need, and checks every block against its digest. A checkpoint that proves damaged is renamed to `.bad-…`,
+    with a warning, and the next older one is loaded; if it is `directory` itself, CheckpointError is raised.
 
     If there is no checkpoint, returns False if `missing_ok`, else raises CheckpointError. Also raises
     CheckpointError if none of the checkpoints is complete, or if the checkpoint is of another model. After an
@@ -177,6 +177,7 @@ def _quarantine_and_describe(place: location.CheckpointLocation, files: Checkpoi
 def _find_newest_checkpoint(
     place: location.CheckpointLocation, *, missing_ok: bool, refused: Mapping[str, str]
 ) -> tuple[CheckpointFiles, Manifest] | None:
+    """Returns `place` if it is a checkpoint, else the newest complete one in it that is not `refused`."""
     # Listed before the search, so that what a run commits during it does not count as damaged.
     listed = [files.name for _, files in place.list_checkpoints()]
     # A directory that contains steps is not a checkpoint itself, whatever other files it contains.
@@ -241,7 +242,8 @@ class Damage:
 def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]:
     """Reads every byte of a checkpoint, and yields each damage: altered, missing and additional files.
 
-    Raises CheckpointError if the checkpoint cannot be read at all (permissions, another format).
+    If the manifest is damaged, yields that alone. Raises CheckpointError if the checkpoint cannot be read at
+    all (permissions, another format).
     """
     files = checkpoint_files_at(checkpoint)
     try:
@@ -323,7 +325,7 @@ def _damage_text_in_error(error: CheckpointError, name: str) -> str:
 
 
 def _affected_tensors(reader: DcpCheckpointReader, name: str) -> tuple[str, ...]:
-    """Returns the tensors in the data file `name`, or in that of the table `name`; all for the index."""
+    """Returns the tensors in the data file or table `name`; all if it is the index or a damaged table."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_file_names:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()

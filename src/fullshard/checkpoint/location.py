@@ -82,7 +82,7 @@ class CheckpointLocation(Protocol):
         ...
 
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
-        """Creates a draft for the files of a step. Raises CheckpointError if `needed_bytes` are not free."""
+        """Creates a draft for the files of a step. Raises CheckpointError if a disk lacks `needed_bytes`."""
         ...
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
@@ -148,6 +148,7 @@ class LocalLocation:
         )
 
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
+        """Creates a draft, removes those of dead saves, and sets aside an entry of the step's name."""
         target = self.path / step_name(step)
         if os.path.lexists(target):
             aside = self.quarantine(LocalFiles(target))
@@ -178,6 +179,7 @@ class LocalLocation:
         return str(path.rename(path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")))
 
     def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
+        """Removes a checkpoint. Leaves files in it that no save wrote, with a warning."""
         path = _path_of_local_files(checkpoint)
         own = {MANIFEST, WRITER, *read_manifest(checkpoint).files}
         if others := sorted({one.name for one in path.iterdir()} - own):
@@ -266,7 +268,7 @@ def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> b
 
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
-    """Returns the path or URL of the checkpoint that `load` would load, or None.
+    """Returns the path or URL of the checkpoint in `directory` that `load` would try first; None without one.
 
     >>> fs.latest_checkpoint("checkpoints")
     PosixPath('checkpoints/step-00000003')

@@ -403,7 +403,7 @@ class StateWithFiniteTensors(Protocol):
     """A state some of whose tensors must be finite to train on; others, such as masks, may hold infinity."""
 
     def select_finite_tensors(self, names: Iterable[str]) -> Collection[str]:
-        """Returns those of `names` whose tensors must be finite; otherwise, the state is not saved."""
+        """Returns those of `names` whose tensors must be finite: if one is not, the state is not saved."""
         ...
 
 

@@ -81,6 +81,7 @@ class ObjectLocation:
         yield
 
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
+        """Creates a draft, and removes abandoned ones. Warns of a store that would replace a manifest."""
         draft = self._step_files(step, attempt=secrets.token_hex(8))
         store, writer = self.root_as_checkpoint().store, write_writer_name(draft)
         try:
@@ -189,6 +190,7 @@ def _check_files_stored(draft: ObjectFiles, manifest: Manifest) -> None:
 
 
 def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
+    """Puts a manifest. Raises CheckpointError if another one is there; OSError."""
     store, target = draft.store, f"{draft.url}/{MANIFEST}"
     try:
         store.put_new_object(target, data=data)
@@ -229,7 +231,7 @@ def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
 
 
 def is_attempt_abandoned(draft: ObjectFiles, now: ObjectSizeAndTime) -> bool:
-    """Returns whether an attempt got no object for a day.
+    """Returns whether an attempt got no object for a day; False if the store does not report times.
 
     now: an object that was just put, which has the current time by the store's clock
     """

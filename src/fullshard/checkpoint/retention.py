@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
     """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
 
-    keep: number of checkpoints to keep; 0 keeps all. [Note: saved while steps are skipped] are not counted.
+    keep: number of checkpoints to keep; 0 keeps all. Those of [Note: saved while steps are skipped] are not
+        counted, but removed
     keep_every: also keeps the steps that are multiples of it; 0 for none
 
     A failure is only logged, because the new checkpoint is committed.

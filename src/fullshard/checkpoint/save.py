@@ -79,7 +79,7 @@ def save(
 
     Raises CheckpointError for a state that no training can continue from: NaN in the model, and of a
     TrainState, a trained parameter or optimizer state that is not finite, or a negative mean of squares. If
-    the last steps were skipped, no older checkpoint is removed, and `load` takes an older one.
+    the last steps were skipped, no older checkpoint is removed, and `load` prefers older ones.
 
     directory: location of the checkpoints, which all ranks share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
@@ -108,7 +108,7 @@ class Snapshot:
     def check_numbers(self, name: str, numbers: Tensor) -> None:
         """Raises CheckpointError for numbers of a tensor from which no training can continue.
 
-        Infinities are accepted in other tensors of the model than `finite`, since masks consist of them.
+        Infinities are accepted in model tensors outside `finite`, such as masks. Other tensors are unchecked.
         """
         if name not in self.finite and not name.startswith(MODEL_PREFIX):
             return
@@ -159,7 +159,7 @@ class CheckpointSaver:
                 raise
 
     def _warn_of_later_steps(self, step: int) -> None:
-        """Warns of checkpoints of later steps, such as those from before a rollback."""
+        """Warns if there is a checkpoint of a later step, which `load` takes rather than that of `step`."""
         later = max((one for one, _ in self.place.list_checkpoints()), default=step)
         if later > step:
             logger.warning(
@@ -193,9 +193,10 @@ class CheckpointSaver:
         return self.place.create_draft(mine.step, needed_bytes=needed_bytes)
 
     def _keep_saved_or_quarantine(self, there: CheckpointFiles, mine: Snapshot) -> "_SavedStep | None":
-        """Returns `there` if it is complete, else renames it. Raises CheckpointError for another model.
+        """Returns `there` if it is complete and kept; else renames it, and returns None.
 
-        Removes a complete one of [Note: saved while steps are skipped], unless this one is such, too.
+        Removes it if it is of [Note: saved while steps are skipped], and `mine` is not. Raises
+        CheckpointError for another model.
         """
         try:
             manifest = read_manifest_and_check_sizes(there)
@@ -255,7 +256,10 @@ class _SavedStep(NamedTuple):
     manifest: Manifest
 
     def has_same_numbers(self, mine: Snapshot, *, group: Group) -> bool:
-        """Returns whether it has the numbers of `mine`, judged by the smallest trained matrix. Collective."""
+        """Returns whether it has the numbers of `mine`, judged by the smallest trained matrix. Collective.
+
+        Returns True without such a matrix, and for the layout "ranks".
+        """
         names = [n for n, one in mine.tensors.items() if n.startswith(MODEL_PREFIX) and one.numel()]
         names = [name for name in names if name in mine.finite] or names
         if not names or self.manifest.layout == "ranks":  # of an earlier version
@@ -326,7 +330,7 @@ def _unsavable_reason(tensor: object) -> str | None:
 
 
 def _check_ranks_agree_and_sum_bytes(mine: Snapshot, *, group: Group) -> int:
-    """Returns the most bytes that all ranks write. Raises CheckpointError if ranks' values differ."""
+    """Returns the most bytes that all ranks write. Raises CheckpointError if their steps or values differ."""
     digest = hashlib.sha256(json.dumps(mine.values, sort_keys=True).encode()).hexdigest()
     share = sum(map(_tensor_share_bytes, mine.tensors.values()))
     facts = all_gather_object((mine.step, digest, share), group=group)
@@ -356,6 +360,7 @@ def _tensor_share_bytes(tensor: Tensor) -> float:
 
 
 def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mine: Snapshot) -> None:
+    """Raises CheckpointError if `there` holds another model. Logs that it exists, or which values changed."""
     model = {n: SavedTensor.from_tensor(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     if model != manifest.model_tensors:
         other = {name for name, _ in model.items() ^ manifest.model_tensors.items()}

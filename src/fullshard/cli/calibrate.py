@@ -88,7 +88,7 @@ def _is_hardware_file(path: Path) -> bool:
 
 
 def _check_output_is_writable(path: Path) -> None:
-    """Raises SpecError if `path` could not be written. This is checked before measuring for minutes."""
+    """Creates the directory of `path`. Raises SpecError if this fails, rather than after the measurement."""
     from fullshard.errors import SpecError
 
     if path.parts[:1] == ("~",):

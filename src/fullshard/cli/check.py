@@ -116,9 +116,9 @@ def _part_for(group: str, plan: "Plan") -> object:
 
 
 def _find_on_ranks(plan: "Plan") -> "Sequence[Finding]":
-    """Returns what the ranks of the run find out about each other, or that they could not be started.
+    """Returns what the ranks of the run find out about each other, or a finding that they failed.
 
-    On the CPU, two ranks are started unless others are there already.
+    Starts the ranks, on the CPU at most two; under torchrun or srun, this process is one of them.
     """
     from fullshard.jobs.checks.ranks import FILE_NAME
     from fullshard.launch.request import LaunchRequest
@@ -181,7 +181,7 @@ def _words(finding: "Finding") -> str:
 
 
 def _report_text(report: "CheckReport") -> str:
-    """Returns the last line: how many checks found what, and how long they took."""
+    """Returns the last line: the number of checks by status, and how long they took."""
     from fullshard.quantities import format_seconds
 
     counts = ", ".join(

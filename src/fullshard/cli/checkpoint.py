@@ -146,7 +146,7 @@ def export_checkpoint(
 
 
 def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
-    """Raises SpecError if an export would overwrite anything other than an earlier export."""
+    """Raises an error if an export would replace other files than an earlier one's; with hf, any weights."""
     from fullshard.system.targets import (
         build_can_load_predicate,
         check_output_directory,
@@ -165,7 +165,7 @@ def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, for
 
 
 def _find_checkpoints_root(directory: str) -> "CheckpointLocation":
-    """Returns the location `<directory>/checkpoints` if it exists, else `directory`.
+    """Returns the location `<directory>/checkpoints` if it exists, else `directory`, as for every URL.
 
     Raises CheckpointError if neither exists.
     """

@@ -87,7 +87,7 @@ def _build_train_request(
 
 
 def _check_run_directory(run: "Run", *, resume: bool) -> None:
-    """Checks `run.dir` before anything is planned or started.
+    """Checks `run.dir` before anything is planned or started; under torchrun or srun, only its name.
 
     Raises SpecError if it is not a run's directory, TrainError if it cannot be written or is in use.
     """

@@ -74,7 +74,7 @@ class Conversion(FrozenModel):
 
     @property
     def lost_keys(self) -> tuple[str, ...]:
-        """Keys that request a strategy, a precision or a way to train which `run` lacks, and unknown keys."""
+        """Unknown keys, and keys for a strategy, a precision or a way to train that `run` does not have."""
         return tuple(one.key for one in self.key_results if one.is_lost)
 
     def run_toml_text(self) -> str:
@@ -173,7 +173,7 @@ def _nested_tables(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_config(text: str, *, name: str, format: rules.ConfigFormat | None) -> ParsedConfig:
-    """Returns (format, nested settings) of `text`. Raises SpecError if it has no known format."""
+    """Returns (format, nested settings) of `text`. Raises SpecError for text that is not a usable config."""
     if name.endswith(".py"):
         raise SpecError(
             f"{name} is a program.",
@@ -235,7 +235,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _recognize_mapping_format(tree: Any, format: rules.ConfigFormat | None) -> ParsedConfig | None:
-    """Returns a config of `format`, or of the format that its keys belong to; None if no format has them."""
+    """Returns a config of `format`, or of the format that its keys belong to; None for neither."""
     if not isinstance(tree, Mapping) or not tree:
         return None
     keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}
@@ -244,7 +244,7 @@ def _recognize_mapping_format(tree: Any, format: rules.ConfigFormat | None) -> P
 
 
 def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedConfig:
-    """Returns `source` with JSON types only. Raises SpecError for values that no run.toml can have."""
+    """Returns `source` with JSON types only. Raises SpecError for placeholders and other unusable values."""
     format, tree = source
     try:
         small_files.check_nesting_depth(tree, most=len(text))

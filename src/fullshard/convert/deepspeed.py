@@ -213,7 +213,7 @@ def _convert_absent_scheduler(state: ConversionState) -> None:
 
 
 def _convert_peak_learning_rate(state: ConversionState, *, default: float | None) -> None:
-    """Sets the peak. `default`: the scheduler's own; with None, it takes the optimizer's rate."""
+    """Sets the rate to the scheduler's peak, or its `default`; with None, the optimizer's rate remains."""
     key = "scheduler.params.warmup_max_lr"
     peak: Any = state.leaves.get(key, default)
     if parse_number(peak) is None:

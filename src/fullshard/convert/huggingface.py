@@ -132,8 +132,8 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
 def _convert_mesh(state: ConversionState, keys: list[str]) -> bool:
     """Sets hybrid_shard or no_shard if there are replicas, and returns whether there are.
 
-    keys: of the number of replicas, of ranks that share parameters, and of those that share sequences, over
-        which parameters are sharded too
+    keys: keys of the numbers of replicas, of ranks that share parameters, and of ranks that share sequences,
+        over which parameters are sharded too
     """
     replicas, *sharded = (parse_positive_integer(state.get(key)) or 1 for key in keys)
     degree = math.prod(sharded)
@@ -167,7 +167,7 @@ def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int |
 
 
 def _convert_reshard_after_forward(state: ConversionState, key: str) -> None:
-    """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op; no numbers."""
+    """Converts FSDP2's `reshard_after_forward`: true or a number is full_shard, false is shard_grad_op."""
     value = state.get(key)
     if key not in state.leaves:
         return

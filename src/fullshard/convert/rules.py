@@ -97,7 +97,7 @@ class KeyResult(FrozenModel):
 class ConversionState:
     """A config, with the verdicts and settings recorded so far.
 
-    Only the first verdict on a key counts. A verdict on a key that the config lacks is ignored.
+    Only the first verdict on a key counts. For a key that the config lacks, only settings are recorded.
 
     leaves: values of the config by dotted key (see `iterate_leaves`)
     key_results: verdicts by key
@@ -122,7 +122,7 @@ class ConversionState:
         return self.leaves.get(key)
 
     def rename_keys(self, names: Mapping[str, str]) -> None:
-        """Renames older or shorter names of keys: `names` has the present name of each, which counts."""
+        """Renames keys by `names` (older -> present name). Of a key that has both, the present one counts."""
         for key, name in names.items():
             if name in self.leaves:
                 self.record_not_needed(key, f"{name} says it")
@@ -148,7 +148,7 @@ class ConversionState:
         return count
 
     def record_setting(self, key: str, target: str, *, value: Any, why: str = "") -> None:
-        """Sets `target` of run.toml to the `value` of `key`, unless another key has set another value."""
+        """Sets `target` of run.toml to `value`. If another value is set already, `key` is not supported."""
         before = self.settings.setdefault(target, value)
         if before != value:
             first = self.origins.get(target, "something else")
@@ -166,7 +166,7 @@ class ConversionState:
     def infer_global_batch(self, sequences: int, *, origin: str, model_parallel: int = 1) -> None:
         """Sets `train.global_batch`, unless it is set, to `sequences` × ranks (1 with a note, if unknown).
 
-        model_parallel: number of ranks that share each sequence
+        model_parallel: number of ranks that share each sequence, and count as one
         """
         if "train.global_batch" in self.settings:
             return
@@ -198,7 +198,7 @@ class ConversionState:
         self._record_verdict(key, KeyVerdict.OPEN, why="", misses=target)
 
     def record_unknown_keys(self, known: list[str]) -> None:
-        """Records all keys without a verdict as unknown, each with the most similar of the `known` keys."""
+        """Records keys without a verdict as unknown, with a similar `known` one; empty tables as unneeded."""
         for key in self.keys_without_verdict():
             if self.get(key) == {} and any(one.startswith(f"{key}.") for one in known):
                 self.record_not_needed(key, "empty")
@@ -304,7 +304,7 @@ class KeyRule(FrozenModel):
     not_needed: why the result is the same without the key, for any value
     unsupported: why the result differs, and the alternative
     misses: the key of run.toml that would express the unsupported feature, if it is one that must not be lost
-    unless: values that do not request the unsupported feature, or set nothing; null never does
+    unless: values that request nothing (the default is for `unsupported` alone); null never requests anything
     switch: name of the key in the same top-level section that turns the unsupported feature on, if any
     sets: the key of run.toml to set; the next fields convert the value, which is otherwise taken as it is
     choices: converted values by the value's last dotted part in lower case
@@ -446,7 +446,7 @@ def strategy_for_zero_stage(stage: Any) -> str | None:
 
 
 def _adapter_targets(value: Any) -> Any:
-    """Returns names of modules from a list, or a text with commas; "all-linear" from any text with `all`."""
+    """Returns modules from a list, or a text with commas; "all-linear" for a text that begins with `all`."""
     if isinstance(value, str):
         return "all-linear" if value.startswith("all") else [one.strip() for one in value.split(",")]
     return value if isinstance(value, list) and value else None

@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 
 class MicrobatchSource(Protocol):
-    """A source of microbatches without a position: the samples of a step depend only on the step's number."""
+    """A source of microbatches that keeps no position: a step's samples depend only on its number."""
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
@@ -25,17 +25,17 @@ class MicrobatchSource(Protocol):
         plan: the run's plan, in which ranks that share sequences count as one (`Plan.of_data_ranks`)
 
         Each is passed to the loss unchanged, or if ranks share sequences, this rank's part of them. For a
-        given step, all data ranks together must yield the same samples for any number of them, so that a run
-        resumed on a different number continues exactly.
+        given step, all data ranks together must yield the same samples whatever their number, so that a run
+        resumed on another number of ranks continues exactly.
         """
         ...
 
 
 class RowSource(MicrobatchSource, Protocol):
-    """A source that can also begin between two steps, so that runs continue exactly with another batch.
+    """A source whose steps can begin at any row, so that runs continue exactly with another global batch.
 
-    takes_any_row: whether `microbatches_at_row` can be called
-    row_order: text that differs if row i is another one: other content, seed, packing …; None if unknown
+    takes_any_row: whether `microbatches_at_row` may be called
+    row_order: text that differs if any row does, by other content, seed, packing …; None if unknown
     """
 
     @property
@@ -45,7 +45,7 @@ class RowSource(MicrobatchSource, Protocol):
     def row_order(self) -> str | None: ...
 
     def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields as `microbatches` does, for the step whose first row is `row`."""
+        """Yields the microbatches of the step whose first row is `row`, see `microbatches`."""
         ...
 
 
@@ -53,7 +53,7 @@ class TrainingData(MicrobatchSource, Protocol):
     """The data of a run, as `build_data` returns it: training microbatches and held-out batches.
 
     training_sequences: number of training sequences, of which an epoch has each once; None if unknown
-    vocabulary: largest token that the data can yield, plus one; None if unknown
+    vocabulary: vocabulary size, which is larger than each token of the data; None if unknown
     validation_tokens: number of held-out tokens; 0 for no validation
     """
 
@@ -67,11 +67,11 @@ class TrainingData(MicrobatchSource, Protocol):
     def validation_tokens(self) -> int: ...
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields a data rank's held-out batches, shaped as in `microbatches`; equally many for each."""
+        """Yields a data rank's held-out batches, shaped as in `microbatches`, equally many for each rank."""
         ...
 
     def describe(self) -> str:
-        """Returns a description of the data: one line, and one for each warning or record left out."""
+        """Returns a description of the data: one line, which others may follow, such as warnings."""
         ...
 
 
@@ -85,7 +85,7 @@ def microbatch_sample_numbers(turn: int, *, rank: int, plan: Plan) -> NDArray[np
 
 
 class _Place(NamedTuple):
-    """Microbatches of one step: of step `first` if `stride` is 1, else of the step whose first row it is."""
+    """Request for a step's microbatches: `first` is its number if `stride` is 1, else its first row."""
 
     first: int
     stride: int
@@ -96,9 +96,9 @@ class _Place(NamedTuple):
 class MicrobatchPrefetcher:
     """Makes the microbatches of the next `steps` steps of `data` on a thread, while a step computes.
 
-    If another step is requested than expected (after a resume, or past batches that are left out), prefetched
-    batches are dropped and new ones are made. An error raised in `data` is raised in the step that requests
-    the batch. Use as a context manager.
+    If another step is requested than the next (after a resume, or past batches that are left out), prefetched
+    batches before it are dropped. An error raised in `data` is raised in the step that requests the batch.
+    With `steps` = 0, there is no thread. Use as a context manager.
     """
 
     def __init__(self, data: MicrobatchSource, *, steps: int) -> None:
@@ -133,6 +133,7 @@ class MicrobatchPrefetcher:
         return getattr(self._data, "row_order", None)
 
     def _prefetch(self, wanted: "_Place") -> Iterator[Any]:
+        """Yields the microbatches of `wanted`, after submitting the following steps to the thread."""
         if self._steps == 0:
             yield from self._make_microbatches(wanted)
             return

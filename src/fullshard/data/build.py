@@ -27,9 +27,9 @@ def build_data(run: Run, *, alive: token_store.Heartbeat = token_store.no_heartb
     """Builds the data of `run`.
 
     Tokenizes the sources that are not in the cache yet, and calls `alive` regularly while it works. Raises
-    SpecError for a model of its own without data, and for a factory that cannot be imported;
-    MissingExtraError. Raises DataError for data that is absent, unreadable, corrupt, binary, or too short for
-    one sequence in each part.
+    SpecError for a model of the user's without data settings, and for a factory that cannot be imported;
+    MissingExtraError for a package that a source needs. Raises DataError for data that is absent, unreadable,
+    corrupt, binary, or too short for one sequence in each part.
 
     >>> run = fs.Run.load("run.toml")  # [data] source = "text", paths = ["texts/text.txt"]
     >>> data = fs.build_data(run)
@@ -44,10 +44,10 @@ def build_data(run: Run, *, alive: token_store.Heartbeat = token_store.no_heartb
 def resolve_epochs(run: Run, data: TrainingData, *, step: int = 0, rows: int = 0) -> Run:
     """Returns `run` with the number of steps that its `train.epochs` take on `data`:
 
-        steps = step + ceil((epochs * data.training_sequences - rows) / global_batch)
+        steps = step + max(ceil((epochs * data.training_sequences - rows) / global_batch), 0)
 
-    step, rows: of a run that continues, the number of its steps, and of the sequences that they took, maybe
-        with another global batch
+    step, rows: number of steps that a resumed run has taken, and of the sequences in them, perhaps with
+        another global batch
 
     Returns `run` itself if it has no `train.epochs`. Raises DataError if `data` has no `training_sequences`.
 
@@ -73,7 +73,7 @@ def resolve_epochs(run: Run, data: TrainingData, *, step: int = 0, rows: int = 0
 
 
 def tokenizer_vocabulary_size(section: DataSection) -> int | None:
-    """Returns the vocabulary size of the tokenizer; None without one, if another program makes the tokens.
+    """Returns the tokenizer's vocabulary size; without one, that of bytes, or None if the data are tokens.
 
     Reads only the tokenizer, since tokenizing the data may take hours. Raises DataError, MissingExtraError.
     """
@@ -110,9 +110,10 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
 def _open_matching_tokenizer(
     section: DataSection, stores: Sequence[token_store.TokenStore]
 ) -> Tokenizer | None:
-    """Opens the tokenizer that made the tokens of `stores`; None if another program made them.
+    """Opens the tokenizer that `section` names; without one, that of bytes, or None if the data are tokens.
 
-    Raises DataError if a store holds tokens that the tokenizer does not have.
+    Raises DataError if a store holds tokens that the tokenizer does not have, and without a name if some
+    sources have text and others tokens.
     """
     if section.tokenizer is None:
         if len(section.token_makers) > 1:
@@ -220,7 +221,7 @@ def _check_sequence_length(
 
 
 def _build_user_data(run: Run) -> TrainingData:
-    """Returns the object of the user's factory, with defaults for missing members of `TrainingData`.
+    """Returns the members of the object that the user's factory makes, and defaults for missing ones.
 
     Raises SpecError for a name that cannot be imported, DataError if the result has no `microbatches`.
     """

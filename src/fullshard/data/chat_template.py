@@ -79,7 +79,7 @@ class ChatTemplate:
     """The chat template of the tokenizer in a directory, or the one in the file `template`.
 
     Runs code that comes with the tokenizer only with `trust_remote_code`. Raises MissingExtraError without
-    transformers; DataError for a tokenizer without a template, or one that needs its code to be loaded.
+    transformers; DataError unless `path` is a directory, with a template and a tokenizer that can be loaded.
     """
 
     def __init__(self, path: str, *, template: str | None = None, trust_remote_code: bool = False) -> None:
@@ -126,8 +126,8 @@ class ChatTemplate:
     ) -> EncodedConversation:
         """Returns the tokens of the conversation.
 
-        Raises UntokenizableRecordError if the template rejects it or does not write an answer that is trained
-        on, and if the assistant's words cannot be found.
+        Raises UntokenizableRecordError if the template rejects it or does not write content that is trained
+        on, if the words of a message cannot be found, and for `template_kwargs` with a reserved name.
         """
         if reserved := sorted(self._reserved_names.intersection(conversation.template_kwargs)):
             raise UntokenizableRecordError(f"chat_template_kwargs cannot have {', '.join(reserved)}")
@@ -167,7 +167,8 @@ class ChatTemplate:
         """Returns names of the content that the template does not write. See [Note: marked content].
 
         Raises UntokenizableRecordError for such content of a message that is trained on, unless the template
-        leaves it out only of earlier messages, and for an answer that is empty.
+        writes it in a last message; for an empty answer; and for a flag that asks to train on what `train_on`
+        leaves out. If the template rejects the marked words, messages are not checked.
         """
         template = self._template_of(conversation)
         unwritten = {
@@ -230,7 +231,7 @@ class ChatTemplate:
         return False
 
     def _has_end_of_turn(self, last: Message, *, text: str, tokens: NDArray[np.int64]) -> bool:
-        """Returns False if `last` is an answer with nothing but blanks behind its content."""
+        """Returns False if `last` is an answer without tool calls, and only blanks follow its content."""
         content = last.get("content")
         if last["role"] != "assistant" or "tool_calls" in last or not isinstance(content, str):
             return True
@@ -239,8 +240,7 @@ class ChatTemplate:
     def _render_conversation(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Returns (conversation in the form that the template takes, text of the conversation).
 
-        See [Note: arguments of tool calls]. A list of text parts becomes one text for a template that takes
-        only text.
+        See [Note: arguments of tool calls]. A list of parts becomes text if the template takes only that.
         """
         given = [one for one in (*conversation.tool_arguments(), *conversation.part_lists()) if one]
         forms = [conversation]
@@ -269,7 +269,7 @@ class ChatTemplate:
     def _encode_by_generation_marks(
         self, conversation: Conversation, answers: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns (tokens, mask of those that the template marks), without answers that are not trained on.
+        """Returns (tokens, mask of those that the template marks, except in answers that are not trained on).
 
         answers: indexes of the assistant's messages
         """
@@ -288,7 +288,7 @@ class ChatTemplate:
         return np.array(coded["input_ids"], np.int64), trained
 
     def _template_of(self, conversation: Conversation) -> str:
-        """Returns the template, with `{%` for `{%-`. For conversations with tools, it may be another."""
+        """Returns the template, with `{%` for `{%-`. Tokenizers may have another one for tools."""
         if (has_tools := bool(conversation.tools)) not in self._templates:
             with _convert_template_errors():
                 text = str(self._tokenizer.get_chat_template(tools=conversation.tools))
@@ -321,7 +321,7 @@ class ChatTemplate:
     def _first_header(self, conversation: Conversation) -> str:
         """Returns the text before the words of a conversation that begins with the assistant.
 
-        Many templates reject a conversation without messages. So the text is what two first messages share.
+        Many templates reject a conversation without messages. So this is what two first messages share.
         """
         other = replace(conversation, messages=[{"role": "assistant", "content": _UNUSED_CHARACTER}])
         return os.path.commonprefix([self._render(conversation, 1), self._render(other)])
@@ -349,7 +349,7 @@ def _mark_content(conversation: Conversation) -> tuple[Conversation, list[_Conte
 
 
 class _MarkerWriter:
-    """Writes markers into content. Each is used once.
+    """Writes markers into content, each of them once.
 
     found: pieces of content with their markers
     """

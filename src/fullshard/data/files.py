@@ -45,9 +45,9 @@ class SourceFile:
 
 
 def list_stdlib_files(directory: Path | None = None) -> list[SourceFile]:
-    """Returns the *.py files of this interpreter's standard library (or `directory`), without the tests.
+    """Returns the *.py files of this interpreter's standard library (or `directory`), sorted by path.
 
-    Raises DataError if the library has no *.py files, as in a zipped or frozen Python.
+    Tests, installed packages and empty files are left out. Raises DataError if none remain (a zipped Python).
     """
     root = directory or Path(sysconfig.get_path("stdlib"))
     paths = (str(path) for path in _walk_files(root, skipped=_NOT_LIBRARY) if path.suffix == ".py")
@@ -65,9 +65,10 @@ def list_stdlib_files(directory: Path | None = None) -> list[SourceFile]:
 def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[SourceFile]:
     """Returns the non-empty files that match any of the globs (with `**` and `~`), sorted by path.
 
-    A path that exists is taken by its name, also if that has wildcards. A directory stands for the files of
-    `kind` below it. Raises DataError for a pattern without a match, for a file that cannot be read, and if
-    all are empty; MissingExtraError for a compression whose package is not installed.
+    A path that exists is taken by its name, also if that has wildcards. A pattern that matches directories
+    alone stands for the files of `kind` below them. Raises DataError for a pattern without a match, for a
+    path that is not a regular file, and if all are empty; MissingExtraError for a compression whose package
+    is not installed.
     """
     found: dict[str, SourceFile] = {}
     for pattern in patterns:
@@ -189,7 +190,7 @@ def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str)
 
 
 def _walk_files(root: Path, *, skipped: frozenset[str] = frozenset()) -> Iterable[Path]:
-    """Yields the files below `root`, except hidden ones and those in directories named in `skipped`."""
+    """Yields the files below `root`, except hidden ones and those in hidden or `skipped` directories."""
 
     def raise_unreadable(error: OSError) -> None:
         raise unreadable_path_error(error.filename or root, error) from error
@@ -200,7 +201,7 @@ def _walk_files(root: Path, *, skipped: frozenset[str] = frozenset()) -> Iterabl
 
 
 def stat_files(paths: Iterable[str]) -> list[SourceFile]:
-    """Returns the files with their sizes. Raises DataError for a path that is not a regular file."""
+    """Returns the files with their sizes. Raises DataError for one that is absent or not a regular file."""
     files: list[SourceFile] = []
     for path in paths:
         try:

@@ -82,7 +82,7 @@ class PackedData:
 
     @property
     def cut_document_count(self) -> int:
-        """Number of documents with untrained parts, such as prompts, that are longer than a sequence."""
+        """Number of documents longer than a sequence, in stores with untrained tokens, such as prompts."""
         longest = self.sequence_length + 1  # the last token is a label alone
         masked = [store for store in self.token_stores if store.loss_mask is not None]
         return sum(int((store.ends - store.begins > longest).sum()) for store in masked)
@@ -123,7 +123,7 @@ class PackedData:
         return self.microbatches_at_row(step * rows_per_step, rank=rank, plan=plan)
 
     def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """Yields as `microbatches` does, for a step whose first sample is `row`."""
+        """Yields the microbatches of the step whose first sample is `row`, see `microbatches`."""
         for turn in range(plan.accumulation):
             samples = row + microbatch_sample_numbers(turn, rank=rank, plan=plan)
             sources, rows = self.pattern.locate_samples(samples)
@@ -139,9 +139,9 @@ class PackedData:
         """Yields a data rank's share of at most `train.validate_sequences` held-out rows.
 
         The rows are spread evenly over each pool, and each pool contributes in proportion to its weight.
-        Batches are shaped as in `microbatches`, and every rank yields the same number. Rows beyond the end
-        have IGNORED_LABEL for all labels. The rows are the same for any number of ranks. Yields nothing if no
-        rows are held out.
+        Batches are shaped as in `microbatches`, and every rank yields the same number. Rows that only fill up
+        a batch have IGNORED_LABEL for all labels. The rows are the same for any number of ranks. Yields
+        nothing if no rows are held out.
         """
         found = _evenly_spaced_held_out_rows(self, plan.run.train.validate_sequences)
         for turn in range(-(-len(found) // (plan.data_parallel_degree * plan.microbatch))):
@@ -179,7 +179,7 @@ class PackedData:
         }
 
     def describe(self) -> str:
-        """Returns a description of the data: one line, and one for each warning and for a record left out."""
+        """Returns a line about the data, one with an example of records left out if any are, and warnings."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         facts = self.summary_figures()
         return (
@@ -262,7 +262,7 @@ def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Itera
 
 
 def _ignore_untrained_labels(labels: Int64, stream: TokenStream, *, begin: int, label: int) -> None:
-    """Sets those `labels` of a piece to IGNORED_LABEL whose tokens are not trained on.
+    """Sets the labels of a piece that the loss mask leaves out to IGNORED_LABEL, in place.
 
     begin: place of the piece's first token
     label: place of the last token's label, or NO_LABEL

@@ -3,9 +3,9 @@
 A place is the index of a token in the stream.
 
 [Note: what is held out]
-Documents are visited in a pseudorandom order that depends only on their number, and held out whole until the
-fraction of all tokens is reached. If they are few and large, so that less than half of the fraction is
-filled, the tail of the largest document fills the rest.
+Documents are visited in a pseudorandom order that depends only on their number, and held out whole as long as
+they do not exceed the fraction of all tokens. If they are few and large, so that less than half of the
+fraction is filled, the tail of the largest other document fills the rest.
 """
 
 import hashlib
@@ -198,7 +198,7 @@ def split_long_spans(spans: TokenSpans, length: int) -> tuple[TokenSpans, NDArra
     """Splits each span into pieces of `length` tokens and a remainder.
 
     Returns (the pieces, whether the span continues after each). A remainder of one token is dropped, since it
-    has no label; it is the label of the piece before.
+    has no label; it is the label of the piece before, if there is one.
     """
     counts = -(-spans.lengths // length)
     first = np.cumsum(counts) - counts
@@ -307,7 +307,7 @@ def build_source_interleaving(weights: Sequence[float]) -> SourceInterleaving:
     Sample j of a source with n samples per period is at time (2 j + 1) / 2 n. Among the first k samples, for
     any k, each source has its share to within (sources + 1) / 2 samples. The period is the smallest one in
     which the weights, as written, give whole samples. If that exceeds LONGEST_PERIOD, the counts are the
-    nearest whole numbers for LONGEST_PERIOD.
+    nearest whole numbers for LONGEST_PERIOD, at least 1.
     """
     counts = np.array(_samples_per_period(weights), dtype=np.int64)
     numbers = [np.arange(count) for count in counts]

@@ -75,7 +75,8 @@ class CorruptRecord:
 def split_file_into_parts(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
     """Cuts `file` into parts of about SHARD_BYTES; parquet into its row groups.
 
-    Raises DataError for a broken parquet file. See `check_reader_installed`.
+    A compressed file or a JSON array stays one part. Raises DataError for a broken parquet file. See
+    `check_reader_installed`.
     """
     path, size = file.path, file.size
     if kind == "parquet":
@@ -115,7 +116,7 @@ def check_reader_installed(kind: str) -> None:
 
 
 def open_parquet_file(path: str) -> Any:
-    """Opens `path` as a pyarrow.parquet.ParquetFile. Raises DataError."""
+    """Opens `path` as a pyarrow.parquet.ParquetFile. Raises DataError if it cannot be read as one."""
     import pyarrow
     import pyarrow.parquet
 
@@ -166,7 +167,7 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
 
 
 def _read_part_as_one_text(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
-    """Yields the lines that begin within the part, as one piece of the file's single document."""
+    """Yields the part's lines as one piece of the file's document, or a CorruptRecord and an empty piece."""
     before = after = text = ""
     with files.open_source_file(shard.path) as file:
         if files.is_compressed(shard.path):
@@ -248,7 +249,7 @@ def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[So
 
 
 def _iterate_arrow_rows(batch: Any, paths: Mapping[str, Sequence[str]] | None) -> Iterator[_Row]:
-    """Yields the rows of a pyarrow.RecordBatch; an error for one with values that cannot be decoded.
+    """Yields the rows of a pyarrow.RecordBatch; the error in place of a row that cannot be decoded.
 
     paths: if given, the rows have the fields at these paths, by name, and lists of numbers are arrays
     """

@@ -85,7 +85,7 @@ _EXCLUDES_NOTHING: dict[str, Callable[[Numbers], bool]] = {
     **dict.fromkeys(_DOCUMENT_LENGTHS, lambda numbers: len(numbers) < 2),
     **dict.fromkeys(_UNCLEAR, lambda numbers: not len(numbers)),
 }
-_SINGLE = {*_TRAINED_IF_ONE, *_TRAINED_IF_ZERO, *_UNCLEAR}  # of a whole row; a number in another is no mark
+_SINGLE = {*_TRAINED_IF_ONE, *_TRAINED_IF_ZERO, *_UNCLEAR}  # may be one number for the row; others are lists
 # Marks of a row of tokens that are used. Positions are counted without padding, so the mask comes first.
 _USED = ("attention_mask", "labels", *_LOSS_MASKS, "prompt_mask", *_POSITIONS)
 
@@ -236,13 +236,13 @@ def _iterate_fields(row: Mapping[str, Any], prefix: str = "", *, depth: int = 0)
 
 
 def _beside(name: str, main_field: str) -> list[str]:
-    """Returns `name`, and the dotted name of such a field beside `main_field` if that is nested."""
+    """Returns `name`, and for a nested `main_field` also the dotted name of the field `name` beside it."""
     parent, dot, _ = main_field.rpartition(".")
     return [name, f"{parent}.{name}"] if dot else [name]
 
 
 def check_unused_marks(row: Mapping[str, Any], main_field: str, *, used: Collection[str] = ()) -> None:
-    """Raises UntokenizableRecordError for a mark of `row`, except those in `used`, that excludes something.
+    """Raises UntokenizableRecordError for marks of `row`, not in `used`, that exclude or separate something.
 
     main_field: name of the field with the row's text, messages or tokens
     """
@@ -263,7 +263,7 @@ def check_unused_marks(row: Mapping[str, Any], main_field: str, *, used: Collect
 def is_message_trained(message: Mapping[str, Any], what: str) -> bool:
     """Returns False for a message that one of its own fields excludes from training.
 
-    Raises UntokenizableRecordError for a weight other than 0 and 1, and for a mark that is not used.
+    Raises UntokenizableRecordError for a weight other than 0 and 1, and for a mark of unclear meaning.
     """
     trained = True
     for names, included in (((*_TRAINED_IF_ONE, "loss", "loss_mask"), 1), (_TRAINED_IF_ZERO, 0)):
@@ -308,8 +308,8 @@ def read_token_row(
     tokens: value of the field `tokens_field`, a list or an array of integers
     vocabulary_size: largest valid token, plus one
 
-    Raises UntokenizableRecordError for tokens outside of the vocabulary, and for labels or masks that do not
-    fit the tokens. See [Note: marks].
+    Raises UntokenizableRecordError for tokens outside of the vocabulary; for labels, masks or positions that
+    do not fit the tokens; and for marks that cannot be used. See [Note: marks].
     """
     found = _one_dim_array(tokens, tokens_field)
     if found.size and found.dtype.kind not in "iu":
@@ -370,7 +370,10 @@ def _mask_values(mask: Numbers, name: str) -> NDArray[np.bool_]:
 
 
 def _labelled_positions(labels: Numbers, name: str, *, tokens: Numbers) -> NDArray[np.bool_]:
-    """Returns the mask of the positions whose label is not IGNORED_LABEL."""
+    """Returns the mask of the positions that have a label, which must be the token at the position.
+
+    Raises UntokenizableRecordError for another label, unless it is IGNORED_LABEL.
+    """
     labelled = labels != IGNORED_LABEL
     differing = np.flatnonzero(labelled & (labels != tokens))
     if len(differing):

@@ -40,7 +40,7 @@ from fullshard.system.process import count_usable_cores
 from fullshard.system.terminal import escape_control_characters
 
 IN_MEMORY_BYTES = 64 << 20
-"""Text files of at most this size together are encoded as bytes in memory, and not cached."""
+"""Without a tokenizer, uncompressed texts of at most this size together are encoded in memory, not cached."""
 
 # Fields of a source that say where its rows are, which the content of the files stands for.
 _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
@@ -78,7 +78,7 @@ class _SourceFiles:
 
     @property
     def is_small_text(self) -> bool:
-        """True if the texts are few enough to be encoded as bytes at each start."""
+        """True for uncompressed texts that are few enough to be encoded as bytes at each start."""
         small = self.kind == "text" and self.total_file_bytes <= IN_MEMORY_BYTES
         return small and not any(is_compressed(file.path) for file in self.files)
 
@@ -86,10 +86,11 @@ class _SourceFiles:
 def open_token_stores(
     source: DataSource | DataSection, section: DataSection, *, root: Path, alive: token_store.Heartbeat
 ) -> list[token_store.TokenStore]:
-    """Returns the token stores of `source`, tokenized with the settings of `section`.
+    """Returns the token store of `source`, tokenized with the settings of `section`; one for each token file.
 
     They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES, and the tokens of token files.
-    Raises DataError for data that is absent, empty, corrupt or does not hold tokens; MissingExtraError.
+    Raises DataError for data that is absent, empty, corrupt, at a URL, or has no token that is trained on;
+    MissingExtraError for a package that is not installed.
     """
     kind = source.source or "stdlib"
     fields = DataSourceFields(**{name: getattr(source, name) for name in DataSourceFields.model_fields})

@@ -111,7 +111,7 @@ def get_or_build_entry(
 def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
     """Holds an exclusive lock on the file `lock` while the block runs. Waits until the lock is free.
 
-    On a file system without locks, both processes write, and the second one finds the entry complete.
+    On a file system without locks the block runs at once, perhaps in several processes.
     """
     try:
         with hold_exclusive_file_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
@@ -238,7 +238,7 @@ class TokenStore:
     tokens: tokens of all documents: in memory, or mapped from a file
     begins, ends: document i is tokens[begins[i]:ends[i]]
     trained_token_count: number of tokens that are trained on
-    vocabulary_size: largest possible token plus one
+    vocabulary_size: the tokenizer's; of tokens that another program made, the largest one plus one
     loss_mask: mask of the tokens that are trained on; None if all are
     """
 

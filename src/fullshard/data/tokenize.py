@@ -123,8 +123,8 @@ class TaskTokenizer:
     def tokenize_task(self, task: Task) -> TokenizedTask:
         """Returns the tokens of `task`, a run of file parts.
 
-        A corrupt record is skipped and counted, or raises DataError if `on_error` is "stop". Raises DataError
-        for a text that the tokenizer does not take.
+        A record that is corrupt, or that the tokenizer or the chat template rejects, is skipped and counted;
+        if `on_error` is "stop", it raises DataError.
         """
         self._notes = TokenizeNotes()
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
@@ -209,7 +209,7 @@ class TaskTokenizer:
     def _encode_texts_by_record(
         self, rows: Sequence[tuple[SourceRecord, RowText]]
     ) -> Iterator[EncodedRecord]:
-        """Yields the tokens of each text, without those that are skipped."""
+        """Yields the tokens of each text. A skipped one is left out, or if a part of a document, empty."""
         encoded: list[EncodedRecord] | None = None
         with suppress(DataError):
             encoded = self._encode_texts(rows)
@@ -298,7 +298,7 @@ def _select_own_tokens(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask
 def tokenize_tasks(
     tasks: Sequence[Task], settings: TokenizeSettings, *, processes: int
 ) -> Generator[TokenizedTask]:
-    """Yields the tokens of each task, in order. Uses `processes` workers if there are several tasks.
+    """Yields the tokens of each task, in order. Uses up to `processes` workers, or for one task this process.
 
     Raises the error of a task that failed, and DataError for a worker that died.
     """
@@ -362,7 +362,7 @@ def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TokenizedTask:
 
 
 def serve_tasks() -> None:
-    """Runs a worker: reads the settings and the tasks from stdin, and writes each task's tokens to stdout."""
+    """Runs a worker: reads settings and tasks from stdin, writes each task's tokens or error to stdout."""
     settings = pickle.load(sys.stdin.buffer)
     tokenizer: TaskTokenizer | None = None
     while True:

@@ -206,6 +206,7 @@ def _convert_backend_errors(name: str = "the tokenizer") -> ForeignErrorTranslat
 
 
 def _choose_end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
+    """Returns the end token, see `open_tokenizer`. Raises DataError if the tokenizer has none."""
     name = named if named is not None else _read_configured_eos_token(file.with_name(CONFIG_FILE))
     candidates = _END_TOKENS if name is None else (name,)
     found = [token for one in candidates if (token := backend.token_to_id(one)) is not None]

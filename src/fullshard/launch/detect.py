@@ -165,7 +165,7 @@ def may_have_gpus() -> bool:
 
 
 def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus:
-    """Returns the GPUs that torch can use on this machine; none if `device` is "cpu"."""
+    """Returns the GPUs that torch can use; none for the device "cpu". Raises SpecError if torch fails."""
     if device == "cpu" or not may_have_gpus():
         return _NO_GPUS
     torch = sys.modules.get("torch")

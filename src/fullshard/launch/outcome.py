@@ -147,7 +147,7 @@ class LaunchEventLog:
         self._directory, self._own = Path(directory), own
 
     def record(self, event: str, details: Mapping[str, object]) -> None:
-        """Appends an event of this moment. Nothing, if the newest attempt is not this launch's."""
+        """Appends an event of this moment, or nothing if the newest attempt is not this launch's."""
         path = self._directory / EVENTS
         with suppress(OSError):  # the ranks report a disk that is full
             starts = [one for one in read_events(path) if one.event == "start"]

@@ -142,8 +142,8 @@ class _RootCauseOrder(IntEnum):
 def find_first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
     """Returns the number of the rank that failed first and its failure, or None if no rank failed.
 
-    Failures that only report a lost peer (`outcome.py` knows their texts) count last: a killed rank writes no
-    report, and the launcher sees that it is gone only after its peers have failed.
+    Failures are ordered by `_RootCauseOrder`, then by time. Those that only report a lost peer (`outcome.py`) come last: a
+    killed rank writes no report, and the launcher sees that it is gone only after its peers have failed.
     """
     failures = [(rank, *found) for rank in ranks if (found := _failure_of_rank(rank)) is not None]
     if not failures:
@@ -153,6 +153,7 @@ def find_first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | 
 
 
 def _failure_of_rank(rank: RankOutcome) -> tuple[_RootCauseOrder, FailureReport] | None:
+    """Returns (origin, report) of a rank's failure; None if it finished, or the launcher killed it."""
     ending, code = rank.ending, rank.exit_code
     if ending is not None and ending.failure is not None:
         return _RootCauseOrder.PEER_LOST if ending.failure.peer_lost else _RootCauseOrder.OWN, ending.failure
@@ -334,6 +335,7 @@ class _LocalRanks:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
     def _poll_ranks_and_signals(self) -> None:
+        """Notes ended ranks, forwards a signal, kills all on a second Ctrl-C or some time after a failure."""
         running = self._running()
         for rank in range(len(self._processes)):
             if rank not in running:

@@ -34,9 +34,9 @@ def insert_adapters(
 ) -> nn.Module:
     """Inserts adapters into `model`, in place, and freezes other parameters, except in `adapter.trained`.
 
-    Returns the same model, which is on the meta device. `own_dtype` is the dtype of frozen parameters if
-    `adapter.base_dtype` is "auto"; None leaves their dtype unchanged. Raises MissingExtraError without peft,
-    SpecError for targets that the model does not have.
+    Returns the same model, which is on the meta device; unchanged if `adapter.rank` is 0. `own_dtype` is the
+    dtype of frozen parameters if `adapter.base_dtype` is "auto"; None keeps theirs. Raises MissingExtraError
+    without peft, SpecError for targets that the model does not have and for options that peft refuses.
     """
     if section.rank == 0:
         return model
@@ -100,7 +100,7 @@ def import_peft() -> Any:
 
 
 def _list_targets_of_options(model: nn.Module, section: AdapterSection) -> list[str]:
-    """Returns the full names of `adapter.targets` in the layers of `options.layers_to_transform`.
+    """Returns the full names of `adapter.targets`, in all layers or those of `options.layers_to_transform`.
 
     Raises SpecError for a layer in which nothing matches.
     """
@@ -165,10 +165,10 @@ def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
 
 
 def log_adapter_places(model: nn.Module, section: AdapterSection) -> None:
-    """Logs stacked weights in blocks that the targets mean, and leave frozen: they are no linear modules.
+    """Warns of stacked weights in blocks that the targets name and leave frozen: they are no linear modules.
 
     Logs how many modules "all-linear" adapts in each list of blocks if there are several, as with a vision
-    tower.
+    tower. Only rank 0 logs.
     """
     if section.rank == 0 or rank() != 0:
         return
@@ -236,7 +236,7 @@ def _find_names_by_ending(model: nn.Module, ends: tuple[str, ...], *, key: str) 
 
 
 def _set_adapter_initialisers(model: nn.Module, *, gaussian: bool) -> None:
-    """Sets initialisers of the adapters, apart from the model's. See [Note: initialised alone]."""
+    """Gives adapters initialisers, and makes the model's own skip them. See [Note: initialised alone]."""
     own = dict(_iterate_adapter_initialisers(model, gaussian=gaussian))
     for module, act in own.items():
         setattr(module, "reset_parameters", act)  # noqa: B010

@@ -47,7 +47,7 @@ def _check_balance_loss_of_documents(model: nn.Module, run: Run) -> None:
 
 
 def build_python_model(section: PythonModel) -> nn.Module:
-    """Builds, on meta, the module of the user's function `model.python`. Raises SpecError without one."""
+    """Builds, on meta, the module of `model.python`. Raises SpecError for a function that cannot give one."""
     factory = import_callable(section.python, key="model.python")
     try:
         model = construct_with_meta_parameters(lambda: factory(**section.options), tape=ConstructorTape())
@@ -94,7 +94,7 @@ def decoder_flops_per_token(model: nn.Module, run: Run) -> float | None:
 
 
 def gradient_shares(model: nn.Module) -> GradientShares:
-    """Returns the shares of matrices in which backward computes gradients, by the order of the parameters."""
+    """Returns the shares of matrices, except embeddings, in which backward computes gradients."""
     inputs = own = total = 0
     is_after_trained = False
     for module in model.modules():
@@ -110,7 +110,7 @@ def gradient_shares(model: nn.Module) -> GradientShares:
 def attended_share(model: nn.Module, *, sequence_length: int) -> float:
     """Returns the share of pairs of positions that lie within the windows of a transformers model.
 
-    It is the mean of min(window, sequence length) / sequence length over the layers with attention.
+    It is the mean of min(window, sequence length) / sequence length over layers with attention, else 1.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -151,8 +151,8 @@ def check_sequence_length(model: nn.Module, run: Run) -> None:
 def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = None) -> None:
     """Raises SpecError if the model's embedding has fewer than `tokens` rows. More rows are allowed.
 
-    Also raises SpecError for files that are read as bytes, and a model of transformers whose vocabulary is
-    another.
+    Also raises SpecError for files that are read as bytes, and a model of transformers with more rows than
+    bytes.
 
     tokens: number of tokens that the data may have; None if unknown
     model: the built model, whose config is read; before it is built, [model] and its config.json are read

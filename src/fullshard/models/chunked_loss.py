@@ -7,12 +7,12 @@ same matmuls as whole logits. Gradients of parameters in half precision are summ
 
 [Note: a chunk stands for all]
 A trace (see `planner.describe.trace`) runs one chunk and multiplies its work, so that its structure does not
-depend on the size of the microbatch. So no chunk is longer than a sequence, and all have as many rows.
+depend on the size of the microbatch. So no chunk is longer than a sequence, and all count as equally long.
 
 [Note: divided vocabulary]
 If the head's vocabulary is divided over ranks, each rank computes its own part of each chunk's logits. The
-softmax needs two sums over these ranks per chunk, of one number per row, and the loss one in all. Without
-chunks, all rows are one chunk.
+softmax needs a maximum and a sum over these ranks per chunk, of one number per row, and the loss one sum in
+all. Without chunks, all rows are one chunk.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -77,9 +77,10 @@ def chunked_cross_entropy(
     The model must say which module computes its logits, by `get_output_embeddings()`, as models of
     transformers do. Scalings and caps that it applies to the logits are applied to each chunk. If it does
     anything else with them (WholeLogitsWarning), or has no such method, the logits are computed whole.
+    Otherwise the output has `DeferredLogits` in their place.
 
     model: the model, sharded or not
-    call: calls the model once, such as `lambda: model(tokens)`; what it returns is not used
+    call: calls the model once and returns its output, such as `lambda: model(tokens)`
     labels: int64 (microbatch, sequence), the token that each position predicts; -100 does not count
     weights: factors of the loss of each label, of the shape of `labels`; unset, 1
     chunk_rows: rows of logits computed at once, at most a sequence; 0 computes them whole. "auto" is 2,048
@@ -239,6 +240,7 @@ def _loss_and_gradient(
 
 
 def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
+    """Yields the rows of each chunk of `count` rows; during `trace_one_chunk`, only those of the first."""
     tracer = _tracer.get()
     if tracer is None:
         yield from (slice(start, min(start + rows, count)) for start in range(0, count, rows))

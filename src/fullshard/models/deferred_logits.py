@@ -30,9 +30,9 @@ from fullshard.torch_private.tensors import registered_modules
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The consecutive tokens of a vocabulary whose rows of an embedding or head one of `ranks` ranks has.
+    """Part of a vocabulary: consecutive tokens whose rows of an embedding or head one of `ranks` ranks has.
 
-    size: tokens of the whole vocabulary; parts are equal, except that the last may be smaller
+    size: tokens of the whole vocabulary; parts are equal, except that the last ones may be smaller or empty
     group: name of the process group of the ranks that share it
     """
 
@@ -65,7 +65,7 @@ class VocabularyPart:
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Returns the logits (..., sequence, vocabulary) of all parts.
 
-        Ranks must compute the same of them, so that gradients need no sum.
+        All ranks must compute the same from them, because their gradients are not summed over ranks.
         """
         return _GatherLogits.apply(logits, self)  # pyright: ignore[reportReturnType]
 
@@ -173,7 +173,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handles operations that torch starts without `__torch_function__`."""
+        """Computes the logits whole for operations that torch starts without `__torch_function__`."""
         name = str(func)
         return func(*_with_whole_logits(args, name), **_with_whole_logits(kwargs or {}, name))
 
@@ -265,7 +265,7 @@ def count_logits(head: nn.Module) -> int:
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """Returns the module that computes the logits, from `get_output_embeddings`; None without that method."""
+    """Returns the module that computes the logits; None if the model names none or is compiled as a whole."""
     if hasattr(model, "_orig_mod"):  # compiled as a whole, with its head
         return None
     found = getattr(model, "get_output_embeddings", lambda: None)()
@@ -290,7 +290,8 @@ def defer_head(
 ) -> Generator[DeferredForward]:
     """While active, a call of `model` ends with `finish(call)` instead of the call of its head.
 
-    See [Note: the head runs last]. `finish` must call the head exactly once.
+    The call returns the output and the value that it sets in the yielded DeferredForward. `finish` must call
+    the head exactly once. See [Note: the head runs last].
     """
     found, forward = DeferredForward(), model.forward
 

@@ -91,7 +91,7 @@ class ContextParallel:
 
     @property
     def name(self) -> str:
-        """A name that contexts share only if they do the same."""
+        """A name that differs for another rank, number of ranks or group."""
         return f"{self.part.rank}_of_{self.part.ranks}_in_{self.group}"
 
     def check_bounds_are_given(self, mask: Tensor | None, *, training: bool) -> None:
@@ -105,7 +105,7 @@ class ContextParallel:
             )
 
     def gather_keys(self, inputs: QueryKeyValue) -> tuple[QueryKeyValue, list[int]]:
-        """Returns this rank's queries with the keys of whole sequences, and where its pieces begin."""
+        """Returns this rank's queries with keys and values of whole sequences, and where its pieces begin."""
         key, value = (gather_sequence(one, self.part.ranks, PIECES, self.group) for one in inputs[1:])
         return inputs._replace(key=key, value=value), self.part.begins(key.shape[2])
 
@@ -142,8 +142,8 @@ def attend_within_documents(
     begins: where each of as many equal pieces of the queries begins in its row; by default the queries are
         those of whole rows, as the keys are
 
-    A GPU computes it in `torch.nn.attention.varlen.varlen_attn`, in half precision and up to 256 channels.
-    Otherwise, and on the CPU, it is computed with a mask of all pairs.
+    A GPU computes it in `torch.nn.attention.varlen.varlen_attn`, in half precision, for up to 256 channels (a
+    multiple of 8). Otherwise, and on the CPU, it is computed with a mask of all pairs.
     """
     query, _, value = inputs
     channels, missing = value.shape[-1], query.shape[-1] - value.shape[-1]

@@ -75,8 +75,8 @@ class Router(nn.Module):
     def share_sequences(self, ranks: int, *, tensor_group: str = "", context_group: str = "") -> None:
         """Makes the balance loss that of whole sequences, of which each of `ranks` ranks has a part.
 
-        tensor_group, context_group: the name of the ranks' process group, if they share matmuls, or only
-            sequences. Of the former, each computes the loss of all of its labels, of the latter, of its own.
+        tensor_group: name of the ranks' process group if they share matmuls: each has the loss of all labels
+        context_group: name of their group if they share only sequences: each has the loss of its own labels
         """
         self.ranks_per_sequence *= ranks
         self.tensor_group = tensor_group or self.tensor_group

@@ -148,7 +148,7 @@ def has_balance_loss(model: nn.Module) -> bool:
 
 
 def balance_loss_factor(model: nn.Module) -> float:
-    """Returns the factor of the load-balancing loss; 0 for a model without one."""
+    """Returns the factor of the load-balancing loss in the model's config; 0 if it has none."""
     factors = (getattr(config, "router_aux_loss_coef", None) for config in _own_and_text_config(model))
     return next((factor for factor in factors if factor is not None), 0.0)
 

@@ -203,7 +203,7 @@ def _keep_packed_documents_apart(given: dict[str, Any]) -> None:
     """Replaces a mask (rows, tokens) beside `position_ids` that begin again by positions alone, in place.
 
     transformers finds the documents of a packed row by their positions, but only in batches without a mask.
-    Padding becomes documents of one token each. Reads the values, as transformers does with either.
+    Padding becomes documents of one token each. Waits for the values, as transformers does, too.
     """
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if not isinstance(mask, Tensor) or not isinstance(positions, Tensor):
@@ -256,11 +256,11 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
 
     batch["positions"], batch["documents"]: int64 (microbatch, sequence)
     batch["document_ends"]: optional, int32 (microbatch, documents), see `document_bounds`
-    batch["document_bounds"]: of whole sequences, in a batch of parts of sequences, see `SequencePart`
+    batch["document_bounds"]: bounds of whole sequences, in a batch of parts of sequences, see `SequencePart`
 
     A transformers model gets `position_ids`, and a mask in the form of its attention. Any other model gets
-    `positions`, `documents`, and `document_bounds` if its `forward` accepts them. Raises TrainError if it
-    does not accept the others, since the model would attend across documents.
+    `positions`, `documents`, and, if its `forward` accepts it, `document_bounds`. Raises TrainError if it
+    does not accept one of the others, since the model would attend across documents.
     """
     positions, documents, ends = (batch.get(name) for name in ("positions", "documents", "document_ends"))
     if positions is None and documents is None:
@@ -319,7 +319,7 @@ def _attention_masks_by_layer_kind(config: Any, documents: Tensor, *, attention:
 
 
 def windows_by_layer_kind(config: Any) -> dict[str, int | None]:
-    """Returns the sliding window of each kind of layer, None for no window. Raises TrainError for others."""
+    """Returns the sliding window, or None, of each kind of layer. Raises TrainError for unknown kinds."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:

@@ -128,6 +128,7 @@ class ConstructorTape(TorchDispatchMode):
             parameter.copy_(self._compute(place, device=parameter.device, seed=seed))
 
     def _compute(self, place: Place, *, device: torch.device, seed: int) -> Tensor:
+        """Returns the tensor at `place`, by running the operations again that it depends on."""
         memories: dict[int, Tensor] = {}
 
         def tensor_at(one: Place) -> Tensor:
@@ -188,7 +189,7 @@ def construct_with_meta_parameters(
 
     Constructors compute buffers (rotary tables, masks) that are in no checkpoint, and that the meta device
     would lose (transformers#45902). So only `torch.empty`, from which parameters are made, returns meta
-    tensors. Values that the constructor writes into parameters (ones, a temperature) are set again when the
+    tensors. Values of other parameters (ones, a temperature; at most 2^20 that differ) are set again when the
     model is initialised, unless the module has `reset_parameters`. With a `tape`, so is everything that the
     constructor computes for parameters from `torch.empty`; the model keeps it as `_constructor_tape`.
 
@@ -244,7 +245,7 @@ class _MakeEmptyTensorsOnMeta(TorchFunctionMode):
 
 
 def _replace_parameters_by_meta(model: nn.Module) -> None:
-    """Replaces every real parameter by one on the meta device, and keeps its values in the module."""
+    """Replaces real parameters by meta ones. A module without `reset_parameters` keeps the values."""
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

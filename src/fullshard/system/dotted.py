@@ -67,7 +67,7 @@ def append_working_directory_to_path() -> None:
 
 
 def _check_hides_no_file(module: Path, own: Path, *, setting: str) -> None:
-    """Raises SpecError if `module` (`package/name`) was imported, and not from `own`, which exists."""
+    """Raises SpecError if `module` (`package/name`) was imported from a file with other bytes than `own`."""
     name = ".".join(module.parts)
     if name not in sys.modules or not own.is_file():
         return

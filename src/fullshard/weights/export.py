@@ -90,7 +90,7 @@ class SafetensorsWriter:
                 file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
 
     def _iterate_tensor_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yields the tensor `name` as pieces: groups of rows that fit into `piece_bytes`."""
+        """Yields the tensor `name` as pieces: the rows that fit into `piece_bytes`, or one larger row."""
         tensor = self.tensors[name]
         shape = tensor.shape or (1,)
         dtypes = [tensor.torch_dtype, *(self.source.tensors[p.source].torch_dtype for p in self.parts[name])]
@@ -129,7 +129,7 @@ def export(
 
     Runs in one process, also in a distributed run. The tensor data in memory is at most 384 MiB, and less
     than two of the files. Names lose their prefix `model.` and the parts that wrappers add. A tied parameter
-    is written once, and its aliases go into the file's metadata (alias -> name).
+    is written once, and without `naming` its aliases go into the files' metadata (alias -> name).
 
     checkpoint: a checkpoint, or a directory of them, whose newest complete one is used
     target: the file, which appears when complete and replaces an existing one; with `shard_bytes`, a
@@ -252,7 +252,7 @@ def _build_writer(
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
-    """Raises CheckpointError if there are no tensors, and for a dtype that safetensors does not support."""
+    """Returns the writer. Raises CheckpointError without tensors, or for a dtype that safetensors lacks."""
     metadata = {"format": "pt", **(_tied_parameter_aliases(manifest.values) if naming is None else {})}
     source: TensorSource = SavedModel(storage.build_reader(files, manifest))
     if merging is not None:

@@ -33,7 +33,7 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
     """Writes a checkpoint's adapters, and the modules that were trained whole, without the base model.
 
     `PeftModel.from_pretrained(base, directory)` loads them. Raises CheckpointError for a checkpoint without
-    adapters; MissingExtraError without peft.
+    adapters, or if peft would not load all that was trained; MissingExtraError without peft.
 
     >>> fs.export_peft("adapted", "adapter")
     >>> base = transformers.AutoModelForCausalLM.from_pretrained("llama")

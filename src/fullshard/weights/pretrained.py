@@ -55,14 +55,14 @@ class LoadReport:
     """Result of loading weights.
 
     directory: directory or file that they were read from
-    tensors: number of tensors filled
+    tensors: number of the model's tensors that the files have
     missing: names of parameters and buffers that the files do not have
     surplus: names of tensors in the files that the model does not have
     tied: (alias, name) of tensors with several names, which are filled once
     converted: names of tensors that are not an unchanged copy of one tensor in the files
     dtypes: number of tensors per conversion, such as "bfloat16 → float32"
-    read_bytes: bytes that this rank read
-    seconds: time that this rank took
+    read_bytes: bytes that this rank read, except for offloaded parameters
+    seconds: time that this rank took, except for offloaded parameters
     """
 
     directory: str
@@ -106,8 +106,9 @@ def load_pretrained(
     and logged once. Without a plan, a plain model keeps its values for these tensors, and a sharded model
     raises CheckpointError.
 
-    Raises CheckpointError if there are no weights or they belong to another model; DamagedCheckpointError for
-    incomplete files; MissingExtraError.
+    Raises CheckpointError if there are no weights, if they are quantised or belong to another model, and for
+    missing tensors if `model.weights` is "require" or they are frozen beside adapters; DamagedCheckpointError
+    for incomplete files; MissingExtraError.
 
     >>> with torch.device("meta"):
     ...     model = fs.DecoderModel(run.decoder_config)
@@ -174,8 +175,8 @@ def fill_selected_tensors(
 ) -> LoadReport:
     """Fills those parameters and buffers of `model` for which `wanted` returns True. Collective.
 
-    Tensors that the files lack are unchanged, and are reported as missing. Raises the errors of
-    `load_pretrained`, and CheckpointError for quantised weights.
+    Tensors that the files lack are unchanged, and are reported as missing, which is not an error here.
+    Otherwise raises like `load_pretrained`.
     """
     began = time.perf_counter()
     path = Path(directory)
