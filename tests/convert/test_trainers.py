@@ -107,6 +107,12 @@ megatron_lm_config: {megatron_lm_tp_degree: 4}
 """
 
 
+def test_the_batch_of_a_deepspeed_section_counts_accumulation_and_ranks():
+    section = "{zero_stage: 3, train_micro_batch_size_per_gpu: 2, gradient_accumulation_steps: 4}"
+    run = converted(f"distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {section}\n").run
+    assert (run.train.microbatch, run.train.global_batch) == (2, 32)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

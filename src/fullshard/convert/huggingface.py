@@ -50,8 +50,8 @@ def convert_accelerate(state: ConversionState) -> None:
 def _convert_read_sections(state: ConversionState, kind: str) -> None:
     per_node = _convert_rank_count(state)
     require_valid_zero_stage(state, "deepspeed_config.zero_stage")
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        state.checked_positive_integer(f"deepspeed_config.{name}")
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    _, micro, steps = (state.checked_positive_integer(f"deepspeed_config.{name}") for name in names)
     _convert_distributed_type(state, kind)
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
     _convert_mesh(state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")])
@@ -61,6 +61,8 @@ def _convert_read_sections(state: ConversionState, kind: str) -> None:
     optimizer, params = (f"deepspeed_config.offload_{part}_device" for part in ("optimizer", "param"))
     convert_offload(state, optimizer=optimizer, params=params)
     apply_rules(state, rules)
+    if micro is not None:
+        state.infer_global_batch(micro * (steps or 1), origin=" × ".join(names[1:]))
     if "deepspeed_config.deepspeed_config_file" not in state.leaves:
         if kind == "deepspeed":
             state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")

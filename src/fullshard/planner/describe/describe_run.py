@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -352,9 +353,9 @@ def _installed_version(package: str) -> str | None:
 
 @cache
 def _digest_of_own_sources() -> str:
-    """Returns a digest of this package's sources, which change without the version during development."""
+    """Returns a digest of fullshard's sources, which change without the version during development."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+    for path in sorted(Path(str(files("fullshard"))).rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
