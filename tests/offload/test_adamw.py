@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard.errors import OffloadError
-from fullshard.offload.adamw import DeviceGradients, StreamingAdamW
+from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import HostMemoryStore
@@ -86,7 +86,7 @@ def streaming(
         cast(
             OffloadedState, InMemory(parameters, moments=moments, sub_group_parameters=sub_group_parameters)
         ),
-        gradients=DeviceGradients(parameters),
+        gradients=None,
         defaults=options,
         seed=seed,
     )

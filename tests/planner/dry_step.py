@@ -32,7 +32,7 @@ from fullshard.parallel.apply import apply_recompute_and_fsdp, prepare_sharding
 from fullshard.parallel.fp8 import gather_in_fp8
 from fullshard.parallel.mesh import build_axis_group, forget_groups
 from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.model_parameters import replace_buffers_by_id
+from fullshard.parallel.model_parameters import replace_by_id
 from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.planner.describe.operations import OpCall, run_on_fake_tensors, transient_kernel_bytes
 from fullshard.planner.describe.trace import disable_packing_detection
@@ -185,7 +185,7 @@ def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, fakes: FakeTe
             local = torch.empty(local_tensor(old).shape, dtype=old.dtype)
             data = dtensor_from_local_part(old, local) if isinstance(old, DTensor) else local
             torch.utils.swap_tensors(old, nn.Parameter(data, requires_grad=old.requires_grad))
-        replace_buffers_by_id(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
+        replace_by_id(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
         if prepared.fp8 is not None:
             gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
 

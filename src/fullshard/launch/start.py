@@ -143,7 +143,7 @@ def find_first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | 
     """Returns the number of the rank that failed first and its failure, or None if no rank failed.
 
     Failures are ordered by `_RootCauseOrder`, then by time. Those that only report a lost peer (`outcome.py`)
-    come last: a killed rank writes no report, and the launcher sees that it is gone only after its peers failed.
+    come last: a killed rank writes no report, and the launcher notices that only after its peers failed.
     """
     failures = [(rank, *found) for rank in ranks if (found := _failure_of_rank(rank)) is not None]
     if not failures:

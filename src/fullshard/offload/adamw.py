@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -182,63 +182,37 @@ def _buffer_dtypes(group: OffloadGroup, moments: torch.dtype | None) -> tuple[to
     return *state, state[0]
 
 
-class GradientStore(Protocol):
-    """The gradients of sharded parameters, by name."""
-
-    def find_gradient(self, name: str) -> Tensor | None:
-        """Returns a parameter's gradient, with the parameter's placements; None if it has no gradient."""
-        ...
-
-    def clear(self) -> None:
-        """Removes all gradients. Their tensors stay unchanged, since an update may still use them."""
-        ...
-
-
-class DeviceGradients:
-    """Gradients that stay in `parameter.grad`, where FSDP2 puts them."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = parameters
-
-    def find_gradient(self, name: str) -> Tensor | None:
-        return self._parameters[name].grad
-
-    def clear(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-
 class HostGradients:
-    """Gradients in host memory, in their masters' dtype, copied there as soon as FSDP2 has reduced them.
+    """Gradients in pinned host memory, in their masters' dtype, copied there when FSDP2 has reduced them.
 
-    Gradients of further microbatches are added on the device.
+    Copies run on a stream of their own. Gradients of further microbatches are added on the device.
 
     engine: FSDP2's object of each parameter, by name
-    pinned: registers the host memory with CUDA, and copies on a stream of its own
     """
 
-    def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
+    def __init__(self, engine: Mapping[str, Any]) -> None:
         sizes = [shard_shape(one).numel() * master_dtype(one).itemsize for one in engine.values()]
         *begins, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
-        memory = allocate_host_memory(total, pinned=pinned)
+        memory = allocate_host_memory(total, pinned=True)
         self._engine, self._there = engine, set[str]()
         self._host = {
             name: memory[begin : begin + size].view(master_dtype(one))
             for (name, one), begin, size in zip(engine.items(), begins, sizes, strict=True)
         }
-        self._stream = torch.cuda.Stream() if pinned else None
+        self._stream = torch.cuda.Stream()
         for name, one in engine.items():
             take = cast(Callable[[Tensor], None], partial(self._move_gradient_to_host, name))
             one.sharded_param.register_post_accumulate_grad_hook(take)
 
     def find_gradient(self, name: str) -> Tensor | None:
+        """Returns a parameter's gradient, placed like the parameter, or None if it has no gradient."""
         if name not in self._there:
             return None
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._stream.synchronize()
         return dtensor_like(self._engine[name], self._host[name])
 
     def clear(self) -> None:
+        """Removes all gradients. Their tensors stay unchanged, since an update may still use them."""
         self._there.clear()
 
     @torch.no_grad()
@@ -248,9 +222,6 @@ class HostGradients:
         gradient, parameter.grad = parameter.grad.to_local(), None
         host, adds = self._host[name].view(gradient.shape), name in self._there
         self._there.add(name)
-        if self._stream is None:
-            host.add_(gradient) if adds else host.copy_(gradient)
-            return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if adds:
@@ -280,7 +251,7 @@ class StreamingAdamW(torch.optim.Optimizer):
     stochastically from `seed`; the random numbers depend on where groups (with `on_device`, pieces) begin.
 
     offloaded: the masters and moments
-    gradients: the gradients that `step` applies
+    gradients: the gradients of offloaded parameters; None if they stay in `parameter.grad`
     gradient_factor: the next `step` multiplies gradients by this factor (of clipping), and resets it to 1
     on_device: buffers for an update in the device's memory; if None, the host updates the state in place
     """
@@ -290,7 +261,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         params: Iterable[Any],
         offloaded: OffloadedState,
         *,
-        gradients: GradientStore,
+        gradients: HostGradients | None,
         defaults: rounding.AdamOptions,
         seed: int = 0,
         on_device: DeviceUpdate | None = None,
@@ -320,13 +291,12 @@ class StreamingAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
-        self.wait_for_update()
+        self.offloaded.wait_for_update()
         factor, self.gradient_factor = self.gradient_factor, 1.0
         names, jobs = self.offloaded.names_of, dict[str, _UpdateInputs]()
         for place, (parameter, group) in enumerate(self._parameters_and_options(), start=1):
             name = names.get(parameter)
-            gradient = parameter.grad if name is None else self.gradients.find_gradient(name)
-            if gradient is None:
+            if (gradient := self.find_gradient(parameter)) is None:
                 continue
             state = self.state[parameter]
             if not state:
@@ -350,13 +320,17 @@ class StreamingAdamW(torch.optim.Optimizer):
         self.offloaded.start_update(update, release=lambda name: jobs.pop(name, None))
         return loss
 
-    def wait_for_update(self) -> None:
-        """Waits until the last update has finished. Raises the error of a failed update."""
-        self.offloaded.wait_for_update()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.gradients.clear()
+        if self.gradients is not None:
+            self.gradients.clear()
+
+    def find_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns the gradient of a parameter of this optimizer, or None if it has no gradient."""
+        name = self.offloaded.names_of.get(parameter)
+        if name is None or self.gradients is None:
+            return parameter.grad
+        return self.gradients.find_gradient(name)
 
     def state_dict(self) -> dict[str, Any]:
         raise _no_state_dict_error("is not in a state_dict")

@@ -34,6 +34,11 @@ def nearest_called_module_name(modules: Mapping[str, nn.Module], name: str) -> s
     return name
 
 
+def name_and_ancestor_names(name: str) -> list[str]:
+    """Returns the name and its ancestors' names: `"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
+    return [name, *name_and_ancestor_names(name.rpartition(".")[0])] if name else []
+
+
 def has_parameters(module: nn.Module) -> bool:
     """Returns True if `module` or a module below it has a parameter."""
     return any(True for _ in module.parameters())
@@ -67,7 +72,8 @@ def group_modules_around_blocks(
         if name in blocks and (runs[-1] or len(runs) == 1):
             runs.append({})
         own = any(True for _ in module.parameters(recurse=False))
-        if not own or _is_inside_block(name, blocks) or _is_descendant_name(name, taken):
+        is_inside_block = not blocks.keys().isdisjoint(name_and_ancestor_names(name))
+        if not own or is_inside_block or _is_descendant_name(name, taken):
             continue
         caller = nearest_called_module_name(modules, name)
         holds_blocks = any(_is_descendant_name(block, caller) for block in blocks)
@@ -130,12 +136,6 @@ def _children_with_parameters(name: str, module: nn.Module) -> dict[str, nn.Modu
 
 def _any_has_submodules(members: Mapping[str, nn.Module]) -> bool:
     return any(True for child in members.values() for _ in child.children())
-
-
-def _is_inside_block(name: str, blocks: Mapping[str, nn.Module]) -> bool:
-    while name and name not in blocks:
-        name = name.rpartition(".")[0]
-    return bool(name)
 
 
 def _is_descendant_name(name: str, above: str) -> bool:

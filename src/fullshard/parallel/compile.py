@@ -105,7 +105,7 @@ class CompiledForward:
             self._warn_once(f"it is recomputed, and its forward changes the buffer {changed[0]!r}")
         except _COMPILER_ERRORS as error:
             failure = error.__cause__ if isinstance(error, dynamo.exc.FailOnRecompileLimitHit) else error
-            self._warn_once(_first_line(failure or error))
+            self._warn_once(_shorten(f"{type(failure or error).__name__}: {failure or error}"))
         self.is_eager = True
         return self.eager(*args, **kwargs)
 
@@ -128,10 +128,6 @@ class CompiledForward:
         if self.kind not in self._failures:
             warnings.warn(f"{self.kind.__name__} runs eagerly: {reason}", EagerBlockWarning, stacklevel=2)
         self._failures[self.kind] = self.whole
-
-
-def _first_line(error: BaseException) -> str:
-    return _shorten(f"{type(error).__name__}: {error}")
 
 
 def _shorten(text: str) -> str:

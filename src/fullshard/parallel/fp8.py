@@ -42,6 +42,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.tensors import find_product, set_product
 from fullshard.errors import MissingExtraError, PlanError, ShardError
+from fullshard.parallel.matmul_split import multiply_by_own_weight
 from fullshard.parallel.units import Unit
 from fullshard.spec.model import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
@@ -230,13 +231,7 @@ def convert_linears_to_fp8(choice: Fp8Choice, *, device: DeviceType) -> None:
         has_product = find_product(module) is not None  # tensor parallelism calls it in a forward of its own
         set_product(module, product)
         if not has_product:
-            module.forward = partial(_multiply_by_own_weight, module)
-
-
-def _multiply_by_own_weight(module: nn.Linear, input: Tensor) -> Tensor:  # signature: nn.Linear's
-    product = find_product(module)
-    assert product is not None, "set with this forward"
-    return product(input, module.weight, bias=module.bias)
+            module.forward = partial(multiply_by_own_weight, module)
 
 
 def _multiply_in_fp8(x: Tensor, weight: Tensor, *, bias: Tensor | None, matmul: _Matmul) -> Tensor:

@@ -14,7 +14,7 @@ give each mesh its own numbers.)
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
-from fullshard.parallel.model_parameters import TORCH_DTYPE, Rank0Values, replace_buffers_by_id
+from fullshard.parallel.model_parameters import TORCH_DTYPE, Rank0Values, replace_by_id
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.parallel.units import Unit
 from fullshard.spec.plan import Plan
@@ -74,16 +74,12 @@ def replace_parameters_by_meta(model: nn.Module, units: Sequence[Unit], *, plan:
         masters |= {id(p): master for p in unit.parameters.values()}
     whole_run = TORCH_DTYPE[plan.precision.master]
     replaced: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in replaced:
-                trainable = parameter.requires_grad and parameter.is_floating_point()
-                dtype = masters.get(id(parameter), whole_run) if trainable else parameter.dtype
-                data = torch.empty_like(
-                    parameter, device="meta", dtype=dtype, memory_format=torch.contiguous_format
-                )
-                replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            tensors.registered_parameters(module)[name] = replaced[id(parameter)]
+    for parameter in model.parameters():
+        trainable = parameter.requires_grad and parameter.is_floating_point()
+        dtype = masters.get(id(parameter), whole_run) if trainable else parameter.dtype
+        data = torch.empty_like(parameter, device="meta", dtype=dtype, memory_format=torch.contiguous_format)
+        replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    replace_by_id(model, replaced)
     for unit in units:
         unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
 
@@ -178,7 +174,9 @@ class _ModelValueSetter:
         # What the constructor of a model that this package builds computes; see `models.meta_init`.
         self.tape = None if self.explicit else getattr(model, "_constructor_tape", None)
         self.names = {module: name for name, module in model.named_modules()}
-        self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))
+        order: list[nn.Module] = []
+        model.apply(order.append)
+        self.order = list(dict.fromkeys(order))
         self.parameters = dict(model.named_parameters())
         self.parents: dict[nn.Module, set[nn.Module]] = defaultdict(set)
         self.slots: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -310,7 +308,7 @@ class _ModelValueSetter:
                 buffer.detach().copy_(value)  # in place: attributes and other buffers may be views of it
             else:
                 replaced[id(buffer)] = value.clone()
-        replace_buffers_by_id(self.model, replaced)
+        replace_by_id(self.model, replaced)
         for module in self.model.modules():
             self._reset_meta_buffers(module)
 
@@ -462,12 +460,6 @@ def _with_ancestors(modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.
         found |= new
         left += new
     return found
-
-
-def _iterate_modules_post_order(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _iterate_modules_post_order(child)
-    yield module
 
 
 def _class_name_before_sharding(module: nn.Module) -> str:

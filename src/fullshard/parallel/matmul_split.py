@@ -175,16 +175,19 @@ def _replace_forward(linear: Any, *, rows: list[slice] | None = None, adds_bias:
     """Makes a linear module compute with its local weight, or only with these `rows` of a whole weight."""
     if find_product(linear) is None:
         set_product(linear, multiply_gathered)
-    linear.forward = partial(_multiply, linear, rows=rows, adds_bias=adds_bias)
+    linear.forward = partial(multiply_by_own_weight, linear, rows=rows, adds_bias=adds_bias)
 
 
-def _multiply(linear: Any, x: Tensor, *, rows: list[slice] | None, adds_bias: bool) -> Tensor:
+def multiply_by_own_weight(  # signature: nn.Linear's, after the module
+    linear: Any, input: Tensor, *, rows: list[slice] | None = None, adds_bias: bool = True
+) -> Tensor:
+    """Returns the product that `set_product` gave `linear`, of its weight or of these `rows` of it."""
     weight, bias = linear.weight, linear.bias if adds_bias else None
     if rows is not None:
         weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)
     product = find_product(linear)
     assert product is not None, "set with this forward"
-    return product(x, weight, bias=bias)
+    return product(input, weight, bias=bias)
 
 
 def _select_rows(whole: Tensor, rows: list[slice]) -> Tensor:

@@ -33,12 +33,12 @@ from fullshard.models.huggingface import has_balance_loss, is_causal_lm
 from fullshard.models.loss import windows_by_layer_kind
 from fullshard.parallel.expert_parallel import use_expert_parallel
 from fullshard.parallel.mesh import split_inner_axis
+from fullshard.parallel.model_parameters import replace_by_id
 from fullshard.parallel.tensor_parallel import use_tensor_parallel
 from fullshard.parallel.units import Unit
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import compute_with_plain_tensor, engine_parameters
-from fullshard.torch_private.tensors import registered_parameters
 
 
 def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str = "") -> None:
@@ -165,10 +165,7 @@ def split_over_inner_axis(model: nn.Module, unit: Unit, *, split: SplitDims, mes
         )
         made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         unit.parameters[name] = made[id(parameter)]
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in made:
-                registered_parameters(module)[key] = made[id(parameter)]
+    replace_by_id(model, made)
 
 
 def compute_with_local_parts(unit: FSDPModule) -> None:

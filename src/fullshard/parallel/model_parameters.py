@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -373,9 +373,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def replace_buffers_by_id(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
-    """Replaces the model's buffers by other tensors. `replaced` maps the id of a buffer to its new tensor."""
+def replace_by_id(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
+    """Replaces parameters and buffers in all modules that hold them. `replaced`: id of the old -> the new."""
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) in replaced:
-                registered_buffers(module)[name] = replaced[id(buffer)]
+        for own in cast(Any, (registered_parameters(module), registered_buffers(module))):
+            own |= {key: replaced[id(one)] for key, one in own.items() if id(one) in replaced}

@@ -94,7 +94,9 @@ class FoundBuffers:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         own = _buffers(block)
-        copies = {id(one): _copy(one) for one in own.values()}  # modules that share a buffer share its copy
+        copies = {
+            id(one): one.detach().clone() for one in own.values()
+        }  # modules that share a buffer share its copy
         self._before = {slot: (one, version(one), copies[id(one)]) for slot, one in own.items()}
 
     def of_changed(self, *, statistics: bool) -> dict[tuple[nn.Module, str], Tensor | None]:
@@ -133,10 +135,6 @@ def _has_running_statistics(module: nn.Module) -> bool:
     return module.training and (getattr(module, "track_running_stats", False) or isinstance(module, Router))
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _checkpoint_with_buffers(  # signature: torch's
     block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -167,7 +165,7 @@ class _ForwardWithBuffers:
             return result
         later = {(module, name): getattr(module, name) for module, name in self._found}
         # Modules that share a buffer share its copy.
-        copies = {id(one): _copy(one) for one in self._found.values() if one is not None}
+        copies = {id(one): one.detach().clone() for one in self._found.values() if one is not None}
         for (module, name), one in self._found.items():
             setattr(module, name, None if one is None else copies[id(one)])
         try:

@@ -14,6 +14,7 @@ from fullshard.parallel.blocks import (
     find_repeated_blocks,
     group_modules_around_blocks,
     has_parameters,
+    name_and_ancestor_names,
     nearest_called_module_name,
 )
 from fullshard.parallel.model_parameters import check_parameters
@@ -237,10 +238,7 @@ def _find_matching_modules(model: nn.Module, patterns: Sequence[str]) -> dict[st
 
 def _is_outermost_match(name: str, pattern: str) -> bool:
     """Returns True if `name` matches and no ancestor's name does: `blocks.*` matches only the blocks."""
-    above = name.rpartition(".")[0]
-    while above and not fnmatchcase(above, pattern):
-        above = above.rpartition(".")[0]
-    return not above and fnmatchcase(name, pattern)
+    return [one for one in name_and_ancestor_names(name) if fnmatchcase(one, pattern)] == [name]
 
 
 def _make_unit_per_module(named: NamedModules, *, what: str) -> list[Unit]:
@@ -258,7 +256,8 @@ def _make_units_disjoint(paths: NamedModules, units: list[Unit]) -> None:
     drift apart (accelerate#4171, torchtitan#2495). Parameters that the root itself reads stay in the root,
     and so do all modules on the path to them.
     """
-    names, tied = _first_name_by_module(paths), list(_find_holders_of_tied_parameters(paths).values())
+    names = {module: name for name, module in paths[""].named_modules()}
+    tied = list(_find_holders_of_tied_parameters(paths).values())
     free = {paths[""]}  # modules that no unit may hold
     while True:
         owners = _innermost_unit_by_module_path(paths, units)
@@ -270,7 +269,7 @@ def _make_units_disjoint(paths: NamedModules, units: list[Unit]) -> None:
             return
         elif holders & free:
             held = [name for name, module in paths.items() if module in holders]
-            free |= {paths[above] for name in held for above in _name_and_ancestor_names(name)}
+            free |= {paths[above] for name in held for above in name_and_ancestor_names(name)}
             units[:] = [unit for unit in units if not free & set(unit.modules)]
         else:
             joined = [unit for unit in units if holders & set(unit.modules)]
@@ -289,22 +288,10 @@ def _find_module_in_two_units(paths: NamedModules, owners: Mapping[str, Unit | N
     return None
 
 
-def _name_and_ancestor_names(name: str) -> list[str]:
-    """Returns the name and its ancestors' names: `"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
-    return [name, *_name_and_ancestor_names(name.rpartition(".")[0])] if name else []
-
-
 def _make_joined_unit(modules: set[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
     """Makes one unit of `modules`, in the order of `names`."""
     ordered = {name: module for module, name in names.items() if module in modules}
     return Unit("+".join(ordered), tuple(ordered.values()))
-
-
-def _first_name_by_module(paths: NamedModules) -> dict[nn.Module, str]:
-    names: dict[nn.Module, str] = {}
-    for name, module in paths.items():
-        names.setdefault(module, name)
-    return names
 
 
 def _find_holders_of_tied_parameters(paths: NamedModules) -> dict[int, set[nn.Module]]:
@@ -329,7 +316,7 @@ def _innermost_unit_by_module_path(paths: NamedModules, units: Iterable[Unit]) -
 # Order #
 def _sort_units_innermost_first(paths: NamedModules, units: Sequence[Unit]) -> list[Unit]:
     """Sorts units in order of registration, inner units before outer ones. Joins units inside each other."""
-    names = _first_name_by_module(paths)
+    names = {module: name for name, module in paths[""].named_modules()}
     position = {module: i for i, module in enumerate(names)}
     units = sorted(units, key=lambda unit: min(position[module] for module in unit.modules))
     inside = _units_inside_each_unit(paths, units)

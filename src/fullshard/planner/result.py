@@ -2,7 +2,7 @@
 
 import sys
 from bisect import bisect_left
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,12 +191,16 @@ class PlanResult:
         }
         if spec.untraced:
             data["untraced"] = [one.model_dump(mode="json") for one in spec.untraced]
-        if best.prediction is not None:
-            data |= _prediction_record(best, budget)
+        if (prediction := best.prediction) is not None:
+            data["fits"] = prediction.fits_in_memory
+            data["bytes_per_rank"] = prediction.required_device_bytes
+            data["seconds_per_step"] = prediction.time.total
+            if budget is not None:
+                data["budget"] = budget.record(best, prediction)
         if self.largest is not None:
             data["largest"] = dict([self.largest])
         if self.explanation is not None:
-            data["why"] = self.explanation.model_dump(mode="json", exclude={"plan"})
+            data["why"] = self.explanation.model_dump(mode="json")
         if self.found is not None:
             data["considered"] = self.found.considered
             plans = self.found.by_strategy.items()
@@ -219,19 +223,6 @@ def _convert_write_errors(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
-
-
-def _prediction_record(plan: Plan, budget: TrainingBudget | None) -> Mapping[str, object]:
-    prediction = plan.prediction
-    assert prediction is not None, "the chosen plan is predicted"
-    data: dict[str, object] = {
-        "fits": prediction.fits_in_memory,
-        "bytes_per_rank": prediction.required_device_bytes,
-        "seconds_per_step": prediction.time.total,
-    }
-    if budget is not None:
-        data["budget"] = budget.record(plan, prediction)
-    return data
 
 
 def fastest_plan(question: PlanRequest) -> Plan:

@@ -71,13 +71,11 @@ def resolve_plan_target(name: str | None) -> PlanTarget:
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
         raise SpecError(f"{name} cannot be read.", got="no such file")
     cached = pretrained.find_cached_config(name) if "/" in name else None
-    if cached is not None:
-        return _target_from_hf_config(cached, name=name)
-    preset = pretrained.preset_or_none(name)
+    preset = pretrained.preset_or_none(name) if cached is None else None
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
         return PlanTarget(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
-    cached = pretrained.find_cached_config(name)
+    cached = cached or pretrained.find_cached_config(name)
     if cached is not None:
         return _target_from_hf_config(cached, name=name)
     raise SpecError(

@@ -109,7 +109,7 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
     yield from _step_time_rows(prediction)
     yield from _speed_rows(plan, prediction, certainty=page.certainty)
     if page.budget is not None:
-        yield from _budget_rows(page.budget, plan)
+        yield from _budget_rows(page.budget, plan, prediction=prediction)
     for index, text in enumerate(page.why):
         yield "why" if index == 0 else "", text
 
@@ -183,18 +183,13 @@ def recompute_text(run: Run) -> str:
 
 def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines about the axes of ranks that share one computation."""
-    if plan.tensor_parallel > 1:
-        split = count_text(plan.tensor_parallel, "rank")
-        yield "tensor parallel", f"matmuls over {split}, and the sequence between"
-    if plan.context_parallel > 1:
-        split = count_text(plan.context_parallel, "rank")
-        yield (
-            "context parallel",
-            f"each sequence over {split}, which gather keys and values",
-        )
-    if plan.expert_parallel > 1:
-        split = count_text(plan.expert_parallel, "rank")
-        yield "expert parallel", f"experts over {split}, which send each other tokens"
+    for axis, ranks, before, after in (
+        ("tensor", plan.tensor_parallel, "matmuls", "and the sequence between"),
+        ("context", plan.context_parallel, "each sequence", "which gather keys and values"),
+        ("expert", plan.expert_parallel, "experts", "which send each other tokens"),
+    ):
+        if ranks > 1:
+            yield f"{axis} parallel", f"{before} over {count_text(ranks, 'rank')}, {after}"
 
 
 def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
@@ -332,9 +327,7 @@ def _speed_rows(
         yield "MFU", f"{100 * prediction.mfu:.1f} %"
 
 
-def _budget_rows(budget: TrainingBudget, plan: Plan) -> Iterator[tuple[str, str]]:
-    prediction = plan.prediction
-    assert prediction is not None, "only a predicted plan has a price"
+def _budget_rows(budget: TrainingBudget, plan: Plan, *, prediction: Prediction) -> Iterator[tuple[str, str]]:
     hours = budget.rank_hours(plan, prediction)
     yield f"{format_count(budget.tokens)} tokens", format_duration(budget.training_seconds(prediction))
     kind = "GPU" if plan.device == "cuda" else "rank"

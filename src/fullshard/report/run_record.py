@@ -61,10 +61,6 @@ class StepColumns:
     steps: "array[float]"
     columns: "dict[str, array[float]]"
 
-    @property
-    def last_step(self) -> int | None:
-        return int(self.steps[-1]) if self.steps else None
-
     def points(self, name: str) -> Points:
         """Returns (step, value) of the steps in which `name` was measured."""
         values = self.columns[name]
@@ -145,7 +141,7 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none."""
-        return self.metrics.last_step or 0
+        return int(self.metrics.steps[-1]) if self.metrics.steps else 0
 
     @property
     def prediction(self) -> Prediction | None:

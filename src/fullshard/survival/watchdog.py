@@ -143,9 +143,7 @@ class _StatusBoard:
 
         def read(store: dist.Store) -> dict[int, Any]:
             found = keys
-            if not store.check(
-                [*keys.values()]
-            ):  # one request instead of many, as soon as all have published
+            if not store.check([*keys.values()]):  # one request, not many, as soon as all have published
                 found = {rank: key for rank, key in keys.items() if store.check([key])}
             values = store.multi_get([*found.values()]) if found else []
             return {rank: json.loads(value) for rank, value in zip(found, values, strict=True)}

@@ -47,18 +47,16 @@ _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller 
 
 def list_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the gradients of `parameters` that have one, including those of offloaded parameters."""
-    if not isinstance(optimizer, StreamingAdamW):
-        return [p.grad for p in parameters if p.grad is not None]
-    names, outside = optimizer.offloaded.names_of, optimizer.gradients
-    every = (outside.find_gradient(names[p]) if p in names else p.grad for p in parameters)
-    return [gradient for gradient in every if gradient is not None]
+    if isinstance(optimizer, StreamingAdamW):
+        return [gradient for gradient in map(optimizer.find_gradient, parameters) if gradient is not None]
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def clear_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Clears the gradients of `parameters`, and those of offloaded parameters."""
     for parameter in parameters:
         parameter.grad = None
-    if isinstance(optimizer, StreamingAdamW):
+    if isinstance(optimizer, StreamingAdamW) and optimizer.gradients is not None:
         optimizer.gradients.clear()
 
 

@@ -42,7 +42,7 @@ class OffloadedTensors:
 
     def wait_for_updates(self) -> None:
         """Waits until no update is running. Raises OffloadError if an update failed."""
-        self._optimizer.wait_for_update()
+        self._offloaded.wait_for_update()
 
     @property
     def tensor_names(self) -> set[str]:

@@ -118,11 +118,7 @@ def build_streaming_adamw(
             fix="model = fullshard.shard(model, plan), which keeps its state outside",
         )
     section, settings = plan.run.optimizer, offloaded.settings
-    gradients: adamw.GradientStore
-    if settings.has_gpu:
-        gradients = adamw.HostGradients(offloaded.engine, pinned=True)
-    else:
-        gradients = adamw.DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})
+    gradients = adamw.HostGradients(offloaded.engine) if settings.has_gpu else None
     on_device = None
     if plan.run.offload.update == "device":
         on_device = adamw.DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)

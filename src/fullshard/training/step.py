@@ -112,7 +112,14 @@ def run_step(
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = _all_reduce(sums, nominal, state=state, plan=plan, rates=rates, issued=issued, stop=stop)
     where.enter(RunPhase.OPTIMIZER)
-    decision = _decide(totals, nominal=nominal, state=state, plan=plan)
+    decision = figures.decide_step(
+        totals.numbers[:_SUMS],
+        # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
+        nominal=nominal * plan.averaging_ranks / state.loss_scale.scale,
+        are_ranks_equal=totals.are_ranks_equal,
+        recent=state.recent,
+        run=plan.run,
+    )
     result = _copy_result_to_host(decision, totals)
     if waits_each_step(state.optimizer, plan) or not result.must_wait:
         result.read()
@@ -125,17 +132,6 @@ def run_step(
     if plan.precision.loss_scaling and result.read().trained_tokens != 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
-
-
-def _decide(totals: _Totals, *, nominal: float, state: TrainState, plan: Plan) -> figures.StepDecision:
-    return figures.decide_step(
-        totals.numbers[:_SUMS],
-        # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
-        nominal=nominal * plan.averaging_ranks / state.loss_scale.scale,
-        are_ranks_equal=totals.are_ranks_equal,
-        recent=state.recent,
-        run=plan.run,
-    )
 
 
 def _finish_update(

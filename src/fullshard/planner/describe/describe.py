@@ -35,6 +35,7 @@ from fullshard.planner.describe import recordings
 from fullshard.planner.describe.emulation import CompiledPrograms, emulate_cuda_kernels
 from fullshard.planner.describe.extrapolation import KernelIndex
 from fullshard.planner.describe.trace import LossFunction, disable_packing_detection, training_mode
+from fullshard.planner.search.candidates import run_with_settings
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import (
     Kernel,
@@ -279,18 +280,18 @@ def _one_rank_plan(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Pl
     if isinstance(plan, Plan):
         return plan, device_type or plan.device
     run, device = plan, device_type or ("cuda" if plan.run.device == "cuda" else "cpu")
-    microbatch = run.train.microbatch or 1
-    train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
-    sharding = run.sharding.model_copy(update={"strategy": Strategy.FULL_SHARD, "shard_degree": None})
-    # A trace covers the whole model on one device, unless ranks share its sequences or matmuls. Offload is
-    # derived from it.
-    offload = run.offload.model_copy(update={"tier": "none"})
-    alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
+    microbatch, sharding = run.train.microbatch or 1, run.sharding
     experts = 1 if sharding.expert_parallel == "auto" else sharding.expert_parallel
     ranks = lcm(sharding.ranks_per_sequence, experts)
-    groups = microbatch * (ranks // sharding.ranks_per_sequence)
-    alone = alone.model_copy(update={"train": train.model_copy(update={"global_batch": groups})})
-    return Plan.from_run(alone, world_size=ranks, device=device), device
+    batch = microbatch * (ranks // sharding.ranks_per_sequence)
+    # A trace covers the whole model on one device, unless ranks share its sequences or matmuls. Offload is
+    # derived from it.
+    sections = {
+        "train": {"microbatch": microbatch, "global_batch": batch},
+        "sharding": {"strategy": Strategy.FULL_SHARD, "shard_degree": None},
+        "offload": {"tier": "none"},
+    }
+    return Plan.from_run(run_with_settings(run, sections), world_size=ranks, device=device), device
 
 
 def _flops_and_parameters_per_token(

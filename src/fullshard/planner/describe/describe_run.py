@@ -329,9 +329,7 @@ def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
 
 def _model_key(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
     """Returns the model's part of a key: its sizes, or a digest of its config.json and the options."""
-    if isinstance(
-        section, DecoderConfig
-    ):  # a setting of mixtures leaves the keys of dense models as they are
+    if isinstance(section, DecoderConfig):  # settings of mixtures leave the keys of dense models as they are
         sizes = section.model_dump(mode="json")
         return sizes if section.is_mixture else {k: v for k, v in sizes.items() if k not in _OF_MIXTURES}
     path = locate_config_file(section.hf)

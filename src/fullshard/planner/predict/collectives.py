@@ -56,13 +56,14 @@ one microbatch as in the next.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil, log2, sqrt
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from fullshard.errors import PlanError
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, Link
-from fullshard.spec.model import KernelKind, ModelSpec, SharedAxis, TracePhase
+from fullshard.spec.model import ModelSpec, SharedAxis, TracePhase
 from fullshard.spec.plan import ITEMSIZE, Plan
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -76,8 +77,10 @@ class CollectiveLayout(NamedTuple):
     nodes: int
 
 
-def shard_group_layout(degree: int, *, per_node: int, world_size: int) -> CollectiveLayout:
-    """Returns the fewest ranks in a node, and the most nodes, of all groups of `degree` consecutive ranks."""
+def shard_group_layout(degree: int, *, per_node: int, world_size: int, distance: int = 1) -> CollectiveLayout:
+    """Returns the fewest ranks in a node, and the most nodes, of groups of `degree` ranks at `distance`."""
+    if distance > 1:
+        return replicate_group_layout(degree, distance, per_node=per_node)
     if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
         return CollectiveLayout(degree, degree, 1)
     if degree % per_node == 0:
@@ -199,13 +202,6 @@ def _excess(spec: ModelSpec, plan: Plan, *, layers: int = 1) -> float:
     return fullest_rank_excess(spec.routing_spread, ranks=ranks, experts_per_rank=share, layers=layers)
 
 
-_RATES: dict[KernelKind, Collective] = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
-
-
 def model_parallel_seconds(
     spec: ModelSpec, phases: Sequence[TracePhase], *, plan: Plan, hardware: Hardware
 ) -> tuple[float, ...]:
@@ -220,7 +216,7 @@ def model_parallel_seconds(
         size, group = kernel.bytes.value_at(plan.microbatch), groups[kernel.axis]
         if kernel.kind == "row_exchange":
             return all_to_all_seconds(received * size, group=group, hardware=hardware)
-        return collective_seconds(_RATES[kernel.kind], size, group=group, hardware=hardware)
+        return collective_seconds(cast(Collective, kernel.kind), size, group=group, hardware=hardware)
 
     return tuple(sum(times * seconds(index) for index, times in phase.work) for phase in phases)
 
@@ -229,12 +225,6 @@ def _layouts_by_axis(plan: Plan, hardware: Hardware) -> dict[SharedAxis, Collect
     """Returns the placement on nodes of the ranks of each axis. Those that share matmuls are adjacent."""
     per_node, tensor, context = hardware.ranks_per_node, plan.tensor_parallel, plan.context_parallel
 
-    def adjacent(ranks: int) -> CollectiveLayout:
-        return shard_group_layout(ranks, per_node=per_node, world_size=plan.world_size)
-
-    apart = replicate_group_layout(context, tensor, per_node=per_node)
-    return {
-        "tensor": adjacent(tensor),
-        "context": adjacent(context) if tensor == 1 else apart,
-        "expert": adjacent(plan.expert_parallel),
-    }
+    layout = partial(shard_group_layout, per_node=per_node, world_size=plan.world_size)
+    experts = layout(plan.expert_parallel)
+    return {"tensor": layout(tensor), "context": layout(context, distance=tensor), "expert": experts}

@@ -160,11 +160,6 @@ class FsdpBytes(NamedTuple):
     whole: int = 0  # unsharded gradients, kept until the last microbatch reduces them
     chunks: int = 0  # the part of `reduced` that lives until the end of backward
 
-    @property
-    def units_in_flight_bytes(self) -> int:
-        """Bytes of gathered parameters and of the collectives' buffers."""
-        return self.in_flight + self.buffers + self.reduced
-
 
 _FSDP_BYTES = attrgetter(*FsdpBytes._fields)
 
@@ -223,9 +218,6 @@ class UnshardMemoryReplay:
         self.buffer = 0  # all-gather buffer of the last unit gathered in forward
         self.order: list[int] = []  # units in the order in which their forwards ended
 
-    def replay_pre_forward(self, index: int, live: LiveBytes) -> None:
-        self._unshard_unit(index, live, forward=True)
-
     def replay_post_forward(self, index: int) -> None:
         unit, size = self.units[index], self.sizes[index]
         if not size.gathered:
@@ -242,7 +234,7 @@ class UnshardMemoryReplay:
     def replay_pre_backward(self, index: int, live: LiveBytes) -> None:
         """Gathers the unit, and prefetches the one whose forward ended before its own."""
         if self.sizes[index].gathers_in_backward:
-            self._unshard_unit(index, live, forward=False)
+            self.unshard_unit(index, live, forward=False)
         place = self.units[index].places.pop() if self.units[index].places else 0
         if place and self.sizes[self.order[place - 1]].gathers_in_backward:
             self._start_all_gather(self.order[place - 1], live)
@@ -273,7 +265,7 @@ class UnshardMemoryReplay:
         self.ledger.update_peaks(live)
         self.ledger.buffers -= size.cast_copy
 
-    def _unshard_unit(self, index: int, live: LiveBytes, *, forward: bool) -> None:
+    def unshard_unit(self, index: int, live: LiveBytes, *, forward: bool) -> None:
         """Gathers a unit, if it is not unsharded, and copies it from the buffer into its parameters."""
         self._start_all_gather(index, live)
         unit, size = self.units[index], self.sizes[index]

@@ -87,30 +87,30 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
 
     tensor: distance between the ranks of a shard group; 1 if they are consecutive
     """
-    shard, replicate = _group_layouts(size, hardware, world_size=world_size, tensor=tensor)
+    degree, per_node = size.shard_degree, hardware.ranks_per_node
+    shard = collectives.shard_group_layout(degree, distance=tensor, per_node=per_node, world_size=world_size)
+    replicate = collectives.replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node)
 
     def traffic_ticks(*counts: int) -> int:
         return to_ticks(memory_seconds(sum(counts), hardware.rates.memory))
 
-    part = size.gathered // size.shard_degree
-    sharded = size.shard_degree > 1
+    def collective_ticks(
+        kind: collectives.Collective, count: int, *, group: collectives.CollectiveLayout
+    ) -> int:
+        return to_ticks(collectives.collective_seconds(kind, count, group=group, hardware=hardware))
+
+    part, sharded = size.gathered // degree, degree > 1
     cast_in = size.shards + size.cast_copy if size.cast_copy and size.shards else 0
     cast_in += 16 * size.in_fp8  # scaled and limited in fp32, before the cast
     into = traffic_ticks(cast_in, 2 * part) if sharded else 0
-    gather = to_ticks(
-        collectives.collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware)
-    )
     reduced, chunk, gradient = size.reduce_input, size.reduce_output, size.gradient
-    scatter = to_ticks(
-        collectives.collective_seconds("reduce_scatter", reduced, group=shard, hardware=hardware)
-    )
+    scatter = collective_ticks("reduce_scatter", reduced, group=shard)
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
     # Over one rank, shards are cast one by one and then copied.
     copy_out = traffic_ticks(0 if sharded else cast_in, 2 * size.gathered + 2 * size.unpacking)
     pack = traffic_ticks(size.whole, reduced)
     pack += traffic_ticks(2 * size.unpacking) if size.trained_parameters else 0
-    summed = collectives.collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)
     return UnitCost(
         has_parameters=size.gathered > 0,
         is_trained=reduced > 0,
@@ -120,14 +120,14 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         gathers_in_backward=size.gathers_in_backward,
         shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),
         copy_in=into,
-        gather=gather,
+        gather=collective_ticks("all_gather", size.gathered, group=shard),
         copy_out=copy_out,
         pack=pack,
         scatter=scatter if sharded else traffic_ticks(2 * reduced),
         cast_gradient=traffic_ticks(*cast_out),
         settle_again=traffic_ticks(*cast_out, 3 * gradient),
         add_partial=traffic_ticks(3 * chunk),
-        all_reduce=to_ticks(summed),
+        all_reduce=collective_ticks("all_reduce", chunk, group=replicate),
         keep_unsynced=0 if same else traffic_ticks(size.whole, size.whole_reduced),
         keep_again=0 if same else traffic_ticks(size.whole, 2 * size.whole_reduced),
     )
@@ -136,21 +136,6 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
 def to_ticks(seconds: float) -> int:
     """Returns `seconds` as whole picoseconds."""
     return round(seconds * TICKS)
-
-
-def _group_layouts(
-    size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int
-) -> tuple[collectives.CollectiveLayout, collectives.CollectiveLayout]:
-    per_node, degree = hardware.ranks_per_node, size.shard_degree
-    if tensor > 1:
-        return (
-            collectives.replicate_group_layout(degree, tensor, per_node=per_node),
-            collectives.replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node),
-        )
-    return (
-        collectives.shard_group_layout(degree, per_node=per_node, world_size=world_size),
-        collectives.replicate_group_layout(size.replicate_degree, degree, per_node=per_node),
-    )
 
 
 Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]

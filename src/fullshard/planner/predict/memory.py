@@ -148,7 +148,7 @@ class _StepMemoryReplay:
             moment=f"{moment} of {self.spec.units[self.units[unit]].name}" if unit >= 0 else moment,
             **lasting,
             gradients=held.gradients,
-            units_in_flight=held.units_in_flight_bytes,
+            units_in_flight=held.in_flight + held.buffers + held.reduced,
             whole_gradients=held.whole + live.gradients,
             activations=live.activations,
             loss=live.loss,
@@ -163,7 +163,7 @@ class _StepMemoryReplay:
         """Replays FSDP2's event that opens `phase`. `live`: the model's own bytes before the phase."""
         match phase.event:
             case "pre_forward":
-                self.gathering.replay_pre_forward(phase.unit, live)
+                self.gathering.unshard_unit(phase.unit, live, forward=True)
             case "post_forward":
                 self.gathering.replay_post_forward(phase.unit)
             case "end_forward":

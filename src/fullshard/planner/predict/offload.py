@@ -215,11 +215,11 @@ def count_shard_loads(
     """Returns how often per step the rank's shard of each traced unit is loaded, over all its repeats."""
     frees = plan.reshard_after_forward
     times = plan.accumulation if frees else 1
+    begun = {(phase.event, phase.unit) for phase in trace.phases}
     found: list[int] = []
     for index, (cost, count) in enumerate(zip(costs, counts, strict=True)):
         again = frees and cost.reshards and cost.gathers_in_backward
-        begun = {p.event for p in trace.phases if p.unit == index}
-        both = ("pre_forward" in begun) + (again and "pre_backward" in begun)
+        both = (("pre_forward", index) in begun) + (again and ("pre_backward", index) in begun)
         found.append(times * count * both if cost.has_parameters else 0)
     return tuple(found)
 

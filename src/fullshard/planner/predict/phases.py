@@ -56,10 +56,7 @@ class MicrobatchSchedule:
     @property
     def first_model_unit_per_traced(self) -> tuple[int, ...]:
         """First unit of the model that each traced unit stands for."""
-        found: dict[int, int] = {}
-        for unit, traced in enumerate(self.traced):
-            found.setdefault(traced, unit)
-        return tuple(found[traced] for traced in range(len(found)))
+        return tuple(map(self.traced.index, range(len(set(self.traced)))))
 
 
 def build_schedule(

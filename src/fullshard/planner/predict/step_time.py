@@ -160,21 +160,16 @@ class StepTimePredictor:
     def stream_minima(self, plan: Plan) -> LeastTicks:
         """Returns the least ticks per step of each stream, for any recompute mode."""
         units = self.unit_costs(plan)
-        phases = units.trace.phases
-        begun = [{p.unit for p in phases if p.event == event} for event in ("pre_forward", "pre_backward")]
-        frees = plan.reshard_after_forward
+        begun = {phase.unit for phase in units.trace.phases if phase.event == "pre_backward"}
+        gathers = offload.count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
         reductions = plan.accumulation if plan.sync_each_microbatch else 1
         copied = network = replicas = 0
-        for index, (cost, count) in enumerate(zip(units.costs, units.counts, strict=True)):
+        for index, (cost, count, loads) in enumerate(zip(units.costs, units.counts, gathers, strict=True)):
             if not cost.has_parameters:
                 continue
-            times = (plan.accumulation if frees else 1) * count
-            forward = times if index in begun[0] else 0
-            regathers = frees and cost.reshards and cost.gathers_in_backward
-            again = times if regathers and index in begun[1] else 0
-            copied += (forward + again) * cost.copy_out
-            network += (forward + again) * cost.gather
-            if cost.is_trained and index in begun[1]:
+            copied += loads * cost.copy_out
+            network += loads * cost.gather
+            if cost.is_trained and index in begun:
                 copied += count * (
                     reductions * cost.pack
                     + (plan.accumulation - reductions) * min(cost.keep_unsynced, cost.keep_again)

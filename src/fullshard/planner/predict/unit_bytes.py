@@ -1,6 +1,6 @@
 """Sizes of one unit's tensors on one rank, from its shapes and the plan."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -129,14 +129,16 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
         has_experts=unit.has_experts,
     )
     if unit.has_experts and plan.has_expert_mesh:
-        unit = expert_parallel_unit(unit, plan.expert_parallel)
+        ranks = plan.expert_parallel
+        unit = _unit_with_shapes(unit, lambda p: (p.shape[0] // ranks, *p.shape[1:]))
     elif plan.tensor_parallel > 1:
-        unit = _first_part_of_unit(unit, plan.tensor_parallel)
+        unit = _unit_with_shapes(unit, lambda p: p.largest_part_shape(plan.tensor_parallel))
     if not settings.shards_any_dim:
         return unit, settings, []
     degree = settings.shard_degree
     inner = [p for p in unit.parameters if expert_shard_dim(p.shape, degree)]
-    return _unit_with_sharded_dim_first(unit, degree), settings, inner
+    unit = _unit_with_shapes(unit, lambda p: _shape_with_sharded_dim_first(p.shape, degree))
+    return unit, settings, inner
 
 
 def _compute_itemsize(parameter: ParamSpec, settings: MergedUnitSettings) -> int:
@@ -199,27 +201,15 @@ def _eight_bit_moment_bytes(numel: int, itemsize: int) -> int:
     return numel + 4 * (numel // 256) + 4 * 256
 
 
-def _first_part_of_unit(unit: UnitSpec, ranks: int) -> UnitSpec:
-    """Returns `unit` with the shapes of the first of the `ranks` ranks that share matmuls."""
-    parts = tuple(p.model_copy(update={"shape": p.largest_part_shape(ranks)}) for p in unit.parameters)
+def _unit_with_shapes(unit: UnitSpec, shape_of: Callable[[ParamSpec], tuple[int, ...]]) -> UnitSpec:
+    parts = tuple(p.model_copy(update={"shape": shape_of(p)}) for p in unit.parameters)
     return unit.model_copy(update={"parameters": parts})
 
 
-def expert_parallel_unit(unit: UnitSpec, degree: int) -> UnitSpec:
-    """Returns `unit`, of experts, with the shapes of one rank's experts if `degree` ranks divide them."""
-    parts = tuple(
-        p.model_copy(update={"shape": (p.shape[0] // degree, *p.shape[1:])}) for p in unit.parameters
-    )
-    return unit.model_copy(update={"parameters": parts})
-
-
-def _unit_with_sharded_dim_first(unit: UnitSpec, degree: int) -> UnitSpec:
-    """Returns `unit`, of experts, with the dim first in which `degree` ranks shard each parameter."""
-    parts = list[ParamSpec]()
-    for parameter in unit.parameters:
-        shape, dim = parameter.shape, expert_shard_dim(parameter.shape, degree)
-        parts.append(parameter.model_copy(update={"shape": (shape[dim], *shape[:dim], *shape[dim + 1 :])}))
-    return unit.model_copy(update={"parameters": tuple(parts)})
+def _shape_with_sharded_dim_first(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    """Returns the shape of stacked experts, with the dim first in which `degree` ranks shard them."""
+    dim = expert_shard_dim(shape, degree)
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :])
 
 
 def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:

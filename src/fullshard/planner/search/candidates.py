@@ -318,16 +318,11 @@ class CandidateCosts:
     def fits_host(self, index: int) -> bool:
         """Returns whether what a candidate keeps in host memory fits there."""
         candidate = self.candidates[index]
-        tier, moves = candidate.tier != "none", candidate.recompute.mode == "offload"
-        if not (tier or moves):
+        if candidate.tier == "none" and candidate.recompute.mode != "offload":
             return True
-        plan = self._build_plan(candidate)
-        return fits_in_host_memory(
-            _offload_terms(self.timer, plan, used=self._peak_memory(candidate).total, limit=self.limit)
-            if tier
-            else None,
-            self.timer.predict_activation_offload(plan) if moves else None,
-        )
+        plan, used = self._build_plan(candidate), self._peak_memory(candidate).total
+        state = _offload_terms(self.timer, plan, used=used, limit=self.limit)
+        return fits_in_host_memory(state, self.timer.predict_activation_offload(plan))
 
     def fits(self, index: int, limit: int) -> bool:
         """Returns whether a candidate needs at most `limit` bytes of the device, and fits the host."""

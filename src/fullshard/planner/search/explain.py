@@ -45,7 +45,6 @@ class PlanExplanation(FrozenModel):
     computing   the kernels themselves
     """
 
-    plan: Plan
     binds: Binding
     because: str  # reason for `binds`, as text
     lever: Lever | None  # the change that gains most, if any is notable
@@ -61,12 +60,8 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
     plan = found.best
     assert plan is not None, "a plan that fits is explained"
     binds, because = _binding_limit_and_reason(plan, found)
-    return PlanExplanation(
-        plan=plan,
-        binds=binds,
-        because=because,
-        lever=find_largest_lever(plan, hardware, spec=spec, run=run),
-    )
+    lever = find_largest_lever(plan, hardware, spec=spec, run=run)
+    return PlanExplanation(binds=binds, because=because, lever=lever)
 
 
 def _binding_limit_and_reason(plan: Plan, found: SearchResult) -> tuple[Binding, str]:
