@@ -285,6 +285,17 @@ def nothing_counts(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
     return model(batch[0]).float().sum() * 0, 0
 
 
+def run_without_labels() -> str:
+    state, plan = sharded(run_of("train.steps=30", "train.max_skipped_steps=3"))
+    with pytest.raises(TrainError) as raised:
+        list(train(state, plan, loss=nothing_counts))
+    return raised.value.what
+
+
+def test_steps_without_labels_end_a_run_with_that_reason(ranks: Any) -> None:
+    assert ranks(2).run(run_without_labels) == ["3 steps in a row had nothing to train on."] * 2
+
+
 def step_without_a_token() -> tuple[Step, bool, float]:
     state, plan = sharded(run_of("precision.mode=fp16"))
     before = local_bits(state)

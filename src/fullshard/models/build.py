@@ -110,7 +110,8 @@ def gradient_shares(model: nn.Module) -> GradientShares:
 def attended_share(model: nn.Module, *, sequence_length: int) -> float:
     """Returns the share of pairs of positions that lie within the windows of a transformers model.
 
-    It is the mean of min(window, sequence length) / sequence length over layers with attention, else 1.
+    It is the mean of min(window, sequence length) / sequence length over the text model's layers with
+    attention, else 1.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):

@@ -388,6 +388,12 @@ class _TimedMicrobatches:
 def _too_many_skipped_error(count: int, last: StepResult, *, loaded: int) -> TrainError:
     """Returns the error after `count` steps. `loaded`: step of the checkpoint right before them, or 0."""
     or_stands_out = ", or stood out" if last.spike else ""
+    if last.trained_tokens == 0:
+        return TrainError(
+            f"{count} steps in a row had nothing to train on.",
+            got="no label that counts on any rank",
+            fix="data.train_on, or a longer data.sequence_length: answers that begin beyond it are cut off",
+        )
     return TrainError(
         f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",
         got=f"loss {last.loss}, gradient norm {last.grad_norm}",
