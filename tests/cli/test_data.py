@@ -31,7 +31,7 @@ def test_data_is_prepared_once(tmp_path: Path, capsys):
     assert again.err == ""
 
 
-def test_a_page_is_for_people(tmp_path: Path, capsys):
+def test_data_prepare_prints_a_summary_for_people(tmp_path: Path, capsys):
     sources = ", ".join(
         f'{{source = "jsonl", paths = ["{texts_file(tmp_path / f"{i}.jsonl", 50)}"], weight = {weight}}}'
         for i, weight in enumerate((0.7, 0.3))

@@ -196,7 +196,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
-def test_text_that_grows_when_it_is_read_is_refused(text: str) -> None:
+def test_hostile_config_text_is_refused(text: str) -> None:
     with pytest.raises(SpecError):
         convert_config(text, name="config")
 

@@ -197,7 +197,7 @@ def test_fsdps_version_chooses_the_key_of_the_strategy(keys: str, strategy: str)
     assert conversion.lost_keys == ()
 
 
-def test_replicas_of_torchtitan_are_whole_beside_tensor_parallelism():
+def test_torchtitan_shards_over_ranks_that_replicas_and_tensor_parallelism_leave():
     text = "[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2"
     section = convert_config(text, name="config", ranks=16).run.sharding
     assert (section.shard_degree, section.tensor_degree) == (4, 2)
@@ -229,7 +229,7 @@ def test_torchtitans_warmup_is_at_most_as_long_as_the_run(text: str, warmup: int
         '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [1e-5]}}}',
     ],
 )
-def test_a_schedule_that_cannot_be_expressed_is_lost(text: str):
+def test_a_schedule_without_counterpart_is_reported_as_lost(text: str):
     assert converted(text).lost_keys
 
 
@@ -436,7 +436,7 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize(("around", "line"), OUTCOMES)
-def test_a_key_is_converted_or_lost(around, line):
+def test_each_key_has_its_expected_verdict(around, line):
     toml = ConfigFormat.TORCHTITAN if around.startswith("[") else None
     conversion = convert_config(around + line, name="config", format=toml)
     expected = OUTCOMES[around, line]

@@ -154,7 +154,7 @@ def test_each_label_is_the_next_token_and_none_crosses_a_mask(packing: str, mask
 @given(
     packings, st.booleans(), st.lists(st.tuples(divisors_of_12, st.integers(1, 4)), min_size=1, max_size=4)
 )
-def test_parts_on_any_ranks_lose_no_sample_and_double_none(packing: str, mixed: bool, parts):
+def test_resuming_on_other_rank_counts_loses_and_repeats_no_sample(packing: str, mixed: bool, parts):
     """Each part has a rank count and a step count, and begins with fresh data where the part before ended."""
     weights = (0.6, 0.4) if mixed else ()
     total = sum(steps for _, steps in parts)

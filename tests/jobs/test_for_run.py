@@ -140,7 +140,9 @@ def test_a_host_limit_that_no_plan_fits_is_refused_without_calibration(tier: str
         request_with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
 
 
-def test_unchecked_host_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_limit_is_refused_if_the_run_cannot_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken.toml").write_text("ranks_per_node = 0", encoding="utf-8")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
     assert planned("offload.tier=optimizer:cpu").prediction is None

@@ -54,7 +54,7 @@ def test_launches_with_a_common_agent_are_the_same(tmp_path: Path) -> None:
     assert attempt(tmp_path, LaunchId(agents=frozenset({"c", "d"}))).previous_attempt is not None
 
 
-def test_attempt_after_the_end_belongs_to_its_launch(tmp_path: Path) -> None:
+def test_an_attempt_after_the_runs_end_continues_the_directory_of_its_launch(tmp_path: Path) -> None:
     """A rank that dies while it leaves makes torchrun start all again."""
     attempt(tmp_path, ONE, finishes=True)
     assert attempt(tmp_path, ONE).previous_attempt is not None

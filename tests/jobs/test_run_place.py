@@ -95,7 +95,7 @@ def test_a_new_run_is_not_begun_among_other_things(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", ".git", "src/model.py", "train.py", "run.toml", "other/x"])
-def test_a_run_among_other_things_is_not_renamed(tmp_path: Path, name: str) -> None:
+def test_a_directory_with_other_files_is_not_renamed(tmp_path: Path, name: str) -> None:
     root = ran_in(tmp_path / "mlproject")
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).touch()

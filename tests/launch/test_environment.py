@@ -45,7 +45,7 @@ def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
 
 
 @pytest.mark.parametrize(("node", "tasks"), [(0, 2), (2, 2), (3, 1), (4, 4)])
-def test_tasks_on_a_node(node: int, tasks: int) -> None:
+def test_slurm_task_counts_expand_to_each_node(node: int, tasks: int) -> None:
     assert count_slurm_tasks_on_node("2(x3),1,4", node) == tasks
 
 

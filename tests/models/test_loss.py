@@ -42,7 +42,7 @@ def test_it_sums_over_valid_labels_and_counts_them() -> None:
     assert count == 3
 
 
-def test_no_valid_label_is_a_sum_of_nothing() -> None:
+def test_without_valid_labels_sum_and_count_are_zero() -> None:
     logits, batch = example()
     total, count = next_token_loss(Fixed(logits), batch | {"labels": torch.full((2, 3), -100)})
     assert (total.item(), count.item()) == (0.0, 0)

@@ -78,7 +78,7 @@ def test_the_flex_mask_is_the_dense_mask() -> None:
     assert torch.equal(sees, position_and_document_arguments(dense, packed())["attention_mask"][:, 0])
 
 
-def test_tokens_alone_need_no_arguments() -> None:
+def test_a_batch_without_positions_or_documents_adds_no_model_arguments() -> None:
     assert position_and_document_arguments(nn.Identity(), {"tokens": packed()["tokens"]}) == {}
 
 

@@ -47,7 +47,7 @@ def test_peak_is_the_largest_sum_of_live_tensors_and_measuring_leaves_nothing(ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_resized_storage_counts_its_size():
+def test_the_peak_of_a_resize_counts_the_old_and_the_new_memory():
     with measure_peak_memory(CPU) as peak:
         tensor = kibibytes(1)
         tensor.untyped_storage().resize_(4 * KIB)  # the old KiB stands beside the new four while it is copied

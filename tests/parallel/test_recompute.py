@@ -52,7 +52,7 @@ def blocks() -> nn.Sequential:
         ("offload", [1, 1, 1, 1]),
     ],
 )
-def test_blocks_run_again_in_backward(mode: str, calls: list[int]) -> None:
+def test_only_full_and_selective_recompute_run_blocks_twice(mode: str, calls: list[int]) -> None:
     model = blocks()
     step(model, mode)
     assert [block.calls for block in model] == calls

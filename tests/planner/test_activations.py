@@ -188,7 +188,7 @@ def test_activations_and_a_tiers_state_share_the_host():
     assert not fits_in_host_memory(state, moved)
 
 
-def test_unknown_speed_of_the_host_is_refused():
+def test_activation_offload_to_a_host_of_unknown_speed_is_refused():
     with pytest.raises(PlanError, match="how fast its host is is not known"):
         plan_best(spec_of(), gpus(None), offloading())
 

@@ -65,7 +65,7 @@ def test_peak_of_real_ranks_is_near_the_plan(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "experts", "share"), [(8, 1, 8), (8, 8, 8), (64, 1, 64), (64, 4, 64)])
-def test_each_rank_has_an_equal_share_of_few_experts(ranks: int, experts: int, share: int) -> None:
+def test_ranks_share_experts_equally_even_if_these_are_fewer(ranks: int, experts: int, share: int) -> None:
     """Also with fewer experts than ranks, which shard them in another dim then."""
     plan = expert_plan(experts, "model.layers=1", ranks=ranks)
     unit = next(one for one in described(plan).units if one.has_experts)

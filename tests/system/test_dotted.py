@@ -9,7 +9,7 @@ from fullshard.errors import SpecError
 from fullshard.system.dotted import import_callable
 
 
-def test_a_name_is_looked_up() -> None:
+def test_a_dotted_path_gives_its_callable() -> None:
     assert import_callable("os.path:join", key="train.loss")("a", "b") == str(Path("a", "b"))
 
 

@@ -120,7 +120,7 @@ def test_an_optimizer_without_a_rate_is_left_alone() -> None:
     assert optimizer.param_groups[0]["lr"] is None
 
 
-def test_the_state_dict_of_an_optimizer_continues_the_schedule() -> None:
+def test_an_optimizer_loaded_from_a_state_dict_continues_the_schedule() -> None:
     first, second = two_groups(0.5, 1e-2)[1], two_groups(7.0, 8.0)[1]
     rates_of_steps(first, range(3))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -274,7 +274,7 @@ def one_cycle(betas: Any) -> tuple[TrainState, Any]:
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_betas_that_a_scheduler_set_are_restored_and_others_are_not(
+def test_betas_are_restored_only_if_a_scheduler_changed_them(
     kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     state, group = one_cycle((kind(0.9), kind(0.5)))

@@ -314,7 +314,7 @@ def test_optimizer_of_unsharded_parameters_is_refused(attempt: Any, message: str
         ranks(1).run(attempt)
 
 
-def test_a_step_that_a_scheduler_or_a_decorator_wraps_needs_no_arguments() -> None:
+def test_a_wrapped_step_counts_as_needing_no_arguments() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _step: 1.0)

@@ -208,7 +208,9 @@ def error_of_a_change(change: Callable[[nn.Module], None], evaluates: bool) -> s
 
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("change", [replaces_data, replaces_a_parameter, adds_a_module])
-def test_changes_that_shards_cannot_follow_are_refused(change: Any, evaluates: bool, ranks: Any) -> None:
+def test_replaced_or_added_parameters_are_refused_after_sharding(
+    change: Any, evaluates: bool, ranks: Any
+) -> None:
     for error in ranks(2).run(error_of_a_change, change, evaluates):
         assert "not those that were sharded" in error
         assert "head.weight" in error

@@ -24,7 +24,7 @@ def every_bf16() -> Tensor:
     return torch.arange(1 << 16).to(torch.int32).bitwise_left_shift(16).view(torch.float32)
 
 
-def test_bf16_values_are_not_changed() -> None:
+def test_stochastic_rounding_keeps_values_that_bf16_can_hold() -> None:
     values = every_bf16()
     finite = values[values.isfinite()]
     assert torch.equal(rounded(finite).float(), finite)

@@ -105,7 +105,7 @@ class ObjectLocation:
         return self._step_files(manifest.step)
 
     def discard_draft(self, draft: CheckpointFiles) -> None:
-        """Removes a draft, unless its manifest exists: its put succeeded, and only the answer was lost."""
+        """Removes a draft. Keeps one with a manifest: it was saved, and only the store's answer was lost."""
         draft = _as_object_files(draft)
         try:
             if _committed_attempt(draft) != draft.attempt:

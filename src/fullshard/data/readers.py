@@ -175,8 +175,8 @@ def _read_part_as_one_text(shard: FilePart) -> Iterator[SourceRecord | CorruptRe
         else:
             data, begin = _read_block_of_whole_lines(file, shard)
             behind = begin + len(data)
-            before = _read_context(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
-            after = _read_context(file, behind, end=behind + _CONTEXT_BYTES)
+            before = _read_neighbouring_text(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
+            after = _read_neighbouring_text(file, behind, end=behind + _CONTEXT_BYTES)
     begins = shard.begin == 0
     try:
         text = data.decode("utf-8-sig" if begins else "utf-8")
@@ -334,7 +334,7 @@ def _read_block_of_whole_lines(file: BinaryIO, shard: FilePart) -> tuple[bytes, 
     return (data if data.endswith(b"\n") else data + file.readline()), begin
 
 
-def _read_context(file: BinaryIO, begin: int, *, end: int) -> str:
+def _read_neighbouring_text(file: BinaryIO, begin: int, *, end: int) -> str:
     """Returns the text of some bytes of a file, without characters that are cut."""
     if end <= begin:
         return ""

@@ -216,7 +216,7 @@ def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bo
 
 
 def unusable_state_message(plan: Plan, found: SavedRunState, *, step: int) -> str | None:
-    """Returns the message that a run resumes after `step`, without `found`; None if `found` is not newer."""
+    """Returns why `found` is not used and the run resumes after `step`; None if `found` is not newer."""
     if found.step <= step:
         return None
     on = f"resumes from the checkpoint of step {step}" if step else "starts again"

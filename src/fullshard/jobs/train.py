@@ -70,14 +70,14 @@ def _train_and_save(job: TrainJob) -> bool:
     """Trains, and saves at the end. Returns True if a signal ended training early."""
     # Signals are only noted until everything is saved, because ranks must agree on how to react.
     with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
-        interrupted = _train_steps(job)
+        interrupted = _train_until_done_or_interrupted(job)
         save_and_report_end(job, interrupted=interrupted)
         close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)
     return interrupted
 
 
-def _train_steps(job: TrainJob) -> bool:
-    """Runs all steps. Returns True if a signal ended training before the last step."""
+def _train_until_done_or_interrupted(job: TrainJob) -> bool:
+    """Runs the steps. Returns True if a signal ended training before the last step."""
     try:
         interrupted = _iterate_and_record_steps(job)
     except TrainError:

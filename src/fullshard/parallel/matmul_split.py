@@ -181,7 +181,7 @@ def _replace_forward(linear: Any, *, rows: list[slice] | None = None, adds_bias:
 def multiply_by_own_weight(  # signature: nn.Linear's, after the module
     linear: Any, input: Tensor, *, rows: list[slice] | None = None, adds_bias: bool = True
 ) -> Tensor:
-    """Returns the product that `set_product` gave `linear`, of its weight or of these `rows` of it."""
+    """Multiplies by the weight of `linear`, or these `rows` of it, with the function from `set_product`."""
     weight, bias = linear.weight, linear.bias if adds_bias else None
     if rows is not None:
         weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)

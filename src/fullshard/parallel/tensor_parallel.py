@@ -309,7 +309,7 @@ def divide_transformers_model(model: Any, split: MatmulSplit) -> None:
 
 
 def _styles_of_modules(model: Any) -> dict[str, str]:
-    """Returns module name within the base model -> style (of ours), of the modules within layers."""
+    """Returns {module name within the base model: name of our style} for the modules within its layers."""
     plan = _plan_with_attention(model)
     patterns = {re.escape(one).replace(r"\*", r"\d+"): style for one, style in plan.items()}
     styles: dict[str, str] = {}

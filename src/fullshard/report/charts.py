@@ -30,7 +30,7 @@ _LANES = {
 
 
 def draw_charts(run: RunRecord) -> str:
-    """Returns the charts of the run over one axis of steps, and the pointer's values; "" before a step."""
+    """Returns the HTML of the run's charts, which share an axis of steps; "" if no step was recorded."""
     if not run.metrics.steps:
         return ""
     first, last = run.metrics.steps[0], run.last_step

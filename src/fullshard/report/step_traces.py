@@ -54,7 +54,7 @@ def read_last_step(directory: Path, *, most_ranks: int) -> list[ProfiledStep]:
 
 
 def choose_step(directory: Path, step: int | None) -> int:
-    """Returns `step`, or the last one that the most ranks profiled. Raises SpecError without a profile."""
+    """Returns `step`, or if None, the last that the most ranks profiled. Raises SpecError if none was."""
     if not directory.is_dir():
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
     found = list_profiles(directory)

@@ -184,9 +184,10 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def saved_generator_states(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns tensors to fill with generator states from a checkpoint that holds `saved`, by name there.
+    """Returns {name in the checkpoint: tensor to fill with that state of a random number generator}.
 
-    A rank without states there takes rank 0's, except the GPU's. States of another shape are left out.
+    A rank whose states are not in `saved` gets rank 0's, except that of the GPU. States of another shape are
+    left out.
     """
     found: dict[str, Tensor] = {}
     for name, own in generator_states().items():

@@ -341,8 +341,8 @@ def count_computed_tokens(batch: Any, plan: Plan) -> int:
     """Returns the tokens of a microbatch, including padding and those whose label does not count.
 
     These are the elements of `tokens` or `input_ids`, or of the first tensor of a tuple if it is (rows,
-    length) integers. Each row of any other batch counts as `data.sequence_length` tokens, as in the plan. So
-    does each row if that is 1, which is for samples that are not sequences.
+    length) integers. Each row of any other batch counts as `data.sequence_length` tokens, as in the plan. If
+    that is 1 (samples that are not sequences), each row counts as one token, whatever the tensors.
 
     The number of rows is the plan's if a tensor has as many, or else that of the first tensor. A batch
     without tensors counts as one of the plan.

@@ -99,7 +99,7 @@ class StridedCopy:
 def iterate_copies_into(
     target: Tensor, parts: Sequence[BoxCopy], *, offsets: Sequence[int]
 ) -> Iterator[StridedCopy]:
-    """Yields the copies that fill `target`, a box at `offsets` in the tensor that `parts` fill."""
+    """Yields the copies from `parts` of a tensor that fill `target`, which begins at `offsets` in it."""
     for part in parts:
         begin, view = part.begin, target
         for dim, offset in enumerate(offsets):

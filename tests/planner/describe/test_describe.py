@@ -417,7 +417,7 @@ def test_matmuls_of_rows_that_are_no_multiple_of_16_bytes_are_unaligned(vocabula
     assert unaligned == part * 3 * 2 * 2 * 64 * 64 * vocabulary  # the head, whose logits have such rows
 
 
-def test_only_attention_has_the_width_of_a_head():
+def test_only_attention_kernels_record_a_head_dim():
     spec, _ = matmuls_of_a_gpu("precision.mode=bf16")
     widths = {kernel.kind: kernel.head_dim for kernel in spec.kernels if kernel.kind != "elementwise"}
     assert widths == {"matmul": 0, "attention": 16, "attention_backward": 16}

@@ -144,7 +144,9 @@ def test_fewer_sequences_than_ranks_are_divided() -> None:
 
 
 @pytest.mark.parametrize(("length", "most"), [(8192, 1024), (LONG, 1)])
-def test_indivisible_sequences_are_refused(length: int, most: int) -> None:
+def test_a_batch_smaller_than_the_ranks_is_refused_if_its_sequences_cannot_be_divided(
+    length: int, most: int
+) -> None:
     """Short ones, and those of a model that cannot be divided."""
     with pytest.raises(PlanError, match="cannot be shared out evenly") as error:
         searched(Describing(most=most), long_run(batch=2, length=length))

@@ -159,7 +159,7 @@ def test_a_plan_says_how_the_loss_was_traced():
     assert plan(spec, hardware_of(1, 8), run).run.train.loss_chunk == 64
 
 
-def test_a_spec_that_holds_for_one_microbatch_is_planned_for_that():
+def test_a_spec_valid_for_one_microbatch_size_is_planned_with_that_size():
     spec = decoder_spec(SMALL)
     alone = spec.model_copy(
         update={"traces": tuple(one.model_copy(update={"microbatch": 1}) for one in spec.traces)}

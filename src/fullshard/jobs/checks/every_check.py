@@ -29,7 +29,7 @@ CHECKS: Mapping[str, Sequence[Callable[[Any], Finding]]] = {
 
 
 def iterate_findings(part: Any, *, group: str) -> Iterator[Finding]:
-    """Makes the checks of a group, and yields what each finds.
+    """Runs the checks of a group, and yields the finding of each.
 
     part: what these checks read: a RunContext, ModelTrial or DataTrial; or the Finding that says why it is
         missing, which the first check then reports, and the others are skipped

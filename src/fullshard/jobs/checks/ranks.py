@@ -211,7 +211,7 @@ def _digest_of_code(module: str) -> str:
 
 def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
     """Compares sharded steps of a small copy of the model with unsharded ones, in fp32. Collective."""
-    trial = _build_trial(run, world_size=ranks.world_size)
+    trial = _build_trial_on_all_ranks(run, world_size=ranks.world_size)
     if isinstance(trial, str):
         return Finding.skipped(trial)
     try:
@@ -247,7 +247,7 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
     return Finding.ok(f"{_STEPS} sharded steps equal unsharded ones within {max(loss, errors[worst]):.0e}")
 
 
-def _build_trial(run: Run, *, world_size: int) -> ModelTrial | str:
+def _build_trial_on_all_ranks(run: Run, *, world_size: int) -> ModelTrial | str:
     """Returns a trial of the run's model, or the reason against one, the same on all ranks. Collective."""
     if world_size == 1:
         return "a single rank shards nothing"

@@ -321,7 +321,7 @@ def _flops_and_parameters_per_token(
                 matmul += flops
     # The traced rank computes its part of the tokens, or of each token's matmuls.
     tokens = microbatch * sequence_length / (plan.context_parallel * plan.tensor_parallel)
-    total = gradients.add_backward(matmul=matmul, attention=attended * attention)
+    total = gradients.forward_and_backward_flop(matmul=matmul, attention=attended * attention)
     return total / tokens, round(matmul / tokens / 2)
 
 

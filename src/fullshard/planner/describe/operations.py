@@ -134,7 +134,7 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
 def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     """Returns the bytes that the kernel of `call` allocates, besides its results, and frees at its end.
 
-    On the CPU only those of an addition in place are known, which casts a tensor of another dtype. On a GPU:
+    On the CPU, only an addition in place that casts its operand to another dtype is known. On a GPU:
 
     - Attention backward in half precision: the gradient of the queries in fp32; one fp32 number per row; and
       with fewer key/value heads than query heads, the gradients of keys and values per query head, before

@@ -128,7 +128,7 @@ def _is_integer_with_values(tensor: Tensor) -> bool:
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], *, given: dict[str, Any]) -> bool:
-    """Returns whether a function without tensor arguments makes integers or booleans on the CPU."""
+    """Returns whether a function without tensor arguments makes integers or booleans, which are kept real."""
     dtype = given.get("dtype")
     if given.get("device", "cpu") not in (None, "cpu", torch.device("cpu")):
         return False

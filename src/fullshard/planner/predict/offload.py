@@ -212,7 +212,7 @@ def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadTimePerByte) -> i
 def count_shard_loads(
     plan: Plan, trace: MicrobatchTrace, *, costs: Sequence[UnitCost], counts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns how often per step the rank's shard of each traced unit is loaded, over all its repeats."""
+    """Returns how many times per step a rank loads its shard of each traced unit, summed over its repeats."""
     frees = plan.reshard_after_forward
     times = plan.accumulation if frees else 1
     begun = {(phase.event, phase.unit) for phase in trace.phases}
@@ -385,7 +385,7 @@ def predict_offload_terms(  # signature: from `StepTimePredictor.predict_offload
 
 
 def _host_unit_buffers_bytes(units: Sequence[int]) -> int:
-    """Returns the bytes of the host's buffers for units, and of the one in which they are made.
+    """Returns the bytes of the host's buffers for units: those for reading, and one for an update to fill.
 
     units: bytes of each unit on the drive
     """

@@ -36,8 +36,8 @@ class GradientShares(NamedTuple):
     inputs: float = 1.0
     own: float = 1.0
 
-    def add_backward(self, *, matmul: float, attention: float) -> float:
-        """Returns the FLOP of forward and backward. `matmul`, `attention`: those of forward."""
+    def forward_and_backward_flop(self, *, matmul: float, attention: float) -> float:
+        """Returns the FLOP of a forward and a backward. `matmul`, `attention`: those of the forward."""
         return matmul * (1 + self.inputs + self.own) + attention * (1 + 2 * self.inputs)
 
 
@@ -66,7 +66,7 @@ def model_flops_per_token(
     MFU is therefore comparable with published figures, and too high at long sequences. Recompute is excluded.
     """
     attention = 4 * layers * d_model * sequence_length
-    return gradients.add_backward(matmul=2 * parameters, attention=attention)
+    return gradients.forward_and_backward_flop(matmul=2 * parameters, attention=attention)
 
 
 class MatmulPeak(FrozenModel):
