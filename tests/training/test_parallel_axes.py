@@ -138,7 +138,7 @@ def test_a_source_that_counts_all_ranks_reads_each_row_once(axes: Axes, ranks: A
 def train_on_batches_of_each_rank(axes: Axes, is_of_group: bool) -> int:
     state, plan = state_of(axes)
     number = plan.data_rank(dist.get_rank()) if is_of_group else dist.get_rank()
-    batch = Rows(VOCABULARY).microbatches(number, rank=0, plan=plan.of_data_ranks)
+    batch = Rows(VOCABULARY).microbatches(number, rank=0, plan=plan.for_data)
     state.data = list(batch)
     return next(iter(train(state, plan))).index
 

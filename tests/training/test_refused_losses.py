@@ -118,7 +118,7 @@ def test_another_number_of_microbatches_is_refused(ranks: Any) -> None:
         assert f"got: {got}\n" in message
 
 
-class LossOfItsOwn(nn.Module):
+class LossWithHead(nn.Module):
     """A loss with a trained or a frozen head."""
 
     def __init__(self, *, is_trained: bool) -> None:
@@ -131,7 +131,7 @@ class LossOfItsOwn(nn.Module):
 
 def train_with_head_outside(strategy: str, recompute: str, is_trained: bool, is_wrapped: bool) -> int:
     state, plan = sharded(run_of(f"sharding.strategy={strategy}", f"recompute.mode={recompute}"))
-    loss = LossOfItsOwn(is_trained=is_trained)
+    loss = LossWithHead(is_trained=is_trained)
     return len(list(train(state, plan, loss=(lambda *given: loss(*given)) if is_wrapped else loss)))
 
 
@@ -141,7 +141,7 @@ def test_a_loss_with_trained_parameters_of_its_own_is_refused(ranks: Any, is_wra
         ranks(2).run(train_with_head_outside, "full_shard", "none", True, is_wrapped)
     names = ["one of shape [2, 2]", "one of shape [2]"]
     if not is_wrapped:
-        names = ["LossOfItsOwn.head.weight", "LossOfItsOwn.head.bias"]
+        names = ["LossWithHead.head.weight", "LossWithHead.head.bias"]
     assert raised.value.got in (", ".join(names), ", ".join(reversed(names)))
 
 

@@ -62,7 +62,9 @@ def _convert_read_sections(state: ConversionState, kind: str) -> None:
     convert_offload(state, optimizer=optimizer, params=params)
     apply_rules(state, rules)
     if micro is not None:
-        state.infer_global_batch(micro * (steps or 1), origin=" × ".join(names[1:]))
+        degrees = ("sharding.tensor_parallel", "sharding.context_parallel")
+        shared = math.prod(state.settings.get(one, 1) for one in degrees)
+        state.infer_global_batch(micro * (steps or 1), origin=" × ".join(names[1:]), model_parallel=shared)
     if "deepspeed_config.deepspeed_config_file" not in state.leaves:
         if kind == "deepspeed":
             state.set_default_of_other_tool("sharding.strategy", "shard_grad_op", why="Accelerate's default")
@@ -271,7 +273,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
 
 
 def _record_masks_by_default(state: ConversionState) -> None:
-    """Records data whose prompts LLaMA-Factory does not train on by default, or axolotl does as asked."""
+    """Records data with the mask that LLaMA-Factory has by default, or that axolotl leaves out as asked."""
     trains_on_prompts = is_true_yes_on(state.get("train_on_inputs"))
     for key in [key for key in state.leaves if key.startswith("datasets.") and key.endswith(".type")]:
         if trains_on_prompts:

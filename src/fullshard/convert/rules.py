@@ -400,7 +400,7 @@ def convert_trackers(state: ConversionState, key: str) -> None:
 
 def list_exact_keys(rules: Iterable[str]) -> list[str]:
     """Returns the keys of `rules` that are not patterns, which are suggested for misspelled keys."""
-    return [key for key in rules if "*" not in key]
+    return [key for key in rules if not {*"*?"} & {*key}]
 
 
 def _apply_rule_without_setting(state: ConversionState, key: str, *, rule: KeyRule) -> None:

@@ -22,9 +22,9 @@ class MicrobatchSource(Protocol):
         """Yields the `plan.accumulation` microbatches of data rank `rank` for step `step` (from 0).
 
         rank: from 0 to `plan.world_size` - 1; ranks that share sequences have the same data rank
-        plan: the run's plan, in which ranks that share sequences count as one (`Plan.of_data_ranks`)
+        plan: the run's plan, in which ranks that share sequences count as one (`Plan.for_data`)
 
-        Each is passed to the loss unchanged, or if ranks share sequences, this rank's part of them. For a
+        Each microbatch is passed to the loss, or if ranks share sequences, this rank's part of it. For a
         given step, all data ranks together must yield the same samples whatever their number, so that a run
         resumed on another number of ranks continues exactly.
         """

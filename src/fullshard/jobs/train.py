@@ -222,7 +222,7 @@ def _report_compilation(job: TrainJob, step: Step) -> float:
 
 def _iterate_validation_batches(job: TrainJob) -> Iterator[dict[str, Tensor]]:
     """Yields the validation batches. Reports each one to the watchdog, for which it is progress."""
-    for batch in job.data.validation(rank=job.plan.data_rank(job.ranks.rank), plan=job.plan.of_data_ranks):
+    for batch in job.data.validation(rank=job.plan.data_rank(job.ranks.rank), plan=job.plan.for_data):
         job.state.phase.enter(RunPhase.VALIDATING)
         yield cut_sequences(batch, job.plan)
 

@@ -14,7 +14,7 @@ give each mesh its own numbers.)
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
@@ -159,6 +159,13 @@ def materialize(
     return model
 
 
+def _iterate_modules_post_order(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields modules after their children. A model may have an `apply` of its own."""
+    for child in module.children():
+        yield from _iterate_modules_post_order(child)
+    yield module
+
+
 class _ModelValueSetter:
     """Sets the parameters and buffers of one model.
 
@@ -174,9 +181,7 @@ class _ModelValueSetter:
         # What the constructor of a model that this package builds computes; see `models.meta_init`.
         self.tape = None if self.explicit else getattr(model, "_constructor_tape", None)
         self.names = {module: name for name, module in model.named_modules()}
-        order: list[nn.Module] = []
-        model.apply(order.append)
-        self.order = list(dict.fromkeys(order))
+        self.order = list(dict.fromkeys(_iterate_modules_post_order(model)))
         self.parameters = dict(model.named_parameters())
         self.parents: dict[nn.Module, set[nn.Module]] = defaultdict(set)
         self.slots: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)

@@ -132,8 +132,8 @@ class Plan(FrozenModel):
         return rank // (self.tensor_parallel * self.context_parallel)
 
     @property
-    def of_data_ranks(self) -> "Plan":
-        """The plan that sources of data get, in which ranks that share sequences are one rank.
+    def for_data(self) -> "Plan":
+        """The plan that is passed to sources of data: ranks that share sequences count as one rank.
 
         A source that counts `world_size` ranks then reads each row once, as one that counts
         `data_parallel_degree` does.

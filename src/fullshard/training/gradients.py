@@ -60,8 +60,8 @@ def clear_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.O
         optimizer.gradients.clear()
 
 
-def check_loss_trains_only_model(loss: Loss, model: nn.Module) -> Loss:
-    """Returns a wrapper of `loss`, whose first call raises TrainError if it trains parameters not of `model`.
+def refuse_parameters_outside_model(loss: Loss, model: nn.Module) -> Loss:
+    """Returns `loss`; its first call raises TrainError if it depends on trained parameters outside `model`.
 
     No step would update or save these, such as those of a loss that is a module, or of a head beside it.
     """

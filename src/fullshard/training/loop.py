@@ -28,7 +28,7 @@ from fullshard.survival.phase import RunPhase
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
-from fullshard.training.gradients import check_loss_trains_only_model
+from fullshard.training.gradients import refuse_parameters_outside_model
 from fullshard.training.learning_rates import is_built, warn_of_schedule, warn_of_unused_settings
 from fullshard.training.resume import continue_run
 from fullshard.training.state import LossScale, TrainState
@@ -123,9 +123,10 @@ def train(
     begins it anew. Only `data.batches.MicrobatchSource` resumes exactly. Settings other than those that the
     state was trained with before are logged.
 
-    Raises TrainError without data for one step, for a loss that depends on trained parameters of others,
-    for gradients that the loop leaves in the model, after `train.max_skipped_steps` skipped steps in a row,
-    and if ranks are not in the same step or replicas differ (`fault_tolerance.check_replicas_every`).
+    Raises TrainError without data for one step, for different batches on ranks that share sequences, for a
+    loss that depends on trained parameters outside the model, for gradients that the loop leaves, after
+    `train.max_skipped_steps` skipped steps in a row, and if ranks are not in the same step or replicas differ
+    (`fault_tolerance.check_replicas_every`).
 
     >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
     [1, 2, 3]
@@ -135,7 +136,7 @@ def train(
     skips = _SkipsInARow(plan.run.train.max_skipped_steps, begun_after=state.step)
     replicas = ReplicaCheck(plan)
     between = ModelBetweenSteps(state)
-    loss = check_loss_trains_only_model(loss, state.model)
+    loss = refuse_parameters_outside_model(loss, state.model)
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.step_count:
             between.prepare_step()
@@ -218,17 +219,20 @@ class _SkipsInARow:
 
     begun_after: number of steps of the state when counting began; 0 for a new run
     total: number of steps counted
+    without_labels: number of skipped steps in a row without a label that counts, up to the last
     """
 
     most: int
     begun_after: int
     total: int = 0
     count: int = 0
+    without_labels: int = 0
     last: StepResult = _NOTHING_KNOWN
 
     def count_step(self, result: StepResult) -> None:
         self.total += result is not _NOTHING_KNOWN
         self.count, self.last = self.count + 1 if result.skipped else 0, result
+        self.without_labels = self.without_labels + 1 if result.trained_tokens == 0 and result.skipped else 0
 
     @property
     def are_too_many(self) -> bool:
@@ -239,6 +243,14 @@ class _SkipsInARow:
         if self.are_too_many:
             if state.offloaded:
                 state.offloaded.withdraw_generation()
+            if self.without_labels == self.count:
+                raise TrainError(
+                    f"{self.count} steps in a row had nothing to train on.",
+                    got="no label that counts on any rank",
+                    why="a step without such a label updates nothing",
+                    fix="data.train_on = all, or a longer data.sequence_length (answers beyond are cut off); "
+                    "of your own data and loss, labels other than -100, and counts above 0",
+                )
             loaded = self.begun_after if self.count == self.total else 0
             raise _too_many_skipped_error(self.count, self.last, loaded=loaded)
 
@@ -262,7 +274,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
 
     if hasattr(state.data, "microbatches"):
         batches = cast(MicrobatchSource, state.data)
-        own, batch, seen = plan.data_rank(rank()), plan.run.train.global_batch, plan.of_data_ranks
+        own, batch, seen = plan.data_rank(rank()), plan.run.train.global_batch, plan.for_data
         if (state.rows or 0) % batch:
             at_row = cast(RowSource, state.data).microbatches_at_row
             return lambda row: cut(at_row(row, rank=own, plan=seen))
@@ -337,13 +349,14 @@ def _check_batches_of_ranks(batch: Any, plan: Plan) -> None:
                 "ranks that share each sequence have different batches.",
                 got=f"ranks {number - 1} and {number}",
                 why="tensor_parallel and context_parallel divide the work on one batch over adjacent ranks",
-                fix="a DistributedSampler with plan.data_parallel_degree and plan.data_rank(rank)",
+                fix="DistributedSampler(…, plan.data_parallel_degree, plan.data_rank(rank)); or in your own "
+                "source, rows that depend on nothing except its arguments",
             )
     is_same = checksum is not None and len(set[int | None]().union(*by_data_rank.values())) == 1
     if len(by_data_rank) > 1 and is_same and rank() == 0:
         logger.warning(
             "the first microbatch is the same on all %d ranks: each row would be trained on %d times. Give "
-            "each rank its own rows (DistributedSampler of torch, or a `data.batches.MicrobatchSource`).",
+            "each rank its own rows: those of `rank` in `microbatches`, or those of a DistributedSampler.",
             len(by_data_rank),
             len(by_data_rank),
         )
@@ -388,12 +401,6 @@ class _TimedMicrobatches:
 def _too_many_skipped_error(count: int, last: StepResult, *, loaded: int) -> TrainError:
     """Returns the error after `count` steps. `loaded`: step of the checkpoint right before them, or 0."""
     or_stands_out = ", or stood out" if last.spike else ""
-    if last.trained_tokens == 0:
-        return TrainError(
-            f"{count} steps in a row had nothing to train on.",
-            got="no label that counts on any rank",
-            fix="data.train_on, or a longer data.sequence_length: answers that begin beyond it are cut off",
-        )
     return TrainError(
         f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",
         got=f"loss {last.loss}, gradient norm {last.grad_norm}",

@@ -153,9 +153,10 @@ def check_shared_memory(context: RunContext) -> Finding:
     place = context.machine.root / "dev/shm"
     if not context.is_on_gpus or context.ranks_on_host < 2:
         return Finding.skipped("only several GPUs of a machine use /dev/shm")
-    if not place.is_dir():
+    try:
+        free = context.machine.free_bytes(place)
+    except OSError:
         return Finding.skipped("there is no /dev/shm")
-    free = context.machine.free_bytes(place)
     if free < _LEAST_SHARED_MEMORY:
         return Finding.warning(
             f"{format_bytes(free)} free in /dev/shm",

@@ -225,9 +225,9 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
             model = _without_dropout(build_model(trial.run))
             losses = _train_sharded(trial, model, steps=_STEPS, ranks=ranks)
             errors = _parameter_errors(model, plain)
-    except CheckpointError as error:  # of any kind on any rank
+    except CheckpointError as error:  # `raise_on_all_ranks` makes one of any exception of any rank
         return Finding.failure(
-            f"a sharded step raises {str(error.got or error.what)[:300]}",
+            f"{error.what.removesuffix('.')}: {error.got}"[:300] if error.got else error.what[:300],
             why=error.why or "the same step works unsharded",
             fix=error.fix or "fullshard.shard in a loop of your own, with FULLSHARD_TRACEBACK=1, shows where",
         )

@@ -139,7 +139,7 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
         alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})
         ranks = run.sharding.ranks_per_sequence
         own = Plan.from_run(run.model_copy(update={"train": alone}), world_size=ranks)
-        return next(iter(build_data(run).microbatches(0, rank=0, plan=own)))
+        return next(iter(build_data(run).microbatches(0, rank=0, plan=own.for_data)))
     if choose_loss(run, model) is model_computed_loss:
         return _example_meta_batch(model, run, rows=rows)
     if not run.data.document_mask:

@@ -78,7 +78,7 @@ class CollectiveLayout(NamedTuple):
 
 
 def shard_group_layout(degree: int, *, per_node: int, world_size: int, distance: int = 1) -> CollectiveLayout:
-    """Returns the fewest ranks in a node, and the most nodes, of groups of `degree` ranks at `distance`."""
+    """Returns the slowest layout on nodes of any group of `degree` ranks that are `distance` apart."""
     if distance > 1:
         return replicate_group_layout(degree, distance, per_node=per_node)
     if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
