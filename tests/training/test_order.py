@@ -80,6 +80,8 @@ def _waits(state: Any, plan: Plan, loss: Any) -> list[list[str]]:
             device.waits.clear()
             assert next(steps, None) is not None
             found.append([*device.waits])
+    # Ranks compare their first batches before anything is launched.
+    found[0] = [wait for wait in found[0] if "all_gather_object" not in wait]
     return found
 
 
