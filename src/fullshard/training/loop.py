@@ -123,10 +123,9 @@ def train(
     begins it anew. Only `data.batches.MicrobatchSource` resumes exactly. Settings other than those that the
     state was trained with before are logged.
 
-    Raises TrainError without data for one step, for different batches on ranks that share sequences, for a
-    loss that depends on trained parameters outside the model, for gradients that the loop leaves, after
-    `train.max_skipped_steps` skipped steps in a row, and if ranks are not in the same step or replicas differ
-    (`fault_tolerance.check_replicas_every`).
+    Raises TrainError without data for one step, for different batches on ranks that share sequences, a loss
+    that depends on trained parameters outside the model, gradients that the loop leaves, after
+    `train.max_skipped_steps` skipped steps in a row, and for ranks in different steps or replicas that differ.
 
     >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
     [1, 2, 3]
