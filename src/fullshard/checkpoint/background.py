@@ -158,7 +158,7 @@ class BackgroundSaver:
     def _stall_until_copied(self, settled: threading.Event) -> None:
         started = time.perf_counter()
         settled.wait()
-        self._staging.copy_before_update()
+        self._staging.make_gpu_wait_for_copies()
         self._stalled += time.perf_counter() - started
 
     def _run_save(self, mine: Snapshot, settled: threading.Event, *, started: float) -> SaveResult:
@@ -222,7 +222,7 @@ class _StagingBuffers:
             buffer = self._buffers[name] = _allocate_host_buffer(source)
         return buffer.copy_(source, non_blocking=source.is_cuda)
 
-    def copy_before_update(self) -> None:
+    def make_gpu_wait_for_copies(self) -> None:
         """Makes later work on the GPU wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
