@@ -169,16 +169,16 @@ def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> 
 
 def passed_and_skipped_text(findings: "Sequence[Finding]") -> str:
     """Returns the names of the checks that found nothing, and of those that were skipped with the reasons."""
-    fine = [_check_name_in_words(one) for one in findings if one.status == "ok"]
+    fine = [_name_of_check_in_words(one) for one in findings if one.status == "ok"]
     by_reason: dict[str, list[str]] = defaultdict(list)
     for one in findings:
         if one.status == "skipped":
-            by_reason[one.got].append(_check_name_in_words(one))
+            by_reason[one.got].append(_name_of_check_in_words(one))
     skipped = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
     return "; ".join([*([", ".join(fine)] if fine else []), *([f"skipped: {skipped}"] if skipped else [])])
 
 
-def _check_name_in_words(finding: "Finding") -> str:
+def _name_of_check_in_words(finding: "Finding") -> str:
     return finding.check.replace("_", " ")
 
 

@@ -221,7 +221,7 @@ def _build_batch(data: PackedData, rows: Sequence[_RowPieces], *, plan: Plan) ->
     ends: list[list[int]] = []
     for i, (stream, pieces) in enumerate(rows):
         row = {name: array[i] for name, array in batch.items()}
-        ends.append(_fill_batch_row(row, stream, pieces=pieces))
+        ends.append(_fill_batch_row_and_return_ends(row, stream, pieces=pieces))
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     if data.document_mask:
         tensors["document_ends"] = _pad_document_ends_to_power_of_two(ends, length=data.sequence_length)
@@ -236,7 +236,9 @@ def _pad_document_ends_to_power_of_two(ends: Sequence[Sequence[int]], *, length:
     return torch.tensor([[*row, *[length] * (entries - len(row))] for row in ends], dtype=torch.int32)
 
 
-def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Iterator[Piece]) -> list[int]:
+def _fill_batch_row_and_return_ends(
+    row: dict[str, Int64], stream: TokenStream, *, pieces: Iterator[Piece]
+) -> list[int]:
     """Fills one row of a batch with `pieces` of `stream`. Places behind the last piece are padding.
 
     Returns where each piece ends in the row, and where the padding ends if there is any.

@@ -202,7 +202,7 @@ def _read_json_lines(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
             why = f"no JSON: {error}" + ("; an object has to be in one line" if spread else "")
             yield CorruptRecord(where, why)
             continue
-        yield _record_if_object(value, where)
+        yield _object_or_corrupt_record(value, where)
 
 
 def _read_json_array(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
@@ -216,10 +216,10 @@ def _read_json_array(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
                 fix="a file that is whole, or one object per line",
             ) from error
     for number, value in enumerate(values, start=1):
-        yield _record_if_object(value, lambda number=number: f"{part.path} element {number}")
+        yield _object_or_corrupt_record(value, lambda number=number: f"{part.path} element {number}")
 
 
-def _record_if_object(value: Any, where: Callable[[], str]) -> SourceRecord | CorruptRecord:
+def _object_or_corrupt_record(value: Any, where: Callable[[], str]) -> SourceRecord | CorruptRecord:
     if isinstance(value, dict):
         return SourceRecord(value, where)
     return CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
