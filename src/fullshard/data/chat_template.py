@@ -70,7 +70,7 @@ class _MarkedContent:
     field: str
     markers: tuple[str, ...]
 
-    def has_all_markers_in(self, text: str) -> bool:
+    def occurs_in(self, text: str) -> bool:
         """Returns whether all markers are in `text`, perhaps as JSON escapes."""
         return all(one in text or json.dumps(one)[1:-1] in text for one in self.markers)
 
@@ -133,12 +133,10 @@ class ChatTemplate:
             raise UntokenizableRecordError(f"chat_template_kwargs cannot have {', '.join(reserved)}")
         conversation, text = self._render_conversation(conversation)
         unwritten = self._check_and_list_unwritten_content(conversation, train_on=train_on)
-        answer_indexes = [
-            i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
-        ]
-        own = [i for i in answer_indexes if i not in conversation.untrained]
+        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        own = [i for i in answers if i not in conversation.untrained]
         if train_on == "assistant" and _MARK in self._template_of(conversation):
-            tokens, trained = self._encode_by_generation_marks(conversation, answer_indexes)
+            tokens, trained = self._encode_by_generation_marks(conversation, answers)
             if np.count_nonzero(np.diff(trained, prepend=False) & trained) < len(own):
                 unwritten |= {"answers without {% generation %} marks"}
         elif train_on == "assistant":
@@ -151,9 +149,7 @@ class ChatTemplate:
         ends = np.flatnonzero(trained[:-1] & ~trained[1:]) if train_on == "assistant" else []
         for end in ends:
             # See [Note: what the assistant says]: the token that ends the turn may follow the marked words.
-            if tokens[end + 1] in self._special_tokens and not self._ends_with_special_token(
-                tokens[: end + 1]
-            ):
+            if tokens[end + 1] in self._special_tokens and not self._ends_in_special(tokens[: end + 1]):
                 trained[end + 1] = True
         has_end = self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens)
         return EncodedConversation(tokens, trained, has_end, unwritten)
@@ -195,27 +191,21 @@ class ChatTemplate:
             if trained and role == "assistant" and all(piece.field == "name" for piece in own):
                 raise UntokenizableRecordError(f"message {i + 1}, of the assistant, is empty")
             for piece in own:
-                if piece.has_all_markers_in(text):
+                if piece.occurs_in(text):
                     continue
-                if (
-                    trained
-                    and piece.field != "name"
-                    and not self._is_written_if_message_is_last(marked, piece)
-                ):
+                if trained and piece.field != "name" and not self._is_written_if_last_message(marked, piece):
                     raise UntokenizableRecordError(
                         f"the chat template does not write all of {piece.field!r} of message {i + 1} ({role})"
                     )
                 unwritten.add(f"{piece.field} of {role}")
-        unwritten |= {
-            "tools" for piece in pieces if piece.message is None and not piece.has_all_markers_in(text)
-        }
+        unwritten |= {"tools" for piece in pieces if piece.message is None and not piece.occurs_in(text)}
         return frozenset(unwritten)
 
-    def _is_written_if_message_is_last(self, marked: Conversation, piece: _MarkedContent) -> bool:
+    def _is_written_if_last_message(self, marked: Conversation, piece: _MarkedContent) -> bool:
         """Returns whether the template writes the piece of content if its message is the last one."""
         assert piece.message is not None, "it is a message's"
         try:
-            return piece.has_all_markers_in(self._render(marked, piece.message + 1))
+            return piece.occurs_in(self._render(marked, piece.message + 1))
         except UntokenizableRecordError:
             return False
 
@@ -231,7 +221,7 @@ class ChatTemplate:
             trained |= encoded.mask_of_tokens_for_characters(begin, end)
         return encoded.tokens, trained
 
-    def _ends_with_special_token(self, tokens: NDArray[np.int64]) -> bool:
+    def _ends_in_special(self, tokens: NDArray[np.int64]) -> bool:
         """Returns True if the last of `tokens` that is not blank is a special token."""
         for token in tokens[::-1]:
             if token in self._special_tokens:
@@ -245,22 +235,18 @@ class ChatTemplate:
         content = last.get("content")
         if last["role"] != "assistant" or "tool_calls" in last or not isinstance(content, str):
             return True
-        return not text.rstrip().endswith(content.rstrip()[-_COMPARED:]) or self._ends_with_special_token(
-            tokens
-        )
+        return not text.rstrip().endswith(content.rstrip()[-_COMPARED:]) or self._ends_in_special(tokens)
 
     def _render_conversation(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Returns (conversation in the form that the template takes, text of the conversation).
 
         See [Note: arguments of tool calls]. A list of parts becomes text if the template takes only that.
         """
-        given = [
-            one for one in (*conversation.tool_arguments(), *conversation.iterate_text_part_lists()) if one
-        ]
+        given = [one for one in (*conversation.tool_arguments(), *conversation.text_part_lists()) if one]
         forms = [conversation]
         if any(conversation.tool_arguments()):
             forms.append(conversation.with_text_arguments())
-        if any(conversation.iterate_text_part_lists()):
+        if any(conversation.text_part_lists()):
             forms += [form.with_text_contents() for form in forms]
         error: UntokenizableRecordError | None = None
         for form in forms:
@@ -275,14 +261,10 @@ class ChatTemplate:
         assert error is not None, "the last form is returned unless it raises"
         raise error
 
-    def _render(
-        self, conversation: Conversation, count: int | None = None, *, answer_header: bool = False
-    ) -> str:
-        """Returns the first `count` messages as text; with `answer_header`, also the header of an answer."""
+    def _render(self, conversation: Conversation, count: int | None = None, *, header: bool = False) -> str:
+        """Returns the first `count` messages as text; with `header`, also the header of an answer."""
         part = replace(conversation, messages=conversation.messages[:count])
-        return cast(
-            str, self._apply_template(part, {"tokenize": False, "add_generation_prompt": answer_header})
-        )
+        return cast(str, self._apply_template(part, {"tokenize": False, "add_generation_prompt": header}))
 
     def _encode_by_generation_marks(
         self, conversation: Conversation, answer_indexes: Sequence[int]
@@ -326,7 +308,7 @@ class ChatTemplate:
         """
         behind, answers = self._render(conversation, i + 1), conversation.messages[i]["role"] == "assistant"
         if i:
-            before = self._render(conversation, i, answer_header=answers)
+            before = self._render(conversation, i, header=answers)
         else:
             before = self._text_before_first_answer(conversation) if answers else ""
         if not (text.startswith(behind) and behind.startswith(before)):

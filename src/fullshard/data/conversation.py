@@ -63,7 +63,7 @@ class Conversation:
         ]
         return replace(self, messages=messages)
 
-    def iterate_text_part_lists(self) -> Iterator[list[Any]]:
+    def text_part_lists(self) -> Iterator[list[Any]]:
         """Yields each content that is a list of parts, all of which are text."""
         for message in self.messages:
             content = message.get("content")
@@ -72,7 +72,7 @@ class Conversation:
 
     def with_text_contents(self) -> "Conversation":
         """Returns the conversation with each content of text parts as one text."""
-        lists = list(self.iterate_text_part_lists())
+        lists = list(self.text_part_lists())
         messages = [
             {**message, "content": "".join(_text_of_part(part) or "" for part in message["content"])}
             if any(message.get("content") is one for one in lists)
