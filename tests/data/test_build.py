@@ -190,7 +190,7 @@ def test_texts_that_already_have_the_end_token_are_counted(tmp_path):
     data = build_data(
         run_of(tmp_path / "cache", source="jsonl", paths=(str(rows),), tokenizer=str(tokenizer))
     )
-    (warning,) = data.summary_figures()["warnings"]
+    (warning,) = data.summary_values()["warnings"]
     assert warning.startswith("1 texts of rows.jsonl already begin or end with the tokens")
 
 

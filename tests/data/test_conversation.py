@@ -220,13 +220,13 @@ def test_conversations_without_an_end_of_turn_are_reported_until_a_template_ends
     rows = [{"messages": [ASKS, {"role": "assistant", "content": f"sat on {i} mats"}]} for i in range(9)]
     given = {**write_rows("jsonl", tmp_path, rows), "tokenizer": path, "records": "messages"}
     data = build_packed_data(run_of(tmp_path, **given, validation_fraction=0))
-    (warning,) = data.summary_figures()["warnings"]
+    (warning,) = data.summary_values()["warnings"]
     assert "9 of 9 conversations of rows.jsonl end without a token" in warning
     assert f"\nwarning: {warning}" in data.describe()
     template = tmp_path / "chat.jinja"
     template.write_text(CHAT)
     data = build_packed_data(run_of(tmp_path, **given, chat_template=str(template), validation_fraction=0))
-    assert data.summary_figures()["warnings"] == []
+    assert data.summary_values()["warnings"] == []
     template.write_text(f"{CHAT}<|more|>")
     again = build_packed_data(run_of(tmp_path, **given, chat_template=str(template), validation_fraction=0))
     assert again.training_token_count > data.training_token_count
@@ -241,5 +241,5 @@ def test_conversations_that_are_longer_than_a_sequence_are_counted(
     given = {**write_rows("jsonl", tmp_path, rows), "tokenizer": path, "records": "messages"}
     more = {"sequence_length": length, "validation_fraction": 0, "packing": "best_fit"}
     data = build_packed_data(run_of(tmp_path, **given, **more, train_on="assistant"))
-    assert data.summary_figures()["documents cut"] == cut
+    assert data.summary_values()["documents cut"] == cut
     assert ("9 of them cut: longer than a sequence" in data.describe()) == (cut > 0)

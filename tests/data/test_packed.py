@@ -250,7 +250,7 @@ def test_tokens_and_their_layout_stay_memory_mapped():
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
 def test_the_summary_describes_the_data(packing: str):
     data = data_of(packing, fraction=0.2)
-    summary = data.summary_figures()
+    summary = data.summary_values()
     assert summary["documents"] == 40
     assert summary["vocabulary"] == data.vocabulary
     assert summary["efficiency"] == data.training_token_count / (summary["training sequences"] * S)

@@ -96,8 +96,8 @@ def test_source_weights_are_rounded_to_the_longest_period():
     pattern = build_source_interleaving([0.123456789, 1 / 3])
     assert len(pattern.sources) == pytest.approx(LONGEST_PERIOD, abs=1)
     assert pattern.counts[0] / pattern.counts[1] == pytest.approx(0.123456789 * 3, rel=1e-4)
-    assert pattern.changed_share_messages() == []
-    (message,) = build_source_interleaving([120_000_000, 12]).changed_share_messages()
+    assert pattern.rounded_share_messages() == []
+    (message,) = build_source_interleaving([120_000_000, 12]).rounded_share_messages()
     assert message.startswith("source 2 gets 1e-05 of the sequences, although its weight is 1e-07 of all")
 
 

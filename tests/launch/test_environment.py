@@ -9,7 +9,7 @@ from fullshard.launch.environment import (
     first_slurm_host,
     is_started_by_srun,
     is_started_by_torchrun,
-    prepare_rank_environment,
+    prepare_environment_if_started_as_rank,
     set_default_allocator,
     set_default_log_levels,
     set_default_omp_threads,
@@ -71,7 +71,7 @@ def test_variables_that_another_job_left_are_dropped_and_those_of_a_rank_kept() 
     environment = {**left, "TORCHELASTIC_RUN_ID": "another", "OMP_NUM_THREADS": "3"}
     drop_unused_launcher_variables(environment)
     assert environment == {"OMP_NUM_THREADS": "3"}
-    assert not prepare_rank_environment(environment)
+    assert not prepare_environment_if_started_as_rank(environment)
     for kept in (dict(RANK), SRUN | {"MASTER_PORT": "1"}):
         environment = dict(kept)
         drop_unused_launcher_variables(environment)
@@ -85,7 +85,7 @@ def test_a_part_of_the_variables_of_a_rank_is_an_error(changed: dict[str, str | 
     environment = {name: value for name, value in (RANK | changed).items() if value is not None}
     drop_unused_launcher_variables(environment)
     with pytest.raises(LaunchError, match="RANK="):
-        prepare_rank_environment(environment)
+        prepare_environment_if_started_as_rank(environment)
 
 
 def test_the_shell_of_an_interactive_step_is_no_rank() -> None:

@@ -42,7 +42,7 @@ def of_transformers(name: str, *, eager: bool = False, **changed: Any) -> Any:
     return getattr(transformers, CONFIGS[name]["architectures"][0])(config)
 
 
-def sum_and_count(loss: Loss, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def loss_sum_and_count(loss: Loss, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     value = loss(model, batch)
     return value if isinstance(value, tuple) else (value, torch.tensor(1))
 
@@ -55,8 +55,8 @@ def check_against_the_unsharded(name: str, settings: tuple[str, ...] = ()) -> fl
     shard(model, plan_of(world_size, *settings))
     loss, batch = choose_loss(run, model), batch_of(name, dist.get_rank())
     whole_logits = choose_loss(built(name)[1], plain)
-    expected = sum_and_count(whole_logits, plain, batch)
-    seen = sum_and_count(loss, model, batch)
+    expected = loss_sum_and_count(whole_logits, plain, batch)
+    seen = loss_sum_and_count(loss, model, batch)
     assert expected[1] == seen[1]
     torch.testing.assert_close(seen[0], expected[0], rtol=1e-6, atol=1e-6)
     expected[0].backward()

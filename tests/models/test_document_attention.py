@@ -16,7 +16,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention import (
     QueryKeyValue,
     attend_within_documents,
-    avoid_nan_of_cudnn,
+    disable_cudnn_attention_with_nan_gradients,
     document_bounds,
     square_mask,
 )
@@ -221,7 +221,7 @@ def test_documents_count_as_causal_attention_over_the_sequence() -> None:
 
 def test_off_a_gpu_cudnn_is_left_alone() -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    avoid_nan_of_cudnn(torch.device("cpu"), sequence_length=64)
+    disable_cudnn_attention_with_nan_gradients(torch.device("cpu"), sequence_length=64)
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
@@ -244,7 +244,7 @@ def test_on_a_gpu_it_equals_attention_with_a_mask(kv_heads: int, window: int | N
 def test_on_a_gpu_gradients_with_a_mask_are_finite(length: int) -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        avoid_nan_of_cudnn(torch.device("cuda"), sequence_length=length)
+        disable_cudnn_attention_with_nan_gradients(torch.device("cuda"), sequence_length=length)
         inputs = [
             torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for _ in range(3)

@@ -14,7 +14,7 @@ from fullshard.models.huggingface import (
     build_hf_config,
     build_hf_model,
     is_causal_lm,
-    unused_coefficient_note,
+    unused_balance_loss_factor_note,
     weight_dtype_in_config,
 )
 from fullshard.models.meta_init import construct_with_meta_parameters
@@ -127,9 +127,9 @@ def test_options_change_the_lists_that_a_config_makes_of_them(tmp_path: Path) ->
 def test_a_factor_of_a_balance_loss_that_is_not_computed_is_noted(asked: bool, tmp_path: Path) -> None:
     options = {"router_aux_loss_coef": 5.0} | ({"output_router_logits": True} if asked else {})
     model = build_hf_model(section("mixtral", tmp_path, **options))
-    assert (unused_coefficient_note(model, options) is None) == asked
-    assert unused_coefficient_note(model, {}) is None
-    assert (unused_coefficient_note(model, {"text_config": options}) is None) == asked
+    assert (unused_balance_loss_factor_note(model, options) is None) == asked
+    assert unused_balance_loss_factor_note(model, {}) is None
+    assert (unused_balance_loss_factor_note(model, {"text_config": options}) is None) == asked
 
 
 def test_an_option_of_a_part_is_a_table(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     model, run = build_hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
-    check_vocabulary(run, tokens=VOCABULARY, model=model)
-    check_vocabulary(run, tokens=None, model=model)
+    check_vocabulary(run, token_count=VOCABULARY, model=model)
+    check_vocabulary(run, token_count=None, model=model)
     with pytest.raises(SpecError, match=f"tokens up to {VOCABULARY}, and a vocabulary of {VOCABULARY}"):
-        check_vocabulary(run, tokens=VOCABULARY + 1, model=model)
+        check_vocabulary(run, token_count=VOCABULARY + 1, model=model)

@@ -14,7 +14,7 @@ from fullshard.models.build import build_model
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.run import Run
 from fullshard.training.state import TrainState
-from fullshard.weights.export_hf import adapter_merging, export_hf
+from fullshard.weights.export_hf import export_hf, layer_merging_by_name
 from fullshard.weights.export_peft import describe_impossible_exports, export_peft
 from fullshard.weights.pretrained import load_pretrained
 from tests.fakes.plans import plan_of
@@ -86,7 +86,7 @@ def test_a_layer_that_is_not_a_sum_is_not_merged(tmp_path: Path) -> None:
     model = build_model(run)
     base = build_model(run.model_copy(update={"adapter": Run().adapter}))
     layer: Any = next(layer for _, layer in iterate_adapted_layers(model))
-    assert adapter_merging(model, base=base)
+    assert layer_merging_by_name(model, base=base)
     layer.lora_variant["default"] = object()  # as DoRA sets it
     with pytest.raises(CheckpointError, match="cannot be merged"):
-        adapter_merging(model, base=base)
+        layer_merging_by_name(model, base=base)

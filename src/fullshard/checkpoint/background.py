@@ -123,19 +123,19 @@ class BackgroundSaver:
         with raise_on_all_ranks("taking the state to save"):
             mine = take_snapshot(state)
         staged = self._staging.copy_all_but_shards(mine)
-        settled = threading.Event()
+        copy_ended = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        running = self._running = thread.submit(self._run_save, staged, settled, started=started)
+        running = self._running = thread.submit(self._run_save, staged, copy_ended, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
         if isinstance(state, UpdateNotifier):
             register = state.register_before_next_update
-            register(lambda: self._stall_until_copied(settled))
+            register(lambda: self._stall_until_copied(copy_ended))
             if self._staging.leaves_some:
                 register(lambda: register(lambda: self._stall_until_saved(running)))
         else:
-            self._stall_until_copied(settled)
+            self._stall_until_copied(copy_ended)
 
     def outcomes(self) -> list[SaveResult]:
         """Returns the results of the saves that finished since the last call."""
@@ -155,13 +155,13 @@ class BackgroundSaver:
         futures.wait([running])
         self._stalled += time.perf_counter() - started
 
-    def _stall_until_copied(self, settled: threading.Event) -> None:
+    def _stall_until_copied(self, copy_ended: threading.Event) -> None:
         started = time.perf_counter()
-        settled.wait()
-        self._staging.copy_before_update()
+        copy_ended.wait()
+        self._staging.make_gpu_wait_for_copies()
         self._stalled += time.perf_counter() - started
 
-    def _run_save(self, mine: Snapshot, settled: threading.Event, *, started: float) -> SaveResult:
+    def _run_save(self, mine: Snapshot, copy_ended: threading.Event, *, started: float) -> SaveResult:
         path: Path | str | None = None
         error: CheckpointError | None = None
         try:
@@ -169,7 +169,7 @@ class BackgroundSaver:
                 try:
                     self._staging.copy_shards(mine)
                 finally:
-                    settled.set()
+                    copy_ended.set()
             _lower_thread_priority()
             self._staging.wait_for_copies()
             path = self._saving.save_snapshot(mine, group=self._group)
@@ -222,7 +222,7 @@ class _StagingBuffers:
             buffer = self._buffers[name] = _allocate_host_buffer(source)
         return buffer.copy_(source, non_blocking=source.is_cuda)
 
-    def copy_before_update(self) -> None:
+    def make_gpu_wait_for_copies(self) -> None:
         """Makes later work on the GPU wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

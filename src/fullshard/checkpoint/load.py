@@ -183,7 +183,7 @@ def _find_newest_checkpoint(
     # A directory that contains steps is not a checkpoint itself, whatever other files it contains.
     if place.exists() and not listed:
         files = place.root_as_checkpoint()
-        manifest = _read_manifest_if_checkpoint(files, strays_ok=missing_ok)
+        manifest = _read_manifest_if_checkpoint(files, unrelated_manifest_ok=missing_ok)
         if manifest is not None:
             return files, manifest
     for files, manifest in location.iterate_complete_checkpoints(place):
@@ -206,11 +206,11 @@ def _find_newest_checkpoint(
     )
 
 
-def _read_manifest_if_checkpoint(files: CheckpointFiles, *, strays_ok: bool) -> Manifest | None:
+def _read_manifest_if_checkpoint(files: CheckpointFiles, *, unrelated_manifest_ok: bool) -> Manifest | None:
     """Returns the manifest if `files` are those of one checkpoint, else None.
 
-    Raises CheckpointError if the checkpoint is damaged. If `strays_ok`, and there are no shards, a damaged
-    manifest counts as an unrelated file of the same name.
+    Raises CheckpointError if the checkpoint is damaged. If `unrelated_manifest_ok`, and there are no shards,
+    a damaged manifest counts as an unrelated file of the same name.
     """
     names = files.file_sizes_bytes()
     if MANIFEST not in names and METADATA not in names:
@@ -218,7 +218,7 @@ def _read_manifest_if_checkpoint(files: CheckpointFiles, *, strays_ok: bool) -> 
     try:
         manifest = read_manifest(files)
     except DamagedCheckpointError:
-        if strays_ok and not any(name.endswith(".distcp") for name in names):
+        if unrelated_manifest_ok and not any(name.endswith(".distcp") for name in names):
             return None
         raise
     check_file_sizes(files, manifest)

@@ -28,7 +28,7 @@ from fullshard.checkpoint.files import (
     is_data_loss_error,
     write_file,
 )
-from fullshard.checkpoint.shard_file import SUFFIX, new_hash_for
+from fullshard.checkpoint.shard_file import SUFFIX, new_hash_of_same_kind
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
@@ -123,7 +123,7 @@ class Manifest(FrozenModel):
     digest: str = _NO_DIGEST
 
     @model_validator(mode="after")
-    def _check_files(self) -> Self:
+    def _check_manifest_is_not_listed(self) -> Self:
         if MANIFEST in self.files:
             raise ValueError(f"the manifest names {MANIFEST}, which is itself")
         return self
@@ -135,8 +135,8 @@ class Manifest(FrozenModel):
 
     @property
     def skipped_in_a_row(self) -> int:
-        """See the function `skipped_in_a_row`. [Note: saved while steps are skipped] in `location.py`."""
-        return skipped_in_a_row(self.values)
+        """As `steps_skipped_in_a_row` returns. [Note: saved while steps are skipped] in `location.py`."""
+        return steps_skipped_in_a_row(self.values)
 
     @property
     def data_file_names(self) -> list[str]:
@@ -173,7 +173,7 @@ class Manifest(FrozenModel):
         return _replace_last_json_string(text, before=_NO_DIGEST, after=xxh3_digest(text))
 
 
-def skipped_in_a_row(values: Mapping[str, JsonValue]) -> int:
+def steps_skipped_in_a_row(values: Mapping[str, JsonValue]) -> int:
     """Returns how many steps were skipped in a row before the save of a state with these values."""
     count = values.get(SKIPPED_IN_A_ROW, 0)
     return count if isinstance(count, int) else 0
@@ -280,7 +280,7 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
     except OSError as error:
         raise read_failure_error(error, f"{files} is not whole.", name=name) from error
     saved = manifest.files[name].digest if name in manifest.files else None
-    if saved is None or new_hash_for(saved, data).hexdigest() != saved:
+    if saved is None or new_hash_of_same_kind(saved, data).hexdigest() != saved:
         other = f"{files}/{name} holds other bytes than were saved."
         raise DamagedCheckpointError(other, got="its digest is another")
     return data
@@ -399,7 +399,7 @@ class Checkpointable(Protocol):
 
 
 @runtime_checkable
-class StateWithFiniteTensors(Protocol):
+class StateRequiringFiniteTensors(Protocol):
     """A state some of whose tensors must be finite to train on; others, such as masks, may hold infinity."""
 
     def select_finite_tensors(self, names: Iterable[str]) -> Collection[str]:

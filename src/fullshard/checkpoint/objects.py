@@ -25,7 +25,7 @@ from fullshard.checkpoint.files import (
     CheckpointFiles,
     ObjectFiles,
     attempt_id_in_manifest,
-    write_writer_name,
+    write_file_with_process_name,
 )
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
 from fullshard.errors import CheckpointError
@@ -83,7 +83,7 @@ class ObjectLocation:
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         """Creates a draft, and removes abandoned ones. Warns of a store that would replace a manifest."""
         draft = self._step_files(step, attempt=secrets.token_hex(8))
-        store, writer = self.root_as_checkpoint().store, write_writer_name(draft)
+        store, writer = self.root_as_checkpoint().store, write_file_with_process_name(draft)
         try:
             store.put_new_object(f"{draft}/{WRITER}", data=writer)
         except FileExistsError:
@@ -230,13 +230,13 @@ def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
         logger.warning("what broken-off saves left in %s could not be removed: %s", store.url, error)
 
 
-def is_attempt_abandoned(draft: ObjectFiles, now: ObjectSizeAndTime) -> bool:
+def is_attempt_abandoned(draft: ObjectFiles, just_put: ObjectSizeAndTime) -> bool:
     """Returns whether an attempt got no object for a day; False if the store does not report times.
 
-    now: an object that was just put, which has the current time by the store's clock
+    just_put: an object that was just put, which has the current time by the store's clock
     """
     times = [one.changed for one in draft.store.list_prefix(str(draft)).objects.values()]
     known = [time for time in times if time is not None]
-    if now.changed is None or not known or len(known) < len(times):
+    if just_put.changed is None or not known or len(known) < len(times):
         return False
-    return now.changed - max(known) > _DEAD_AFTER
+    return just_put.changed - max(known) > _DEAD_AFTER

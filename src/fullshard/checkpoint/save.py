@@ -27,10 +27,10 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     SavedFile,
     SavedTensor,
-    StateWithFiniteTensors,
+    StateRequiringFiniteTensors,
     read_manifest_and_check_sizes,
-    skipped_in_a_row,
     small_file_entry,
+    steps_skipped_in_a_row,
 )
 from fullshard.checkpoint.retention import prune_checkpoints
 from fullshard.distributed.agreement import (
@@ -105,7 +105,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     finite: Collection[str] = ()  # names of the tensors that must be finite
 
-    def check_numbers(self, name: str, numbers: Tensor) -> None:
+    def check_no_nan_or_infinity(self, name: str, numbers: Tensor) -> None:
         """Raises CheckpointError for numbers of a tensor from which no training can continue.
 
         Infinities are accepted in model tensors outside `finite`, such as masks. Other tensors are unchecked.
@@ -147,7 +147,9 @@ class CheckpointSaver:
             if isinstance(draft, _SavedStep):
                 if draft.has_same_numbers(mine, group=group):
                     return path_or_url_of(draft.files)
-                replace = partial(self._set_other_aside, mine, draft.files, needed_bytes=needed_bytes)
+                replace = partial(
+                    self._quarantine_other_and_create_draft, mine, draft.files, needed_bytes=needed_bytes
+                )
                 draft = run_on_rank_zero(replace, doing=doing, group=group)
             try:
                 files, metadata = _write_shards(mine, draft, doing=doing, group=group)
@@ -182,7 +184,7 @@ class CheckpointSaver:
         saved = None if there is None else self._keep_saved_or_quarantine(there, mine)
         return saved or self.place.create_draft(mine.step, needed_bytes=needed_bytes)
 
-    def _set_other_aside(
+    def _quarantine_other_and_create_draft(
         self, mine: Snapshot, there: CheckpointFiles, *, needed_bytes: int
     ) -> CheckpointFiles:
         """Renames the saved step, which has other numbers, and returns a draft. Called on rank 0."""
@@ -205,7 +207,7 @@ class CheckpointSaver:
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return None
         _check_same_model_as_saved(there, manifest, mine=mine)
-        if manifest.skipped_in_a_row and not skipped_in_a_row(mine.values):
+        if manifest.skipped_in_a_row and not steps_skipped_in_a_row(mine.values):
             logger.info("%s is replaced, since steps before it were skipped", there)
             self.place.remove_checkpoint(there)
             return None
@@ -292,7 +294,9 @@ def _write_shards(
     left = of_rank_zero if rank() else set[str]()
     with raise_on_all_ranks(doing, group=group):
         tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in left}
-        own, metadata = storage.write_with_dcp(tensors, draft, check=mine.check_numbers, group=group)
+        own, metadata = storage.write_with_dcp(
+            tensors, draft, check=mine.check_no_nan_or_infinity, group=group
+        )
     return {n: f for part in all_gather_object(own, group=group) for n, f in part.items()}, metadata
 
 
@@ -312,7 +316,7 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
             got=f"{reason}",
             why="they go into a JSON file: strings, finite numbers, booleans, null, lists and objects",
         ) from error
-    finite = state.select_finite_tensors(tensors) if isinstance(state, StateWithFiniteTensors) else ()
+    finite = state.select_finite_tensors(tensors) if isinstance(state, StateRequiringFiniteTensors) else ()
     return Snapshot(state.step, values, tensors, finite)
 
 

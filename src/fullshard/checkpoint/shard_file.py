@@ -33,7 +33,7 @@ SUFFIX = ".pieces"
 _XXH3_DIGITS = 32
 
 
-def new_hash_for(digest: str, data: bytes = b"") -> hashlib.blake2b | xxhash.xxh3_128:
+def new_hash_of_same_kind(digest: str, data: bytes = b"") -> hashlib.blake2b | xxhash.xxh3_128:
     """Returns a hash object of `data` of the kind of `digest`: XXH3, or BLAKE2b of an earlier version."""
     return xxhash.xxh3_128(data) if len(digest) == _XXH3_DIGITS else hashlib.blake2b(data, digest_size=32)
 
@@ -279,7 +279,7 @@ def _read_verified_block_into(
 ) -> None:
     """Reads block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
-    found = new_hash_for(expected)
+    found = new_hash_of_same_kind(expected)
     for part in parts:
         got = _read_until_full_or_end(file, part)
         if got < part.nbytes:

@@ -48,7 +48,7 @@ def check(
         if is_first and not as_json:
             _show_group("settings", found, verbose=verbose)
     else:
-        found = _find_all(plan, verbose=verbose, as_json=as_json, is_first=is_first)
+        found = _collect_and_show_findings(plan, verbose=verbose, as_json=as_json, is_first=is_first)
     if not is_first:
         raise typer.Exit(0)
     seconds = time.monotonic() - started
@@ -58,7 +58,7 @@ def check(
     if as_json:
         typer.echo(report.model_dump_json())
     else:
-        typer.echo(_report_text(report))
+        typer.echo(_totals_text(report))
     raise typer.Exit(CheckFailedError.exit_code if report.worst == "failure" else 0)
 
 
@@ -77,11 +77,13 @@ def _plan_or_failure(run: "Run") -> "Plan | Finding":
     return plan
 
 
-def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> "list[Finding]":
+def _collect_and_show_findings(
+    plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool
+) -> "list[Finding]":
     from fullshard.launch.environment import is_started_by_torchrun
 
     # Ranks that torchrun started meet first: the others would wait for rank 0.
-    by_ranks = _find_on_ranks(plan) if is_started_by_torchrun() else None
+    by_ranks = _run_rank_checks(plan) if is_started_by_torchrun() else None
     if not is_first:
         return []
     from fullshard.jobs.checks.every_check import CHECKS, iterate_findings
@@ -91,16 +93,16 @@ def _find_all(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> 
         if is_live_terminal(sys.stderr) and group in ("model", "data", "ranks"):
             print(f"checking the {group} …", file=sys.stderr, flush=True)
         if group == "ranks":
-            own = _find_on_ranks(plan) if by_ranks is None else by_ranks
+            own = _run_rank_checks(plan) if by_ranks is None else by_ranks
         else:
-            own = list(iterate_findings(_part_for(group, plan), group=group))
+            own = list(iterate_findings(_input_of_checks(group, plan), group=group))
         if not as_json:
             _show_group(group, own, verbose=verbose)
         found += own
     return found
 
 
-def _part_for(group: str, plan: "Plan") -> object:
+def _input_of_checks(group: str, plan: "Plan") -> object:
     """Returns what the checks of `group` read, or the finding that says why it is missing."""
     if group == "model":
         from fullshard.jobs.checks.model_trial import build_model_trial
@@ -115,7 +117,7 @@ def _part_for(group: str, plan: "Plan") -> object:
     return RunContext(plan)
 
 
-def _find_on_ranks(plan: "Plan") -> "Sequence[Finding]":
+def _run_rank_checks(plan: "Plan") -> "Sequence[Finding]":
     """Returns what the ranks of the run find out about each other, or a finding that they failed.
 
     Starts the ranks, on the CPU at most two; under torchrun or srun, this process is one of them.
@@ -157,7 +159,7 @@ def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> 
         rows = [(f"  {one.check}", f"{one.status}: {one.got}") for one in findings if not one.is_problem]
         show_labelled_lines([(group, status), *rows])
     else:
-        show_labelled_lines([(f"{group:<9} {status:<8}", group_text(findings))])
+        show_labelled_lines([(f"{group:<9} {status:<8}", passed_and_skipped_text(findings))])
     for one in findings:
         if one.is_problem:
             indented = one.text.replace("\n", "\n  ")
@@ -165,22 +167,22 @@ def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> 
     sys.stdout.flush()
 
 
-def group_text(findings: "Sequence[Finding]") -> str:
+def passed_and_skipped_text(findings: "Sequence[Finding]") -> str:
     """Returns the names of the checks that found nothing, and of those that were skipped with the reasons."""
-    fine = [_words(one) for one in findings if one.status == "ok"]
+    fine = [_name_of_check_in_words(one) for one in findings if one.status == "ok"]
     by_reason: dict[str, list[str]] = defaultdict(list)
     for one in findings:
         if one.status == "skipped":
-            by_reason[one.got].append(_words(one))
+            by_reason[one.got].append(_name_of_check_in_words(one))
     skipped = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
     return "; ".join([*([", ".join(fine)] if fine else []), *([f"skipped: {skipped}"] if skipped else [])])
 
 
-def _words(finding: "Finding") -> str:
+def _name_of_check_in_words(finding: "Finding") -> str:
     return finding.check.replace("_", " ")
 
 
-def _report_text(report: "CheckReport") -> str:
+def _totals_text(report: "CheckReport") -> str:
     """Returns the last line: the number of checks by status, and how long they took."""
     from fullshard.quantities import format_seconds
 

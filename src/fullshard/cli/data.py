@@ -29,12 +29,12 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
             why="a function of your own makes the batches when the run asks for them",
         )
     check_data_is_given(run)
-    check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data))
+    check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data))
     data = build_packed_data(run)
-    check_vocabulary(run, tokens=data.vocabulary)
+    check_vocabulary(run, token_count=data.vocabulary)
     steps = resolve_epochs(run, data).train.step_count
     epochs = steps * run.train.global_batch / data.training_sequences
-    summary: dict[str, Any] = data.summary_figures() | {"steps": steps, "epochs": epochs}
+    summary: dict[str, Any] = data.summary_values() | {"steps": steps, "epochs": epochs}
     if as_json:
         typer.echo(json.dumps(summary))
         return
@@ -48,10 +48,10 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
 
 
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    from fullshard.data.packed import documents_text
+    from fullshard.data.packed import document_counts_text
 
     part = "{:,} tokens, {:,} sequences of {:,}"
-    rows = [("source", summary["source"]), ("documents", documents_text(summary))]
+    rows = [("source", summary["source"]), ("documents", document_counts_text(summary))]
     for name in ("training", "validation"):
         counts = (summary[f"{name} tokens"], summary[f"{name} sequences"], summary["sequence length"])
         rows.append((name, part.format(*counts) if counts[1] else "none held out"))

@@ -119,7 +119,9 @@ def convert_config(
     return Conversion(
         name=name,
         format=found,
-        key_results=tuple(_final_key_result(state, state.key_results[key]) for key in state.leaves),
+        key_results=tuple(
+            _with_original_key_and_default_value(state, state.key_results[key]) for key in state.leaves
+        ),
         notes=tuple(state.notes),
         settings=settings,
         origins={key: state.original_names.get(origin, origin) for key, origin in state.origins.items()},
@@ -127,7 +129,9 @@ def convert_config(
     )
 
 
-def _final_key_result(state: rules.ConversionState, result: rules.KeyResult) -> rules.KeyResult:
+def _with_original_key_and_default_value(
+    state: rules.ConversionState, result: rules.KeyResult
+) -> rules.KeyResult:
     """Returns `result` with the key's name in the config, and for an open value, the one that counts here."""
     changes = {"key": state.original_names.get(result.key, result.key)}
     target = result.misses
@@ -185,7 +189,7 @@ def parse_config(text: str, *, name: str, format: rules.ConfigFormat | None) -> 
         if found is not None:
             return _with_plain_values(found, text, name=name)
     if line := next((line for line in text.splitlines() if _PLACEHOLDER.search(line)), None):
-        raise _template_error(name, _first_nonblank_line(line))
+        raise _unfilled_template_error(name, _first_nonblank_line(line))
     wanted = f"no config of {format}" if format else "of no format that is known here"
     raise SpecError(
         f"{name} is {wanted}.",
@@ -262,7 +266,7 @@ def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedC
                 raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
             # A chat template has such marks itself.
             if isinstance(one, str) and "template" not in key and _PLACEHOLDER.search(one):
-                raise _template_error(name, _first_nonblank_line(f"{key} = {one}"))
+                raise _unfilled_template_error(name, _first_nonblank_line(f"{key} = {one}"))
     return format, plain
 
 
@@ -275,7 +279,7 @@ def _plain_json_value(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _template_error(name: str, got: str) -> SpecError:
+def _unfilled_template_error(name: str, got: str) -> SpecError:
     return SpecError(f"{name} is a template.", got=got, fix="fill in its placeholders first")
 
 

@@ -58,7 +58,7 @@ def _convert_zero_stage(state: ConversionState) -> None:
         why = "DeepSpeed shards nothing without a stage"
         state.set_default_of_other_tool("sharding.strategy", "no_shard", why=why)
     elif strategy is None:
-        state.record_open(key, "sharding.strategy")
+        state.record_auto_value(key, "sharding.strategy")
     elif parse_nonnegative_integer(stage) == 3 and isinstance(shard_size, int) and shard_size > 0:  # MiCS
         why = "MiCS: sharded in groups of ranks"
         state.record_setting(key, "sharding.strategy", value="hybrid_shard", why=why)
@@ -75,7 +75,7 @@ def _convert_precision(state: ConversionState) -> None:
         raise SpecError("two precisions are turned on at once.", got=", ".join(on), fix="leave one of them")
     wire = "communication_data_type"
     sent = DTYPES.get(last_dotted_part_lower(state.get(wire)))
-    autocast = _convert_autocast(state) if not on else False
+    autocast = _convert_autocast_if_on(state) if not on else False
     open_keys = [key for key in modes if state.get(key) == AUTO]
     for key, mode in [(key, mode) for key, mode in modes.items() if key in state.leaves]:
         if key in on:
@@ -83,7 +83,7 @@ def _convert_precision(state: ConversionState) -> None:
             why = "gradients are summed in fp32; DeepSpeed sums in the dtype it computes in, unless asked"
             state.record_setting(key, "precision.mode", value=mode, why="" if sent else why)
         elif key in open_keys:
-            state.record_open(key, "precision.mode")
+            state.record_auto_value(key, "precision.mode")
         elif on or autocast or open_keys:
             state.record_not_needed(key, f"off; {', '.join(on) or 'another key'} says the precision")
         else:
@@ -99,7 +99,7 @@ def _convert_precision(state: ConversionState) -> None:
         state.record_unsupported(wire, "gradients are summed in fp32 (bf16_reduce: in bf16)")
 
 
-def _convert_autocast(state: ConversionState) -> bool:
+def _convert_autocast_if_on(state: ConversionState) -> bool:
     """Sets `precision.mode` from torch_autocast. Returns True if it is on."""
     switch, dtype = "torch_autocast.enabled", "torch_autocast.dtype"
     if not is_true_yes_on(state.get(switch)):

@@ -41,20 +41,22 @@ def convert_accelerate(state: ConversionState) -> None:
     others = {section for section, owner in sections.items() if kind not in ("none", AUTO, owner)}
     unread = {key: value for key, value in state.leaves.items() if key.partition(".")[0] in others}
     state.leaves = {key: value for key, value in state.leaves.items() if key not in unread}
-    _convert_read_sections(state, kind)
+    _convert_sections_that_accelerate_reads(state, kind)
     state.leaves |= unread
     for key in unread:
         state.record_not_needed(key, f"not read with distributed_type {kind.upper()}")
 
 
-def _convert_read_sections(state: ConversionState, kind: str) -> None:
-    per_node = _convert_rank_count(state)
+def _convert_sections_that_accelerate_reads(state: ConversionState, kind: str) -> None:
+    per_node = _convert_rank_count_and_return_ranks_per_node(state)
     require_valid_zero_stage(state, "deepspeed_config.zero_stage")
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     _, micro, steps = (state.checked_positive_integer(f"deepspeed_config.{name}") for name in names)
     _convert_distributed_type(state, kind)
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
-    _convert_mesh(state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")])
+    _convert_mesh_if_replicated(
+        state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")]
+    )
     convert_fsdp_section(state, by_default=kind == "fsdp", ranks_per_node=per_node)
     rules = load_rules("accelerate")
     apply_rules(state, {key: rules[key] for key in ("deepspeed_config.zero_stage",)})
@@ -101,7 +103,7 @@ def convert_fsdp_section(
     apply_rules(state, {name: rule for name, rule in rules if name.startswith(_FSDP)})
 
 
-def _convert_rank_count(state: ConversionState) -> int | None:
+def _convert_rank_count_and_return_ranks_per_node(state: ConversionState) -> int | None:
     """Sets `run.ranks` if there is a single machine. Returns the ranks per machine, or None if unknown."""
     ranks = state.checked_positive_integer("num_processes")
     machines = state.checked_positive_integer("num_machines") or 1
@@ -125,7 +127,7 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
     elif kind in ("fsdp", "deepspeed"):
         state.record_not_needed(key, f"sharding.strategy says it, from {kind}_config")
     elif state.get(key) == AUTO:
-        state.record_open(key, "sharding.strategy")
+        state.record_auto_value(key, "sharding.strategy")
     else:
         why = "ranks are sharded with FSDP2; the planner chooses the strategy"
         state.record_unsupported(key, why, misses="sharding.strategy")
@@ -133,7 +135,7 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
         state.infer_setting("run.device", "cpu", origin=key)
 
 
-def _convert_mesh(state: ConversionState, keys: list[str]) -> bool:
+def _convert_mesh_if_replicated(state: ConversionState, keys: list[str]) -> bool:
     """Sets hybrid_shard or no_shard if there are replicas, and returns whether there are.
 
     keys: keys of the numbers of replicas, of ranks that share parameters, and of ranks that share sequences,
@@ -211,23 +213,27 @@ def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
     state.rename_keys(load_table("trainer", "other_names"))
     _convert_schedule(state, default_warmup=lambda steps: 0)
-    tool = "trl" if _has_keys_of(state, _TRL) else "trainer"
-    tool = "llama_factory" if _has_keys_of(state, _LLAMA_FACTORY) else tool
-    _convert_arguments(state, defaults=_duration(state, epochs=3) | _defaults_of(tool), microbatch=8)
+    tool = "trl" if _has_any_key_in(state, _TRL) else "trainer"
+    tool = "llama_factory" if _has_any_key_in(state, _LLAMA_FACTORY) else tool
+    _convert_arguments(
+        state, defaults=_default_duration_setting(state, epochs=3) | _defaults_of(tool), microbatch=8
+    )
 
 
 def convert_axolotl(state: ConversionState) -> None:
     """Records a verdict on every key of an axolotl config."""
     state.rename_keys(load_table("trainer", "other_names"))
     _convert_schedule(state, default_warmup=lambda steps: min(int(0.03 * steps), 100))
-    _convert_arguments(state, defaults=_duration(state, epochs=1) | _defaults_of("axolotl"), microbatch=1)
+    _convert_arguments(
+        state, defaults=_default_duration_setting(state, epochs=1) | _defaults_of("axolotl"), microbatch=1
+    )
 
 
 def _defaults_of(tool: str) -> dict[str, Any]:
     return load_table("trainer", "defaults") | load_table("trainer", "defaults_of")[tool]
 
 
-def _duration(state: ConversionState, *, epochs: int) -> dict[str, Any]:
+def _default_duration_setting(state: ConversionState, *, epochs: int) -> dict[str, Any]:
     """Returns the trainer's default duration in `epochs`; none if `max_steps` is set, which counts."""
     if state.checked_positive_integer("max_steps", unset=(-1, 0)):
         state.record_not_needed("num_train_epochs", "max_steps says the duration")
@@ -243,7 +249,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
         if is_true_yes_on(state.get("reinit_weights")):
             state.record_setting("reinit_weights", "model.weights", value="none")
         _convert_model_overrides(state)
-    _record_masks_by_default(state)
+    _record_unsupported_default_masks(state)
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)
@@ -272,14 +278,14 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     state.record_unknown_keys([*list_exact_keys(rules), *load_table("trainer", "other_names")])
 
 
-def _record_masks_by_default(state: ConversionState) -> None:
+def _record_unsupported_default_masks(state: ConversionState) -> None:
     """Records data with the mask that LLaMA-Factory has by default, or that axolotl leaves out as asked."""
     trains_on_prompts = is_true_yes_on(state.get("train_on_inputs"))
     for key in [key for key in state.leaves if key.startswith("datasets.") and key.endswith(".type")]:
         if trains_on_prompts:
             state.record_unsupported(key, "data.records, with data.train_on = all")
     is_tuning = state.get("stage") in (None, "sft") and state.get("train_on_prompt") is None
-    if is_tuning and _has_keys_of(state, _LLAMA_FACTORY):
+    if is_tuning and _has_any_key_in(state, _LLAMA_FACTORY):
         why = "trains on answers alone, by default: data.train_on, of data.records = messages or completion"
         state.record_unsupported("dataset", why, misses="data.train_on")
 
@@ -292,7 +298,7 @@ def _convert_model_overrides(state: ConversionState) -> None:
             state.record_setting(key, f"model.options.{option}", value=state.get(key))
 
 
-def _has_keys_of(state: ConversionState, names: set[str]) -> bool:
+def _has_any_key_in(state: ConversionState, names: set[str]) -> bool:
     return any(state.original_names.get(key, key) in names for key in state.leaves)
 
 
@@ -306,7 +312,7 @@ def _convert_packing(state: ConversionState) -> None:
     joined = pretrains or state.get(strategy) == "wrapped"
     for key in ("packing", "neat_packing", strategy):
         state.record_setting(key, "data.packing", value="concat" if joined else "best_fit")
-    if neat or not (joined or _has_keys_of(state, _LLAMA_FACTORY)):
+    if neat or not (joined or _has_any_key_in(state, _LLAMA_FACTORY)):
         state.infer_setting("data.document_mask", True, origin="packed documents do not see each other")
 
 
@@ -325,7 +331,9 @@ def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
 
 def _convert_trainer_strategy(state: ConversionState) -> None:
     """Sets the strategy from `fsdp`, `fsdp_config`, and axolotl's degrees of parallelism."""
-    has_replicas = _convert_mesh(state, ["dp_replicate_size", "dp_shard_size", "context_parallel_size"])
+    has_replicas = _convert_mesh_if_replicated(
+        state, ["dp_replicate_size", "dp_shard_size", "context_parallel_size"]
+    )
     value: Any = state.get("fsdp")
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
     named = next((word for word in words.lower().split() if word in _SHARDING_STRATEGIES), None)
@@ -353,7 +361,7 @@ def _convert_precision(state: ConversionState) -> None:
         state.record_setting("bf16", "precision.mode", value="fp32", why="off")
     for key in _PRECISIONS:
         if state.get(key) == AUTO:
-            state.record_open(key, "precision.mode")
+            state.record_auto_value(key, "precision.mode")
         else:
             state.record_not_needed(key, f"{', '.join(pure or on) or 'another key'} says the precision")
 

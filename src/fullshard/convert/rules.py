@@ -193,7 +193,7 @@ class ConversionState:
         """Records that the result differs from what `key` requests; `misses`: see `KeyResult`."""
         self._record_verdict(key, KeyVerdict.NOT_SUPPORTED, why=why, misses=misses)
 
-    def record_open(self, key: str, target: str) -> None:
+    def record_auto_value(self, key: str, target: str) -> None:
         """Records that the value of `key`, which `target` expresses, is "auto"."""
         self._record_verdict(key, KeyVerdict.OPEN, why="", misses=target)
 
@@ -410,7 +410,7 @@ def _apply_rule_without_setting(state: ConversionState, key: str, *, rule: KeyRu
     if not (is_true_yes_on(switch) if rule.switch else not is_off):
         state.record_not_needed(key, "as it is here")
     elif rule.misses and value == AUTO:
-        state.record_open(key, rule.misses)
+        state.record_auto_value(key, rule.misses)
     else:
         state.record_unsupported(key, rule.unsupported, misses=rule.misses)
 
@@ -425,7 +425,7 @@ def _apply_rule_with_setting(state: ConversionState, key: str, *, rule: KeyRule)
     elif converted is not None:
         state.record_setting(key, rule.sets, value=converted, why=rule.why)
     elif value == AUTO:
-        state.record_open(key, rule.sets)
+        state.record_auto_value(key, rule.sets)
     elif rule.on is not None and rule.off is None:
         state.record_not_needed(key, "off, as it is here")
     else:
@@ -445,14 +445,14 @@ def strategy_for_zero_stage(stage: Any) -> str | None:
     return None if read is None else STAGES.get(read)
 
 
-def _adapter_targets(value: Any) -> Any:
+def _parse_adapter_targets(value: Any) -> Any:
     """Returns modules from a list, or a text with commas; "all-linear" for a text that begins with `all`."""
     if isinstance(value, str):
         return "all-linear" if value.startswith("all") else [one.strip() for one in value.split(",")]
     return value if isinstance(value, list) and value else None
 
 
-def _trackers(value: Any) -> list[str] | None:
+def _parse_tracker_names(value: Any) -> list[str] | None:
     """Returns the names of trackers; None if one of them is not supported."""
     named = [value] if isinstance(value, str) else value
     known = ["tensorboard", "wandb"]
@@ -472,6 +472,6 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "zero_stage": strategy_for_zero_stage,
     "fraction": lambda value: read if (read := parse_number(value)) is not None and 0 <= read < 1 else None,
     "list": lambda value: value if isinstance(value, list) else None,
-    "targets": _adapter_targets,
-    "trackers": _trackers,
+    "targets": _parse_adapter_targets,
+    "trackers": _parse_tracker_names,
 }

@@ -38,7 +38,7 @@ def convert_torchtitan(state: ConversionState) -> None:
     convert_betas(state, ("optimizer.beta1", "optimizer.beta2"), default=(0.9, 0.95))
     _convert_schedule(state)
     _convert_precision(state)
-    _convert_sections_with_switch(state)
+    _convert_save_and_validation_intervals(state)
     convert_trackers(state, "metrics.enable_{}")
     apply_rules(state, rules)
     why = "torchtitan's default, which the file leaves as it is"
@@ -211,7 +211,7 @@ def _uses_float8(state: ConversionState) -> bool:
     return isinstance(named, list) and bool(named) and all(one in _FLOAT8 for one in cast(list[Any], named))
 
 
-def _convert_sections_with_switch(state: ConversionState) -> None:
+def _convert_save_and_validation_intervals(state: ConversionState) -> None:
     """Converts how often a run is saved and validated, if the section is on; the steps have a default."""
     for switch, key, target, default in (
         ("checkpoint.enable", "checkpoint.interval", "checkpoint.every", 500),

@@ -84,7 +84,7 @@ def microbatch_sample_numbers(turn: int, *, rank: int, plan: Plan) -> NDArray[np
     return np.arange(first, first + plan.microbatch, dtype=np.int64)
 
 
-class _Place(NamedTuple):
+class _StepRequest(NamedTuple):
     """Request for a step's microbatches: `first` is its number if `stride` is 1, else its first row."""
 
     first: int
@@ -104,7 +104,7 @@ class MicrobatchPrefetcher:
     def __init__(self, data: MicrobatchSource, *, steps: int) -> None:
         self._data, self._steps = data, steps
         self._executor: ThreadPoolExecutor | None = None
-        self._made: deque[tuple[_Place, Future[list[Any]]]] = deque()
+        self._made: deque[tuple[_StepRequest, Future[list[Any]]]] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -118,11 +118,11 @@ class MicrobatchPrefetcher:
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields the microbatches of a data rank for a step, see `MicrobatchSource.microbatches`."""
-        return self._prefetch(_Place(step, 1, rank, plan))
+        return self._take_and_prefetch_next(_StepRequest(step, 1, rank, plan))
 
     def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields the microbatches of the step that begins at `row`, see `RowSource`."""
-        return self._prefetch(_Place(row, plan.run.train.global_batch, rank, plan))
+        return self._take_and_prefetch_next(_StepRequest(row, plan.run.train.global_batch, rank, plan))
 
     @property
     def takes_any_row(self) -> bool:
@@ -132,7 +132,7 @@ class MicrobatchPrefetcher:
     def row_order(self) -> str | None:
         return getattr(self._data, "row_order", None)
 
-    def _prefetch(self, wanted: "_Place") -> Iterator[Any]:
+    def _take_and_prefetch_next(self, wanted: _StepRequest) -> Iterator[Any]:
         """Yields the microbatches of `wanted`, after submitting the following steps to the thread."""
         if self._steps == 0:
             yield from self._make_microbatches(wanted)
@@ -146,11 +146,11 @@ class MicrobatchPrefetcher:
             self._made.append((following, executor.submit(self._make_microbatches, following)))
         yield from self._made.popleft()[1].result()
 
-    def _make_microbatches(self, place: "_Place") -> list[Any]:
-        if place.stride == 1:
-            return list(self._data.microbatches(place.first, rank=place.rank, plan=place.plan))
+    def _make_microbatches(self, request: _StepRequest) -> list[Any]:
+        if request.stride == 1:
+            return list(self._data.microbatches(request.first, rank=request.rank, plan=request.plan))
         at_row = cast(RowSource, self._data).microbatches_at_row
-        return list(at_row(place.first, rank=place.rank, plan=place.plan))
+        return list(at_row(request.first, rank=request.rank, plan=request.plan))
 
     def _get_or_start_executor(self, plan: Plan) -> ThreadPoolExecutor:
         if self._executor is None:

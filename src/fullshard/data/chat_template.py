@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from fullshard.data import tokenizer
 from fullshard.data.conversation import Conversation, Message, function_of_call
-from fullshard.data.row_fields import UntokenizableRecordError, flags_that_train
+from fullshard.data.row_fields import UntokenizableRecordError, true_train_flag_names
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.system.small_files import SETTINGS_BYTES, ForeignErrorTranslator
 
@@ -60,7 +60,7 @@ class EncodedConversation:
 
 
 @dataclass(frozen=True)
-class _Content:
+class _MarkedContent:
     """A piece of content with its markers.
 
     message: index of the message; None for the definitions of tools
@@ -70,7 +70,7 @@ class _Content:
     field: str
     markers: tuple[str, ...]
 
-    def is_written(self, text: str) -> bool:
+    def occurs_in(self, text: str) -> bool:
         """Returns whether all markers are in `text`, perhaps as JSON escapes."""
         return all(one in text or json.dumps(one)[1:-1] in text for one in self.markers)
 
@@ -132,7 +132,7 @@ class ChatTemplate:
         if reserved := sorted(self._reserved_names.intersection(conversation.template_kwargs)):
             raise UntokenizableRecordError(f"chat_template_kwargs cannot have {', '.join(reserved)}")
         conversation, text = self._render_conversation(conversation)
-        unwritten = self._check_content_is_written(conversation, train_on=train_on)
+        unwritten = self._check_and_list_unwritten_content(conversation, train_on=train_on)
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         own = [i for i in answers if i not in conversation.untrained]
         if train_on == "assistant" and _MARK in self._template_of(conversation):
@@ -149,19 +149,19 @@ class ChatTemplate:
         ends = np.flatnonzero(trained[:-1] & ~trained[1:]) if train_on == "assistant" else []
         for end in ends:
             # See [Note: what the assistant says]: the token that ends the turn may follow the marked words.
-            if tokens[end + 1] in self._special_tokens and not self._ends_special(tokens[: end + 1]):
+            if tokens[end + 1] in self._special_tokens and not self._ends_in_special(tokens[: end + 1]):
                 trained[end + 1] = True
         has_end = self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens)
         return EncodedConversation(tokens, trained, has_end, unwritten)
 
-    def find_end_of_turn(self) -> int | None:
+    def find_trained_end_of_turn_token(self) -> int | None:
         """Returns the special token at the end of an answer if it is trained on, else None."""
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         found = self.encode_conversation(Conversation(messages), train_on="assistant")
         ends = [one for one in found.tokens[found.trained] if one in self._special_tokens]
         return int(ends[-1]) if ends else None
 
-    def _check_content_is_written(
+    def _check_and_list_unwritten_content(
         self, conversation: Conversation, *, train_on: Literal["all", "assistant"]
     ) -> frozenset[str]:
         """Returns names of the content that the template does not write. See [Note: marked content].
@@ -183,29 +183,29 @@ class ChatTemplate:
             role = message["role"]
             trained = i not in conversation.untrained and (train_on == "all" or role == "assistant")
             own = [piece for piece in pieces if piece.message == i]
-            if not trained and i not in conversation.untrained and flags_that_train(message):
+            if not trained and i not in conversation.untrained and true_train_flag_names(message):
                 raise UntokenizableRecordError(
-                    f"message {i + 1} ({role}) has {flags_that_train(message)[0]} = true, but train_on = "
-                    '"assistant" leaves it out; "all" trains on each message without a false flag'
+                    f"message {i + 1} ({role}) has {true_train_flag_names(message)[0]} = true, but "
+                    'train_on = "assistant" leaves it out; "all" trains on each message without a false flag'
                 )
             if trained and role == "assistant" and all(piece.field == "name" for piece in own):
                 raise UntokenizableRecordError(f"message {i + 1}, of the assistant, is empty")
             for piece in own:
-                if piece.is_written(text):
+                if piece.occurs_in(text):
                     continue
-                if trained and piece.field != "name" and not self._is_written_last(marked, piece):
+                if trained and piece.field != "name" and not self._is_written_if_last_message(marked, piece):
                     raise UntokenizableRecordError(
                         f"the chat template does not write all of {piece.field!r} of message {i + 1} ({role})"
                     )
                 unwritten.add(f"{piece.field} of {role}")
-        unwritten |= {"tools" for piece in pieces if piece.message is None and not piece.is_written(text)}
+        unwritten |= {"tools" for piece in pieces if piece.message is None and not piece.occurs_in(text)}
         return frozenset(unwritten)
 
-    def _is_written_last(self, marked: Conversation, piece: _Content) -> bool:
+    def _is_written_if_last_message(self, marked: Conversation, piece: _MarkedContent) -> bool:
         """Returns whether the template writes the piece of content if its message is the last one."""
         assert piece.message is not None, "it is a message's"
         try:
-            return piece.is_written(self._render(marked, piece.message + 1))
+            return piece.occurs_in(self._render(marked, piece.message + 1))
         except UntokenizableRecordError:
             return False
 
@@ -218,10 +218,10 @@ class ChatTemplate:
         encoded = tokenizer.EncodedText.from_offsets(coded["input_ids"], coded["offset_mapping"])
         trained = np.zeros(len(encoded.tokens), dtype=np.bool_)
         for begin, end in spans:
-            trained |= encoded.mask_tokens_in(begin, end)
+            trained |= encoded.mask_of_tokens_for_characters(begin, end)
         return encoded.tokens, trained
 
-    def _ends_special(self, tokens: NDArray[np.int64]) -> bool:
+    def _ends_in_special(self, tokens: NDArray[np.int64]) -> bool:
         """Returns True if the last of `tokens` that is not blank is a special token."""
         for token in tokens[::-1]:
             if token in self._special_tokens:
@@ -235,18 +235,18 @@ class ChatTemplate:
         content = last.get("content")
         if last["role"] != "assistant" or "tool_calls" in last or not isinstance(content, str):
             return True
-        return not text.rstrip().endswith(content.rstrip()[-_COMPARED:]) or self._ends_special(tokens)
+        return not text.rstrip().endswith(content.rstrip()[-_COMPARED:]) or self._ends_in_special(tokens)
 
     def _render_conversation(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Returns (conversation in the form that the template takes, text of the conversation).
 
         See [Note: arguments of tool calls]. A list of parts becomes text if the template takes only that.
         """
-        given = [one for one in (*conversation.tool_arguments(), *conversation.part_lists()) if one]
+        given = [one for one in (*conversation.tool_arguments(), *conversation.text_part_lists()) if one]
         forms = [conversation]
         if any(conversation.tool_arguments()):
             forms.append(conversation.with_text_arguments())
-        if any(conversation.part_lists()):
+        if any(conversation.text_part_lists()):
             forms += [form.with_text_contents() for form in forms]
         error: UntokenizableRecordError | None = None
         for form in forms:
@@ -261,27 +261,27 @@ class ChatTemplate:
         assert error is not None, "the last form is returned unless it raises"
         raise error
 
-    def _render(self, conversation: Conversation, count: int | None = None, *, opening: bool = False) -> str:
-        """Returns the text of the first `count` messages; with `opening`, also the header of an answer."""
+    def _render(self, conversation: Conversation, count: int | None = None, *, header: bool = False) -> str:
+        """Returns the first `count` messages as text; with `header`, also the header of an answer."""
         part = replace(conversation, messages=conversation.messages[:count])
-        return cast(str, self._apply_template(part, {"tokenize": False, "add_generation_prompt": opening}))
+        return cast(str, self._apply_template(part, {"tokenize": False, "add_generation_prompt": header}))
 
     def _encode_by_generation_marks(
-        self, conversation: Conversation, answers: Sequence[int]
+        self, conversation: Conversation, answer_indexes: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Returns (tokens, mask of those that the template marks, except in answers that are not trained on).
 
-        answers: indexes of the assistant's messages
+        answer_indexes: indexes of the assistant's messages
         """
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         coded = self._apply_template(conversation, {"tokenize": True, **options})
         trained = np.array(coded["assistant_masks"], np.bool_)
         runs = np.flatnonzero(np.diff(trained, prepend=False, append=False)).reshape(-1, 2)
-        excluded = [place for place, i in enumerate(answers) if i in conversation.untrained]
-        if excluded and len(runs) != len(answers):
+        excluded = [place for place, i in enumerate(answer_indexes) if i in conversation.untrained]
+        if excluded and len(runs) != len(answer_indexes):
             raise UntokenizableRecordError(
-                f"message {answers[excluded[0]] + 1} is not to be trained on, but cannot be found: the chat "
-                f"template marks {len(runs)} parts of {len(answers)} answers"
+                f"message {answer_indexes[excluded[0]] + 1} is not to be trained on, but cannot be found: "
+                f"the chat template marks {len(runs)} parts of {len(answer_indexes)} answers"
             )
         for begin, end in runs[excluded]:
             trained[begin:end] = False
@@ -308,9 +308,9 @@ class ChatTemplate:
         """
         behind, answers = self._render(conversation, i + 1), conversation.messages[i]["role"] == "assistant"
         if i:
-            before = self._render(conversation, i, opening=answers)
+            before = self._render(conversation, i, header=answers)
         else:
-            before = self._first_header(conversation) if answers else ""
+            before = self._text_before_first_answer(conversation) if answers else ""
         if not (text.startswith(behind) and behind.startswith(before)):
             raise UntokenizableRecordError(
                 f"message {i + 1} changes how the chat template writes out those before it, so what the "
@@ -318,7 +318,7 @@ class ChatTemplate:
             )
         return len(before), len(behind)
 
-    def _first_header(self, conversation: Conversation) -> str:
+    def _text_before_first_answer(self, conversation: Conversation) -> str:
         """Returns the text before the words of a conversation that begins with the assistant.
 
         Many templates reject a conversation without messages. So this is what two first messages share.
@@ -340,7 +340,7 @@ def _convert_template_errors() -> ForeignErrorTranslator:
     )
 
 
-def _mark_content(conversation: Conversation) -> tuple[Conversation, list[_Content]]:
+def _mark_content(conversation: Conversation) -> tuple[Conversation, list[_MarkedContent]]:
     """Returns (conversation with markers in its content, the pieces of content that are not blank)."""
     writer = _MarkerWriter()
     messages = [writer.mark_message(one, i) for i, one in enumerate(conversation.messages)]
@@ -356,7 +356,7 @@ class _MarkerWriter:
 
     def __init__(self) -> None:
         self._markers = map(chr, count(_FIRST_MARKER))
-        self.found: list[_Content] = []
+        self.found: list[_MarkedContent] = []
 
     def mark_message(self, message: Message, i: int) -> Message:
         """Returns message `i` with markers in its content."""
@@ -366,13 +366,19 @@ class _MarkerWriter:
             if name == "name" and message["role"] == "tool":  # the call has it, too
                 continue
             if isinstance(value, str) and value.strip():
-                marked[name] = self._mark_both_ends(value, _Content(i, name, self._next_markers(2)))
+                marked[name] = self._mark_both_ends(value, _MarkedContent(i, name, self._next_markers(2)))
             elif isinstance(value, list):
-                parts = [(part, _Content(i, name, self._next_markers(1))) for part in cast(list[Any], value)]
-                marked[name] = [self._mark_leaves_of(part, content) for part, content in parts]
+                parts = [
+                    (part, _MarkedContent(i, name, self._next_markers(1))) for part in cast(list[Any], value)
+                ]
+                marked[name] = [
+                    self._mark_leaves_and_record_content(part, content) for part, content in parts
+                ]
         for name in _OTHER_FIELDS:
             if message.get(name):
-                marked[name] = self._mark_leaves_of(message[name], _Content(i, name, self._next_markers(1)))
+                marked[name] = self._mark_leaves_and_record_content(
+                    message[name], _MarkedContent(i, name, self._next_markers(1))
+                )
         if "tool_calls" in message:
             marked["tool_calls"] = [self.mark_call(call, i) for call in message["tool_calls"]]
         return marked
@@ -383,7 +389,7 @@ class _MarkerWriter:
         arguments = function.get("arguments")
         decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
         markers = self._next_markers(2 if decoded else 1)
-        self.found.append(_Content(message, "tools" if message is None else "tool_calls", markers))
+        self.found.append(_MarkedContent(message, "tools" if message is None else "tool_calls", markers))
         function["name"] = f"{function.get('name', '')}{markers[0]}"
         if decoded:
             decoded = {**decoded, markers[1]: markers[1]}
@@ -394,7 +400,7 @@ class _MarkerWriter:
     def _next_markers(self, number: int) -> tuple[str, ...]:
         return tuple(islice(self._markers, number))
 
-    def _mark_both_ends(self, text: str, content: _Content) -> str:
+    def _mark_both_ends(self, text: str, content: _MarkedContent) -> str:
         """Returns `text` with a marker behind its first letter or digit, and one behind its last word."""
         self.found.append(content)
         first, last = content.markers
@@ -402,7 +408,7 @@ class _MarkerWriter:
         begin = next((i for i, one in enumerate(text[:end], start=1) if one.isalnum()), end)
         return f"{text[:begin]}{first}{text[begin:end]}{last}{text[end:]}"
 
-    def _mark_leaves_of(self, value: Any, content: _Content) -> Any:
+    def _mark_leaves_and_record_content(self, value: Any, content: _MarkedContent) -> Any:
         self.found.append(content)
         return _mark_leaves(value, content.markers[0])
 

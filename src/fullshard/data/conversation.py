@@ -63,7 +63,7 @@ class Conversation:
         ]
         return replace(self, messages=messages)
 
-    def part_lists(self) -> Iterator[list[Any]]:
+    def text_part_lists(self) -> Iterator[list[Any]]:
         """Yields each content that is a list of parts, all of which are text."""
         for message in self.messages:
             content = message.get("content")
@@ -72,7 +72,7 @@ class Conversation:
 
     def with_text_contents(self) -> "Conversation":
         """Returns the conversation with each content of text parts as one text."""
-        lists = list(self.part_lists())
+        lists = list(self.text_part_lists())
         messages = [
             {**message, "content": "".join(_text_of_part(part) or "" for part in message["content"])}
             if any(message.get("content") is one for one in lists)
@@ -92,22 +92,22 @@ def read_conversation(
 
     Raises UntokenizableRecordError for a field that cannot be part of a conversation.
     """
-    rows = _decode_json(messages, "the messages")
+    rows = _decode_if_json_text(messages, "the messages")
     if not isinstance(rows, list) or not rows:
         raise UntokenizableRecordError(f"no list of messages, but {_type_name(rows)}")
     found = _look_up_optional(row, fields.completion_field)
     answers = cast(list[Any], found) if isinstance(found, list) else []
     rows = cast(list[Any], rows) + (answers if rows[-len(answers) :] != answers else [])
     prompt_length = len(rows) - len(answers) if answers and train_on != "all" else 0
-    _reject_unnamed_sharegpt(rows, fields)
-    kwargs = _decode_json(_look_up_optional(row, "chat_template_kwargs"), "chat_template_kwargs")
+    _check_sharegpt_names_are_mapped(rows, fields)
+    kwargs = _decode_if_json_text(_look_up_optional(row, "chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise UntokenizableRecordError(f"chat_template_kwargs is not an object, but {_type_name(kwargs)}")
     tools = _look_up_optional(row, "tools")
     read = [_read_message(one, i, fields=fields) for i, one in enumerate(rows, start=1)]
     return Conversation(
         read,
-        tools=_read_objects(tools, "tools") or None if tools else None,  # may be null, [] or ""
+        tools=_read_list_of_objects(tools, "tools") or None if tools else None,  # may be null, [] or ""
         template_kwargs={**fields.chat_template_kwargs, **cast(Mapping[str, Any], kwargs or {})},
         untrained=frozenset(
             i
@@ -133,7 +133,7 @@ def drop_null_members(value: Any) -> Any:
     return value
 
 
-def _reject_unnamed_sharegpt(messages: Sequence[Any], fields: DataSourceFields) -> None:
+def _check_sharegpt_names_are_mapped(messages: Sequence[Any], fields: DataSourceFields) -> None:
     """Raises UntokenizableRecordError for names of ShareGPT that the settings do not map."""
     if fields.role_field == "role" and is_sharegpt_message(messages[0]):
         fields_there = ", ".join(messages[0])
@@ -174,18 +174,18 @@ def _read_message(value: Any, number: int, *, fields: DataSourceFields) -> Messa
 
 
 def _read_tool_calls(value: Any, what: str) -> list[Mapping[str, Any]]:
-    calls = _read_objects(value, what)
+    calls = _read_list_of_objects(value, what)
     for call in calls:
         if not isinstance(function_of_call(call).get("name"), str):
             raise UntokenizableRecordError(f"{what} have a call without a name")
     return [_convert_arguments(call, lambda value: _decode_arguments(value, what)) for call in calls]
 
 
-def _read_objects(value: Any, what: str) -> list[Mapping[str, Any]]:
+def _read_list_of_objects(value: Any, what: str) -> list[Mapping[str, Any]]:
     """Returns a list of objects. The list, or each object, may be JSON text."""
-    items = _decode_json(value, what)
+    items = _decode_if_json_text(value, what)
     if isinstance(items, list):
-        items = [_decode_json(item, what) for item in cast(list[Any], items)]
+        items = [_decode_if_json_text(item, what) for item in cast(list[Any], items)]
         if all(isinstance(item, Mapping) for item in items):
             return items
     raise UntokenizableRecordError(f"{what} are not a list of objects, but {_type_name(items)}")
@@ -212,7 +212,7 @@ def _convert_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -
 
 def _decode_arguments(value: Any, what: str) -> Mapping[str, Any]:
     """Returns the arguments of a tool call as a mapping; they may be JSON text, empty or null."""
-    arguments = _decode_json(value or {}, what)
+    arguments = _decode_if_json_text(value or {}, what)
     if isinstance(arguments, Mapping):
         return cast(Mapping[str, Any], arguments)
     raise UntokenizableRecordError(
@@ -220,7 +220,7 @@ def _decode_arguments(value: Any, what: str) -> Mapping[str, Any]:
     )
 
 
-def _decode_json(value: Any, what: str) -> Any:
+def _decode_if_json_text(value: Any, what: str) -> Any:
     """Returns `value`, decoded if it is JSON text."""
     if not isinstance(value, str):
         return value

@@ -114,7 +114,7 @@ def is_compressed(path: str) -> bool:
     return _suffix(path) in _OPENERS
 
 
-def path_of_content(path: str) -> str:
+def path_without_compression_suffix(path: str) -> str:
     """Returns the path without the ending of its compression."""
     return path.removesuffix(_suffix(path) if is_compressed(path) else "")
 
@@ -150,7 +150,7 @@ def unreadable_path_error(path: str | Path, error: Exception) -> DataError:
     )
 
 
-def _open_with_arrow(stored: BinaryIO, *, codec: str) -> BinaryIO:
+def _open_decompressed_with_arrow(stored: BinaryIO, *, codec: str) -> BinaryIO:
     import pyarrow
 
     # Python has zstd from 3.14 on; Arrow has it everywhere, and refuses a file that is cut off.
@@ -161,8 +161,8 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": partial(_open_with_arrow, codec="zstd"),
-    ".lz4": partial(_open_with_arrow, codec="lz4"),
+    ".zst": partial(_open_decompressed_with_arrow, codec="zstd"),
+    ".lz4": partial(_open_decompressed_with_arrow, codec="lz4"),
 }
 
 
@@ -176,7 +176,7 @@ def _select_files_of_kind(paths: Sequence[str], kind: FileKind, *, pattern: str)
         )
     # Files that Spark and others write beside their data, such as `_SUCCESS`, have no such ending.
     may_be_compressed = kind in ("text", "jsonl")
-    names = {path: path_of_content(path) if may_be_compressed else path for path in paths}
+    names = {path: path_without_compression_suffix(path) if may_be_compressed else path for path in paths}
     found = [path for path, name in names.items() if name.endswith(_ENDINGS[kind])]
     if not found:
         endings = " or ".join(f"*{ending}" for ending in _ENDINGS[kind])

@@ -152,7 +152,7 @@ class PackedData:
             batch["labels"][sum(number < len(found) for number in numbers) :] = IGNORED_LABEL
             yield batch
 
-    def summary_figures(self) -> dict[str, Any]:
+    def summary_values(self) -> dict[str, Any]:
         """Returns the figures that `fullshard data prepare` prints.
 
         efficiency: fraction of the places in training rows that hold a token; the others are padding
@@ -165,7 +165,7 @@ class PackedData:
             "skip_messages": [text for store in self.token_stores for text in store.notes.skip_messages],
             "warnings": [
                 *(warning for store in self.token_stores for warning in store.warnings),
-                *self.pattern.changed_share_messages(),
+                *self.pattern.rounded_share_messages(),
             ],
             "training tokens": self.training_token_count,
             "training sequences": self.training_sequences,
@@ -181,9 +181,9 @@ class PackedData:
     def describe(self) -> str:
         """Returns a line about the data, one with an example of records left out if any are, and warnings."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
-        facts = self.summary_figures()
+        facts = self.summary_values()
         return (
-            f"{facts['source']}: {documents_text(facts, unit=' documents')}, "
+            f"{facts['source']}: {document_counts_text(facts, unit=' documents')}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
             f"{100 * facts['efficiency']:.2f} % full"
@@ -195,8 +195,8 @@ class PackedData:
         )
 
 
-def documents_text(summary: Mapping[str, Any], *, unit: str = "") -> str:
-    """Returns the counts of documents of `PackedData.summary_figures`: all, cut, and left out."""
+def document_counts_text(summary: Mapping[str, Any], *, unit: str = "") -> str:
+    """Returns the counts of documents of `PackedData.summary_values`: all, cut, and left out."""
     cut, left_out = summary["documents cut"], summary["records left out"]
     text = f"{summary['documents']:,}{unit}"
     text += f", {cut:,} of them cut: longer than a sequence" if cut else ""
@@ -221,22 +221,24 @@ def _build_batch(data: PackedData, rows: Sequence[_RowPieces], *, plan: Plan) ->
     ends: list[list[int]] = []
     for i, (stream, pieces) in enumerate(rows):
         row = {name: array[i] for name, array in batch.items()}
-        ends.append(_fill_batch_row(row, stream, pieces=pieces))
+        ends.append(_fill_batch_row_and_return_ends(row, stream, pieces=pieces))
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     if data.document_mask:
-        tensors["document_ends"] = _pad_to_power_of_two(ends, length=data.sequence_length)
+        tensors["document_ends"] = _pad_document_ends_to_power_of_two(ends, length=data.sequence_length)
     if plan.device == "cuda":
         return {name: tensor.pin_memory() for name, tensor in tensors.items()}
     return tensors
 
 
-def _pad_to_power_of_two(ends: Sequence[Sequence[int]], *, length: int) -> Tensor:
+def _pad_document_ends_to_power_of_two(ends: Sequence[Sequence[int]], *, length: int) -> Tensor:
     """Returns (rows, entries), int32: each row's `ends`, then `length`; a power of two of entries."""
     entries = 1 << (max(map(len, ends)) - 1).bit_length()
     return torch.tensor([[*row, *[length] * (entries - len(row))] for row in ends], dtype=torch.int32)
 
 
-def _fill_batch_row(row: dict[str, Int64], stream: TokenStream, *, pieces: Iterator[Piece]) -> list[int]:
+def _fill_batch_row_and_return_ends(
+    row: dict[str, Int64], stream: TokenStream, *, pieces: Iterator[Piece]
+) -> list[int]:
     """Fills one row of a batch with `pieces` of `stream`. Places behind the last piece are padding.
 
     Returns where each piece ends in the row, and where the padding ends if there is any.

@@ -290,7 +290,7 @@ class SourceInterleaving:
         """Fraction of the samples that come from each source."""
         return (self.counts / self.counts.sum()).tolist()
 
-    def changed_share_messages(self) -> list[str]:
+    def rounded_share_messages(self) -> list[str]:
         """Returns a message for each source whose share is more than 1 % off, because it was rounded."""
         asked = [weight / sum(self.weights) for weight in self.weights]
         return [

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal
 
 from fullshard.data import files
 from fullshard.data.conversation import drop_null_members
-from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns
+from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_column_paths
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.small_files import ForeignErrorTranslator
@@ -93,19 +93,19 @@ def split_file_into_parts(kind: RecordKind, file: files.SourceFile) -> list[File
     ]
 
 
-def read_records(shard: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
+def read_records(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
     """Yields the records of a part of a file, in order."""
-    match shard.kind:
+    match part.kind:
         case "text":
-            return _read_part_as_one_text(shard)
+            return _read_part_as_one_text(part)
         case "jsonl":
-            return _read_json_lines(shard)
+            return _read_json_lines(part)
         case "json_array":
-            return _read_array_of_objects(shard)
+            return _read_json_array(part)
         case "parquet":
-            return _read_parquet_rows(shard, fields)
+            return _read_parquet_rows(part, fields)
         case "datasets":
-            return _read_dataset_rows(shard, fields)
+            return _read_dataset_rows(part, fields)
 
 
 def check_reader_installed(kind: str) -> None:
@@ -166,33 +166,33 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
     return found[fields.split]
 
 
-def _read_part_as_one_text(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
+def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
     """Yields the part's lines as one piece of the file's document, or a CorruptRecord and an empty piece."""
     before = after = text = ""
-    with files.open_source_file(shard.path) as file:
-        if files.is_compressed(shard.path):
+    with files.open_source_file(part.path) as file:
+        if files.is_compressed(part.path):
             data, begin = file.read(), 0
         else:
-            data, begin = _read_block_of_whole_lines(file, shard)
+            data, begin = _read_block_of_whole_lines(file, part)
             behind = begin + len(data)
             before = _read_neighbouring_text(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
             after = _read_neighbouring_text(file, behind, end=behind + _CONTEXT_BYTES)
-    begins = shard.begin == 0
+    begins = part.begin == 0
     try:
         text = data.decode("utf-8-sig" if begins else "utf-8")
     except UnicodeDecodeError as error:
         at = begin + error.start
-        yield CorruptRecord(lambda: f"{shard.path} at byte {at}", f"no UTF-8: {error.reason}")
-        if begins and shard.last:
+        yield CorruptRecord(lambda: f"{part.path} at byte {at}", f"no UTF-8: {error.reason}")
+        if begins and part.last:
             return
     context = (len(before), len(after)) if text else (0, 0)
     text = f"{before}{text}{after}" if text else ""
-    yield SourceRecord(text, lambda: shard.path, begins=begins, ends=shard.last, context=context)
+    yield SourceRecord(text, lambda: part.path, begins=begins, ends=part.last, context=context)
 
 
-def _read_json_lines(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
-    for begin, line in _iterate_lines(shard):
-        where = partial(_format_line_location, shard.path, begin)
+def _read_json_lines(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
+    for begin, line in _iterate_lines(part):
+        where = partial(_format_line_location, part.path, begin)
         if not line.strip():
             continue
         try:
@@ -202,48 +202,48 @@ def _read_json_lines(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
             why = f"no JSON: {error}" + ("; an object has to be in one line" if spread else "")
             yield CorruptRecord(where, why)
             continue
-        yield _check_is_object(value, where)
+        yield _object_or_corrupt_record(value, where)
 
 
-def _read_array_of_objects(shard: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
-    with files.open_source_file(shard.path) as file:
+def _read_json_array(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
+    with files.open_source_file(part.path) as file:
         try:
             values = json.loads(file.read())
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{shard.path} is not a JSON array of objects.",
+                f"{part.path} is not a JSON array of objects.",
                 got=str(error),
                 fix="a file that is whole, or one object per line",
             ) from error
     for number, value in enumerate(values, start=1):
-        yield _check_is_object(value, lambda number=number: f"{shard.path} element {number}")
+        yield _object_or_corrupt_record(value, lambda number=number: f"{part.path} element {number}")
 
 
-def _check_is_object(value: Any, where: Callable[[], str]) -> SourceRecord | CorruptRecord:
+def _object_or_corrupt_record(value: Any, where: Callable[[], str]) -> SourceRecord | CorruptRecord:
     if isinstance(value, dict):
         return SourceRecord(value, where)
     return CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
 
 
-def _read_parquet_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
+def _read_parquet_rows(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
     import pyarrow
 
-    file, row = open_parquet_file(shard.path), 0
-    place = f"{shard.path} row group {shard.begin}"
+    file, row = open_parquet_file(part.path), 0
+    place = f"{part.path} row group {part.begin}"
 
     def read_first_row() -> Mapping[str, Any]:
         batch = next(file.iter_batches(1), None)
         return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
 
-    paths = find_arrow_columns(file.schema_arrow, fields, where=shard.path, first_row=read_first_row)
+    paths = find_arrow_column_paths(file.schema_arrow, fields, where=part.path, first_row=read_first_row)
     columns = [".".join(path) for path in paths.values()]
     try:
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=columns):
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[part.begin], columns=columns):
             for value in _iterate_arrow_rows(batch, paths if fields.records == "tokens" else None):
-                yield _record_of(value, lambda row=row: f"{place} row {row}", fields=fields)
+                yield _record_of_row(value, lambda row=row: f"{place} row {row}", fields=fields)
                 row += 1
     except FileNotFoundError as error:
-        raise files.unreadable_path_error(shard.path, error) from error
+        raise files.unreadable_path_error(part.path, error) from error
     except (OSError, pyarrow.ArrowException) as error:
         yield CorruptRecord(lambda: place, str(error).splitlines()[0])
 
@@ -255,7 +255,7 @@ def _iterate_arrow_rows(batch: Any, paths: Mapping[str, Sequence[str]] | None) -
     """
     try:
         with ForeignErrorTranslator(UntokenizableRecordError):
-            rows: list[Any] = batch.to_pylist() if paths is None else _rows_of_arrays(batch, paths)
+            rows: list[Any] = batch.to_pylist() if paths is None else _rows_with_lists_as_arrays(batch, paths)
         yield from rows
     except UntokenizableRecordError as error:
         if len(batch) == 1:
@@ -265,7 +265,7 @@ def _iterate_arrow_rows(batch: Any, paths: Mapping[str, Sequence[str]] | None) -
             yield from _iterate_arrow_rows(batch.slice(i, 1), paths)
 
 
-def _rows_of_arrays(batch: Any, paths: Mapping[str, Sequence[str]]) -> list[Any]:
+def _rows_with_lists_as_arrays(batch: Any, paths: Mapping[str, Sequence[str]]) -> list[Any]:
     import pyarrow.compute
 
     kinds, columns = (pyarrow.ListArray, pyarrow.LargeListArray, pyarrow.FixedSizeListArray), list[Any]()
@@ -278,23 +278,23 @@ def _rows_of_arrays(batch: Any, paths: Mapping[str, Sequence[str]]) -> list[Any]
     return [dict(zip(paths, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _read_dataset_rows(shard: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
-    dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
+def _read_dataset_rows(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
+    dataset, name = open_dataset(part.path, fields), part.path or fields.name
     schema = dataset.features.arrow_schema
-    paths = find_arrow_columns(schema, fields, where=str(name), first_row=lambda: dataset[0])
-    part, row = dataset.select_columns(list({path[0]: None for path in paths.values()})), shard.begin
-    while row < shard.end:
+    paths = find_arrow_column_paths(schema, fields, where=str(name), first_row=lambda: dataset[0])
+    selected, row = dataset.select_columns(list({path[0]: None for path in paths.values()})), part.begin
+    while row < part.end:
         try:
             with ForeignErrorTranslator(UntokenizableRecordError):  # `datasets` decodes as it iterates
-                for value in part.select(range(row, shard.end)):
+                for value in selected.select(range(row, part.end)):
                     row += 1
-                    yield _record_of(value, lambda row=row: f"{name} row {row - 1}", fields=fields)
+                    yield _record_of_row(value, lambda row=row: f"{name} row {row - 1}", fields=fields)
         except UntokenizableRecordError as error:
             row += 1
-            yield _record_of(error, lambda row=row: f"{name} row {row - 1}", fields=fields)
+            yield _record_of_row(error, lambda row=row: f"{name} row {row - 1}", fields=fields)
 
 
-def _record_of(
+def _record_of_row(
     value: _Row, where: Callable[[], str], *, fields: DataSourceFields
 ) -> SourceRecord | CorruptRecord:
     if isinstance(value, UntokenizableRecordError):
@@ -304,33 +304,33 @@ def _record_of(
     return SourceRecord(value, where)
 
 
-def _iterate_lines(shard: FilePart) -> Iterator[tuple[int, bytes]]:
+def _iterate_lines(part: FilePart) -> Iterator[tuple[int, bytes]]:
     """Yields (byte at which the line begins, line) for the lines that begin within the part."""
-    with files.open_source_file(shard.path) as file:
-        if files.is_compressed(shard.path):
+    with files.open_source_file(part.path) as file:
+        if files.is_compressed(part.path):
             begin = 0
             for line in file:
                 yield begin, line
                 begin += len(line)
             return
-        data, begin = _read_block_of_whole_lines(file, shard)
+        data, begin = _read_block_of_whole_lines(file, part)
     for line in data.split(b"\n"):
         yield begin, line
         begin += len(line) + 1
 
 
-def _read_block_of_whole_lines(file: BinaryIO, shard: FilePart) -> tuple[bytes, int]:
+def _read_block_of_whole_lines(file: BinaryIO, part: FilePart) -> tuple[bytes, int]:
     """Returns (whole lines that begin within the part, the byte at which the first of them begins)."""
-    begin = shard.begin
+    begin = part.begin
     if begin:
         file.seek(begin - 1)
         begin += len(file.readline()) - 1
-    count = shard.end - begin
+    count = part.end - begin
     if count <= 0:  # the part lies within one long line
         return b"", begin
     data = file.read(count)
     if len(data) < count:
-        raise DataError(f"{shard.path} changed while it was read.", got=f"{count - len(data)} bytes fewer")
+        raise DataError(f"{part.path} changed while it was read.", got=f"{count - len(data)} bytes fewer")
     return (data if data.endswith(b"\n") else data + file.readline()), begin
 
 
@@ -347,7 +347,7 @@ def _is_json_array(path: str) -> bool:
 
     Spark and others also write one object per line into .json files.
     """
-    if not files.path_of_content(path).endswith(".json"):
+    if not files.path_without_compression_suffix(path).endswith(".json"):
         return False
     with files.open_source_file(path) as file:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")

@@ -97,7 +97,7 @@ class UntokenizableRecordError(DataError):
     """
 
     def __init__(self, reason: str, *, lines: Sequence[str] = ()) -> None:
-        super().__init__(reason, fix=_lines_to_write(lines) if lines else None)
+        super().__init__(reason, fix=_suggested_settings_text(lines) if lines else None)
 
 
 def required_field_names(fields: DataSourceFields) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def required_field_names(fields: DataSourceFields) -> tuple[str, ...]:
 def unused_content_names(fields: DataSourceFields) -> list[str]:
     """Returns names of fields that may have content which is not read, as other programs name them."""
     read, names = required_field_names(fields), _CONTENT_OF_OTHERS.get(fields.records, ())
-    possible = [one for name in names for one in _beside(name, read[0])]
+    possible = [one for name in names for one in _name_and_sibling_of_main_field(name, read[0])]
     possible += [fields.completion_field] if names else []  # which may be no list of messages
     return [name for name in dict.fromkeys(possible) if name not in read]
 
@@ -125,7 +125,7 @@ def look_up_field(row: Mapping[str, Any], name: str) -> Any:
     """
     if name in row:
         return row[name]
-    for head, rest in _cuts_at_dots(name):
+    for head, rest in _iterate_splits_at_dots(name):
         inner = row.get(head)
         if isinstance(inner, Mapping):
             found = look_up_field(cast(Mapping[str, Any], inner), rest)
@@ -145,7 +145,7 @@ def find_arrow_path(fields: Any, name: str) -> list[str] | None:
     types: dict[str, Any] = {field.name: field.type for field in fields}
     if name in types:
         return [name]
-    for head, rest in _cuts_at_dots(name):
+    for head, rest in _iterate_splits_at_dots(name):
         if head in types and pyarrow.types.is_struct(types[head]):
             path = find_arrow_path(types[head], rest)
             if path is not None:
@@ -153,7 +153,7 @@ def find_arrow_path(fields: Any, name: str) -> list[str] | None:
     return None
 
 
-def find_arrow_columns(
+def find_arrow_column_paths(
     schema: Any, fields: DataSourceFields, *, where: str, first_row: Callable[[], Mapping[str, Any]]
 ) -> dict[str, list[str]]:
     """Returns the path of each column to read, see `find_arrow_path`, by the name of its field.
@@ -163,7 +163,11 @@ def find_arrow_columns(
     """
     required = required_field_names(fields)
     optional = ("tools", "chat_template_kwargs", fields.completion_field)
-    marks = [beside for name in ("loss", *_EXCLUDES_NOTHING, *_USED) for beside in _beside(name, required[0])]
+    marks = [
+        beside
+        for name in ("loss", *_EXCLUDES_NOTHING, *_USED)
+        for beside in _name_and_sibling_of_main_field(name, required[0])
+    ]
     others = {*marks, *unused_content_names(fields), *(optional if fields.records == "messages" else ())}
     found = {name: find_arrow_path(schema, name) for name in (*required, *(others - {*_MEDIA, *required}))}
     for name in required:
@@ -179,11 +183,11 @@ def absent_field_error(name: str, row: Mapping[str, Any], *, where: str) -> Data
         f"there is no field {name!r} in {where}.",
         got=f"the fields {', '.join(row) or '(none)'}",
         why=None if lines else "the settings of [data] name the fields: text_field, messages_field, …",
-        fix=_lines_to_write(lines) if lines else "another data.records or field",
+        fix=_suggested_settings_text(lines) if lines else "another data.records or field",
     )
 
 
-def _lines_to_write(lines: Sequence[str]) -> str:
+def _suggested_settings_text(lines: Sequence[str]) -> str:
     """Returns the part of an error message that shows settings of [data] to write."""
     return "\n    ".join(["these settings in [data]:", *lines])
 
@@ -218,7 +222,7 @@ def is_sharegpt_message(message: Any) -> bool:
     return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 
-def _cuts_at_dots(name: str) -> Iterator[tuple[str, str]]:
+def _iterate_splits_at_dots(name: str) -> Iterator[tuple[str, str]]:
     """Yields (name before a dot, name after it) for each dot, from the last to the first."""
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
@@ -235,13 +239,15 @@ def _iterate_fields(row: Mapping[str, Any], prefix: str = "", *, depth: int = 0)
             yield from _iterate_fields(inner, f"{prefix}{name}.", depth=depth + 1)
 
 
-def _beside(name: str, main_field: str) -> list[str]:
+def _name_and_sibling_of_main_field(name: str, main_field: str) -> list[str]:
     """Returns `name`, and for a nested `main_field` also the dotted name of the field `name` beside it."""
     parent, dot, _ = main_field.rpartition(".")
     return [name, f"{parent}.{name}"] if dot else [name]
 
 
-def check_unused_marks(row: Mapping[str, Any], main_field: str, *, used: Collection[str] = ()) -> None:
+def check_no_unused_exclusion_marks(
+    row: Mapping[str, Any], main_field: str, *, used: Collection[str] = ()
+) -> None:
     """Raises UntokenizableRecordError for marks of `row`, not in `used`, that exclude or separate something.
 
     main_field: name of the field with the row's text, messages or tokens
@@ -253,7 +259,9 @@ def check_unused_marks(row: Mapping[str, Any], main_field: str, *, used: Collect
             name = key.removeprefix(f"{parent}.")
             if name in used or key == main_field or value is None:
                 continue
-            numbers = _numbers_of(value, single=name in _SINGLE) if name in _EXCLUDES_NOTHING else None
+            numbers = (
+                _number_array_or_none(value, single=name in _SINGLE) if name in _EXCLUDES_NOTHING else None
+            )
             excludes = numbers is not None and not _EXCLUDES_NOTHING[name](numbers)
             # A number is a measured loss; NeMo's mask is the name of a role.
             if excludes or (name == "loss" and value is False) or (name == "mask" and isinstance(value, str)):
@@ -278,12 +286,12 @@ def is_message_trained(message: Mapping[str, Any], what: str) -> bool:
     return trained
 
 
-def flags_that_train(message: Mapping[str, Any]) -> list[str]:
+def true_train_flag_names(message: Mapping[str, Any]) -> list[str]:
     """Returns the names of the flags by which a message asks to be trained on."""
     return [name for name in _TRAINED_IF_TRUE if message.get(name) is True]
 
 
-def _numbers_of(value: Any, *, single: bool) -> Numbers | None:
+def _number_array_or_none(value: Any, *, single: bool) -> Numbers | None:
     """Returns a number or a list of numbers as an array; None for other values. `single`: allows a number."""
     is_single = single and isinstance(value, bool | int | float)
     try:
@@ -315,7 +323,9 @@ def read_token_row(
     if found.size and found.dtype.kind not in "iu":
         raise UntokenizableRecordError(f"{tokens_field!r} holds {found.dtype}, not integers")
     trained, padding, begins = np.ones(len(found), np.bool_), *np.zeros((2, len(found)), np.bool_)
-    for mark, name in [(one, beside) for one in _USED for beside in _beside(one, tokens_field)]:
+    for mark, name in [
+        (one, beside) for one in _USED for beside in _name_and_sibling_of_main_field(one, tokens_field)
+    ]:
         value = look_up_field(row, name)
         if value is ABSENT or value is None:
             continue
@@ -325,14 +335,14 @@ def read_token_row(
         if mark == "labels":
             trained &= _labelled_positions(numbers, name, tokens=found)
         elif mark in _POSITIONS:
-            begins |= _begins_by_positions(numbers, name, padding=padding)
+            begins |= _document_begin_mask_from_positions(numbers, name, padding=padding)
         else:
-            mask = _mask_values(numbers, name)
+            mask = _bool_mask_of_zeros_and_ones(numbers, name)
             if mark == "attention_mask":
                 padding |= ~mask
             else:
                 trained &= mask != (mark == "prompt_mask")
-    check_unused_marks(row, tokens_field, used=_USED)
+    check_no_unused_exclusion_marks(row, tokens_field, used=_USED)
     found, trained, begins = found[~padding], trained[~padding], begins[~padding]
     if found.size and not 0 <= (wrong := found.max() if found.min() >= 0 else found.min()) < vocabulary_size:
         raise UntokenizableRecordError(
@@ -341,7 +351,9 @@ def read_token_row(
     return found, trained, [*(np.flatnonzero(begins[1:]) + 1).tolist(), len(found)]
 
 
-def _begins_by_positions(numbers: Numbers, name: str, *, padding: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _document_begin_mask_from_positions(
+    numbers: Numbers, name: str, *, padding: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
     """Returns the mask of the tokens at position 0, with which a document begins."""
     own, places = numbers[~padding], np.arange(np.count_nonzero(~padding))
     if not np.array_equal(own, places - np.maximum.accumulate(np.where(own == 0, places, 0))):
@@ -363,7 +375,7 @@ def _one_dim_array(value: Any, name: str) -> Numbers:
     return array
 
 
-def _mask_values(mask: Numbers, name: str) -> NDArray[np.bool_]:
+def _bool_mask_of_zeros_and_ones(mask: Numbers, name: str) -> NDArray[np.bool_]:
     if not (valid := np.isin(mask, (0, 1))).all():
         raise UntokenizableRecordError(f"{name!r} has other values than 0 and 1, such as {mask[~valid][0]}")
     return mask != 0

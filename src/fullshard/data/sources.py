@@ -122,7 +122,7 @@ def open_token_stores(
     vocabulary = None if foreign else tokenizer.vocabulary_size
     if section.tokenizer is None and files.is_small_text:
         tasks: list[TokenizedTask] = []
-        offsets, facts = _tokenize_to_callback(files, settings, processes=1, write=tasks.append)
+        offsets, facts = _tokenize_and_write_each_task(files, settings, processes=1, write=tasks.append)
         tokens = np.concatenate([task.tokens for task in tasks])
         facts |= {"vocabulary": vocabulary}
         store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
@@ -227,7 +227,9 @@ def _tokenize_into_draft(
             progress.add_task(one)
             alive()
 
-        offsets, facts = _tokenize_to_callback(files, settings, processes=processes, write=write_task_tokens)
+        offsets, facts = _tokenize_and_write_each_task(
+            files, settings, processes=processes, write=write_task_tokens
+        )
         progress.print_counts()
     np.save(draft / _OFFSETS, offsets)
     if facts["trained"] == facts["tokens"]:
@@ -235,7 +237,7 @@ def _tokenize_into_draft(
     return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
 
 
-def _tokenize_to_callback(
+def _tokenize_and_write_each_task(
     files: _SourceFiles, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""

@@ -128,13 +128,13 @@ def source_file_digests(
     The cache directory `root` remembers the digests, see [Note: what a name stands for]. Raises DataError for
     a file that cannot be read.
     """
-    memory = make_cache_directory(root / "digests")
-    found = [(Path(file.path), _find_remembered_digest(file.path, memory)) for file in files]
+    digests = make_cache_directory(root / "digests")
+    found = [(Path(file.path), _find_remembered_digest(file.path, digests)) for file in files]
     if all(digest for _, digest in found):
         return [digest for _, digest in found if digest]
     # Of ranks that start together, one reads the files and the others use the remembered digests.
-    with _hold_cache_lock(memory / ".lock", alive=alive):
-        return [digest or _find_or_compute_digest(path, memory, alive=alive) for path, digest in found]
+    with _hold_cache_lock(digests / ".lock", alive=alive):
+        return [digest or _find_or_compute_digest(path, digests, alive=alive) for path, digest in found]
 
 
 def _is_complete_entry(entry: Path) -> bool:
@@ -160,17 +160,17 @@ def _commit_draft(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None
     fsync_path(entry.parent)
 
 
-def _find_remembered_digest(path: str | Path, memory: Path) -> str | None:
+def _find_remembered_digest(path: str | Path, digests: Path) -> str | None:
     try:
-        said = parse_json(read_bytes(_remembered_digest_path(path, memory), most_bytes=VALUE_BYTES))
+        said = parse_json(read_bytes(_remembered_digest_path(path, digests), most_bytes=VALUE_BYTES))
         now = os.stat(path)
         return str(said["digest"]) if [now.st_size, now.st_mtime_ns] == said["seen"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _find_or_compute_digest(path: Path, memory: Path, *, alive: Heartbeat) -> str:
-    if (remembered := _find_remembered_digest(path, memory)) is not None:
+def _find_or_compute_digest(path: Path, digests: Path, *, alive: Heartbeat) -> str:
+    if (remembered := _find_remembered_digest(path, digests)) is not None:
         return remembered
     at, hasher, buffer = time.time(), xxhash.xxh3_128(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
@@ -184,14 +184,14 @@ def _find_or_compute_digest(path: Path, memory: Path, *, alive: Heartbeat) -> st
         raise unreadable_path_error(path, error) from error
     digest = hasher.hexdigest()
     if at - seen.st_mtime >= _SETTLED_SECONDS:
-        place = _remembered_digest_path(path, memory)
+        place = _remembered_digest_path(path, digests)
         with suppress(OSError), atomic_replace_context(place) as draft:  # else it is read again next time
             draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
     return digest
 
 
-def _remembered_digest_path(path: str | Path, memory: Path) -> Path:
-    return memory / hashlib.blake2b(os.fsencode(os.path.abspath(path)), digest_size=16).hexdigest()
+def _remembered_digest_path(path: str | Path, digests: Path) -> Path:
+    return digests / hashlib.blake2b(os.fsencode(os.path.abspath(path)), digest_size=16).hexdigest()
 
 
 def _unwritable_cache_error(root: Path, error: OSError) -> DataError:

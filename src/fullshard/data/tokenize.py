@@ -38,7 +38,7 @@ Mask = NDArray[np.bool_]
 _BATCH_RECORDS = 256
 _REPORTED_RECORDS = 5  # of a task's skipped records, the first ones have a message
 _TASKS_AHEAD = 8  # per worker: bounds the results that wait for an earlier task
-_SERVE = "from fullshard.data.tokenize import serve_tasks; serve_tasks()"
+_SERVE = "from fullshard.data.tokenize import serve_tasks_on_stdin; serve_tasks_on_stdin()"
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class TaskTokenizer:
                 self._skip_or_raise(record.where, error)
             else:
                 yield found
-        yield from self._encode_texts_by_record(texts)
+        yield from self._encode_texts_or_skip(texts)
 
     def _encode_conversation(self, record: SourceRecord) -> EncodedRecord:
         assert self._chat is not None, "opened for messages"
@@ -185,7 +185,9 @@ class TaskTokenizer:
         messages = self._record_field(record, fields.messages_field)
         train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         conversation = read_conversation(record.value, messages, fields=fields, train_on=train_on)
-        self._check_other_fields(record, [message.get("content") for message in conversation.messages])
+        self._check_and_count_unused_fields(
+            record, [message.get("content") for message in conversation.messages]
+        )
         encoded = self._chat.encode_conversation(conversation, train_on=train_on)
         if (largest := encoded.tokens.max(initial=0)) >= self._tokenizer.vocabulary_size:
             raise row_fields.UntokenizableRecordError(
@@ -206,9 +208,7 @@ class TaskTokenizer:
             *row_fields.read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size)
         )
 
-    def _encode_texts_by_record(
-        self, rows: Sequence[tuple[SourceRecord, RowText]]
-    ) -> Iterator[EncodedRecord]:
+    def _encode_texts_or_skip(self, rows: Sequence[tuple[SourceRecord, RowText]]) -> Iterator[EncodedRecord]:
         """Yields the tokens of each text. A skipped one is left out, or if a part of a document, empty."""
         encoded: list[EncodedRecord] | None = None
         with suppress(DataError):
@@ -230,7 +230,9 @@ class TaskTokenizer:
         texts = [row.text for _, row in rows]
         if any(row.first_trained or any(row.context) for _, row in rows):
             encoded = self._tokenizer.encode_texts_with_offsets(texts)
-            parts = [_select_own_tokens(one, row) for one, (_, row) in zip(encoded, rows, strict=True)]
+            parts = [
+                _select_tokens_outside_context(one, row) for one, (_, row) in zip(encoded, rows, strict=True)
+            ]
         else:  # offsets take time
             parts = [(one, np.ones(len(one), np.bool_)) for one in self._tokenizer.encode_texts(texts)]
         found: list[EncodedRecord] = []
@@ -261,14 +263,14 @@ class TaskTokenizer:
                 lines = row_fields.suggest_settings(record.value) if isinstance(text, list) else ()
                 raise row_fields.UntokenizableRecordError(f"{name!r} is not text but {kind}", lines=lines)
             texts.append(text)
-        self._check_other_fields(record, texts)
+        self._check_and_count_unused_fields(record, texts)
         *prompt, _ = texts
         return RowText("".join(texts), len("".join(prompt)) if self.settings.needs_loss_mask else 0)
 
-    def _check_other_fields(self, record: SourceRecord, contents: Sequence[Any]) -> None:
+    def _check_and_count_unused_fields(self, record: SourceRecord, contents: Sequence[Any]) -> None:
         """Raises UntokenizableRecordError for unused marks; counts unused content not in `contents`."""
         row, fields = cast(dict[str, Any], record.value), self.settings.fields
-        row_fields.check_unused_marks(row, self._read_names[0])
+        row_fields.check_no_unused_exclusion_marks(row, self._read_names[0])
         for name in self._unread_names:
             value = row_fields.look_up_field(row, name)
             parts = cast(list[Any], value) if isinstance(value, list) else [value]
@@ -285,13 +287,13 @@ class TaskTokenizer:
         raise row_fields.UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
 
 
-def _select_own_tokens(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask]:
+def _select_tokens_outside_context(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask]:
     """Returns (tokens that begin in the row's own part of its text, mask of the trained ones)."""
     before, after = row.context
     own = encoded.begins >= before
     if after:
         own &= encoded.begins < len(row.text) - after
-    trained = encoded.mask_tokens_in(row.first_trained, len(row.text) + 1)
+    trained = encoded.mask_of_tokens_for_characters(row.first_trained, len(row.text) + 1)
     return encoded.tokens[own], trained[own]
 
 
@@ -307,14 +309,14 @@ def tokenize_tasks(
         return
     count = min(processes, len(tasks))
     workers = [_start_worker(settings) for _ in range(count)]
-    idle = SimpleQueue[Worker]()
+    idle_workers = SimpleQueue[Worker]()
     for worker in workers:
-        idle.put(worker)
+        idle_workers.put(worker)
     threads = ThreadPoolExecutor(count)
     waiting = deque[Future[TokenizedTask]]()
     try:
         for task in tasks:
-            waiting.append(threads.submit(_tokenize_in_worker, task, idle))
+            waiting.append(threads.submit(_tokenize_in_worker, task, idle_workers))
             if len(waiting) >= _TASKS_AHEAD * count:
                 yield waiting.popleft().result()
         while waiting:
@@ -338,8 +340,8 @@ def _start_worker(settings: TokenizeSettings) -> Worker:
     return worker
 
 
-def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TokenizedTask:
-    worker = idle.get()
+def _tokenize_in_worker(task: Task, idle_workers: SimpleQueue[Worker]) -> TokenizedTask:
+    worker = idle_workers.get()
     assert worker.stdin is not None, "it is a pipe"
     assert worker.stdout is not None, "it is a pipe"
     try:
@@ -355,13 +357,13 @@ def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TokenizedTask:
             fix="data.processes = 1 shows its error",
         ) from error
     finally:
-        idle.put(worker)
+        idle_workers.put(worker)
     if isinstance(answer, FullshardError):
         raise answer
     return answer
 
 
-def serve_tasks() -> None:
+def serve_tasks_on_stdin() -> None:
     """Runs a worker: reads settings and tasks from stdin, writes each task's tokens or error to stdout."""
     settings = pickle.load(sys.stdin.buffer)
     tokenizer: TaskTokenizer | None = None

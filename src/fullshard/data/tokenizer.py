@@ -55,7 +55,7 @@ class EncodedText:
         begins = np.minimum(begins, np.concatenate([begins[:1] * 0, ends[:-1]]))
         return cls(np.array(tokens, dtype=np.int64), begins, ends)
 
-    def mask_tokens_in(self, begin: int, end: int) -> NDArray[np.bool_]:
+    def mask_of_tokens_for_characters(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Returns the mask of the tokens that stand for a character from `begin` to before `end`.
 
         A token across `begin` counts: it says how the text continues.

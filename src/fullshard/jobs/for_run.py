@@ -109,7 +109,7 @@ def _newest_step_and_rows(run: Run) -> tuple[int, int]:
 
 def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType]:
     """Returns the number of ranks that the request will run on, and their device type."""
-    if not environment.prepare_rank_environment():
+    if not environment.prepare_environment_if_started_as_rank():
         return choose_rank_count_and_device(request)
     from fullshard.parallel.mesh import choose_device_type
 
@@ -202,15 +202,15 @@ def _build_and_check_model(run: Run) -> "Module":
             import_module("fullshard.planner.describe.describe")
     from fullshard.data.build import tokenizer_vocabulary_size
     from fullshard.models.build import build_model, check_sequence_length, check_vocabulary
-    from fullshard.models.huggingface import unused_coefficient_note
+    from fullshard.models.huggingface import unused_balance_loss_factor_note
     from fullshard.models.loss import choose_loss
 
     model = build_model(run)
     options = run.model.options if isinstance(run.model, HuggingFaceModel) else {}
-    if (note := unused_coefficient_note(model, options)) is not None:
+    if (note := unused_balance_loss_factor_note(model, options)) is not None:
         _print_note_on_rank_0(note)
     check_sequence_length(model, run)
-    check_vocabulary(run, tokens=tokenizer_vocabulary_size(run.data), model=model)
+    check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data), model=model)
     choose_loss(run, model)
     return model
 

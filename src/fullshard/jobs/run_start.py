@@ -18,7 +18,7 @@ from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import LaunchId, RunDirectory, open_run_directory
 from fullshard.models import build
-from fullshard.models.adapters import log_adapter_places
+from fullshard.models.adapters import log_adapted_and_frozen_modules
 from fullshard.models.loss import Loss, choose_loss
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
@@ -162,9 +162,9 @@ def flops_per_token(plan: Plan, model: nn.Module) -> float | None:
 
 def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
     model = build.build_model(run)
-    log_adapter_places(model, run.adapter)
+    log_adapted_and_frozen_modules(model, run.adapter)
     build.check_sequence_length(model, run)
-    build.check_vocabulary(run, tokens=data.vocabulary, model=model)
+    build.check_vocabulary(run, token_count=data.vocabulary, model=model)
     return model
 
 

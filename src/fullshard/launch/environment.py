@@ -42,14 +42,15 @@ def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
 def drop_unused_launcher_variables(environment: MutableMapping[str, str]) -> None:
     """Removes variables of a launcher that did not start this process, which another job left in the shell.
 
-    A process with a RANK may have been started by one: `prepare_rank_environment` checks its variables.
+    A process with a RANK may have been started by one: `prepare_environment_if_started_as_rank` checks its
+    variables.
     """
     if not is_started_by_srun(environment) and "RANK" not in environment:
         for name in [one for one in environment if one in _LEFT_BEHIND or one.startswith("TORCHELASTIC_")]:
             del environment[name]
 
 
-def prepare_rank_environment(environment: MutableMapping[str, str] = os.environ) -> bool:
+def prepare_environment_if_started_as_rank(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Sets log levels, threads, allocator and (under srun) torchrun's variables, before a rank imports torch.
 
     Returns False, and sets nothing, if neither torchrun nor srun started this process as a rank. Raises

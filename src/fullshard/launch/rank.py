@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
-from fullshard.launch.environment import prepare_rank_environment
+from fullshard.launch.environment import prepare_environment_if_started_as_rank
 from fullshard.launch.gc import freeze_imports_in_gc
 from fullshard.launch.outcome import OwnFaultRecorder, ProcessOutcome
 from fullshard.launch.request import LaunchRequest
@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> None:
     The process ends with the launcher, whose pid is `argv[1]`.
     """
     directory, launcher = Path(argv[0]), int(argv[1])
-    _end_with_launcher(launcher)
+    _be_killed_when_launcher_ends(launcher)
     prepare_standard_streams()
     escape_log_messages()
-    prepare_rank_environment()
+    prepare_environment_if_started_as_rank()
     path = directory / f"rank-{os.environ['RANK']}.json"
 
     def save_watchdog_error(error: TrainError) -> None:
@@ -56,7 +56,9 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
-        _end_with_launcher(os.getppid())  # torchrun itself: it starts ranks as leaders of a session
+        _be_killed_when_launcher_ends(
+            os.getppid()
+        )  # torchrun itself: it starts ranks as leaders of a session
     from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
 
     try:
@@ -81,7 +83,7 @@ def _redirect_stdout_to_stderr() -> Generator[None]:
         os.close(kept)
 
 
-def _end_with_launcher(launcher: int) -> None:
+def _be_killed_when_launcher_ends(launcher: int) -> None:
     """Makes the kernel kill this process when its launcher ends (on Linux). Exits if the launcher is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fullshard import errors
 from fullshard.launch.detect import may_have_gpus
-from fullshard.launch.environment import prepare_rank_environment, set_default_log_levels
+from fullshard.launch.environment import prepare_environment_if_started_as_rank, set_default_log_levels
 from fullshard.launch.gc import disable_gc
 from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, LaunchEventLog, ProcessOutcome
 from fullshard.launch.rank import perform_as_torchrun_rank
@@ -200,7 +200,7 @@ def perform_request(request: LaunchRequest) -> int:
     Under torchrun or srun, this process is one rank: it calls the job itself, and raises its errors.
     Otherwise it starts ranks on this machine (see `choose_rank_count_and_device` and `_run_attempts`).
     """
-    if prepare_rank_environment():
+    if prepare_environment_if_started_as_rank():
         return perform_as_torchrun_rank(request)
     return _run_attempts(request, ranks=choose_rank_count_and_device(request)[0])
 
@@ -263,13 +263,15 @@ def _run_attempts(request: LaunchRequest, *, ranks: int) -> int:
             )
             for text in conclusion.messages:
                 _print_to_stderr(text)
-            _record_conclusion(conclusion, events, attempts=attempts)
+            _record_restart_or_end(conclusion, events, attempts=attempts)
             if conclusion.exit_code is not None:
                 return conclusion.exit_code
             request = request.model_copy(update={"command_started": time.time()})
 
 
-def _record_conclusion(conclusion: RestartOrEnd, events: LaunchEventLog, *, attempts: RestartBudget) -> None:
+def _record_restart_or_end(
+    conclusion: RestartOrEnd, events: LaunchEventLog, *, attempts: RestartBudget
+) -> None:
     """Records the failure of an attempt, its restart, or that its ranks were ended without time to save."""
     if conclusion.fault is not None:
         rank, failure = conclusion.fault
@@ -308,7 +310,7 @@ class _LocalRanks:
             except (OSError, RuntimeError) as error:
                 got = f"{type(error).__name__}: {error}"
                 raise errors.LaunchError(f"{ranks} ranks could not be started.", got=got) from error
-            while self._running():
+            while self._list_running_ranks():
                 time.sleep(_POLL_SECONDS)
                 self._poll_ranks_and_signals()
         finally:
@@ -331,12 +333,12 @@ class _LocalRanks:
         )
         self._processes.append(process)
 
-    def _running(self) -> list[int]:
+    def _list_running_ranks(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
     def _poll_ranks_and_signals(self) -> None:
         """Notes ended ranks, forwards a signal, kills all on a second Ctrl-C or some time after a failure."""
-        running = self._running()
+        running = self._list_running_ranks()
         for rank in range(len(self._processes)):
             if rank not in running:
                 self._gone_at.setdefault(rank, time.time())
@@ -357,7 +359,7 @@ class _LocalRanks:
         self._events.record("signal", {"signal": number.name})
 
     def _sigkill_ranks(self) -> None:
-        for rank in self._running():
+        for rank in self._list_running_ranks():
             self._ended_by_us.add(rank)
             with suppress(ProcessLookupError):
                 os.killpg(self._processes[rank].pid, signal.SIGKILL)  # a rank leads a session of its children

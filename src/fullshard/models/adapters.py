@@ -41,11 +41,11 @@ def insert_adapters(
     if section.rank == 0:
         return model
     peft = import_peft()
-    targets = _list_targets_of_options(model, section)
+    targets = _list_targets_in_chosen_layers(model, section)
     trained = _find_names_by_ending(model, section.trained, key="adapter.trained")
     modules = dict(model.named_modules())
-    turned = any(has_transposed_weight(modules[name]) for name in targets)
-    config = make_lora_config(section, targets=targets, turned=turned)
+    transposed = any(has_transposed_weight(modules[name]) for name in targets)
+    config = make_lora_config(section, targets=targets, transposed=transposed)
     _check_names_in_options(model, section, targets=targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -69,8 +69,8 @@ def insert_adapters(
     return model
 
 
-def make_lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
-    """Returns peft's LoraConfig for `targets`. `turned`: their weights are (in, out). Raises SpecError."""
+def make_lora_config(section: AdapterSection, *, targets: list[str], transposed: bool) -> Any:
+    """Returns peft's LoraConfig for `targets`, with weights (in, out) if `transposed`. Raises SpecError."""
     options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
     alpha = int(section.alpha) if section.alpha == int(section.alpha) else section.alpha  # as peft writes it
     try:
@@ -79,7 +79,7 @@ def make_lora_config(section: AdapterSection, *, targets: list[str], turned: boo
             lora_alpha=alpha,
             lora_dropout=section.dropout,
             target_modules=targets,
-            fan_in_fan_out=turned,
+            fan_in_fan_out=transposed,
             **options,
         )
     except (TypeError, ValueError) as error:
@@ -99,7 +99,7 @@ def import_peft() -> Any:
     return import_quietly("peft")
 
 
-def _list_targets_of_options(model: nn.Module, section: AdapterSection) -> list[str]:
+def _list_targets_in_chosen_layers(model: nn.Module, section: AdapterSection) -> list[str]:
     """Returns the full names of `adapter.targets`, in all layers or those of `options.layers_to_transform`.
 
     Raises SpecError for a layer in which nothing matches.
@@ -110,7 +110,7 @@ def _list_targets_of_options(model: nn.Module, section: AdapterSection) -> list[
         return names
     found = set[str]()
     for layer in chosen if isinstance(chosen, list) else [chosen]:
-        own = _match_in_layer(names, section, layer=layer)
+        own = _names_adapted_in_layer(names, section, layer=layer)
         if not own:
             raise SpecError(
                 "an adapter option matches no layer.",
@@ -121,13 +121,13 @@ def _list_targets_of_options(model: nn.Module, section: AdapterSection) -> list[
     return [name for name in names if name in found]
 
 
-def _match_in_layer(names: list[str], section: AdapterSection, *, layer: Any) -> set[str]:
+def _names_adapted_in_layer(names: list[str], section: AdapterSection, *, layer: Any) -> set[str]:
     """Returns those of `names` that peft would adapt, if `layer` were the only layer to transform."""
     check: Any = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
     options = {**section.options, "layers_to_transform": [layer], "exclude_modules": None}  # left to peft
     one = section.model_copy(update={"options": options})
     ends = {name.rpartition(".")[2] for name in names} if section.targets == "all-linear" else section.targets
-    config = make_lora_config(one, targets=sorted(ends), turned=False)
+    config = make_lora_config(one, targets=sorted(ends), transposed=False)
     # peft looks for the number behind two parts of a name, which the list of layers may not have.
     return {name for name in names if name in ends or check(config, f"model.{name}")}
 
@@ -164,7 +164,7 @@ def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
     )
 
 
-def log_adapter_places(model: nn.Module, section: AdapterSection) -> None:
+def log_adapted_and_frozen_modules(model: nn.Module, section: AdapterSection) -> None:
     """Warns of stacked weights in blocks that the targets name and leave frozen: they are no linear modules.
 
     Logs how many modules "all-linear" adapts in each list of blocks if there are several, as with a vision

@@ -10,7 +10,7 @@ from fullshard.errors import SpecError
 from fullshard.models import huggingface
 from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.document_attention import use_document_attention
+from fullshard.models.document_attention import set_document_attention_if_supported
 from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
 from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.records.measurement import GradientShares, model_flops_per_token
@@ -28,13 +28,13 @@ def build_model(run: Run) -> nn.Module:
     if isinstance(section, PythonModel):
         return insert_adapters(build_python_model(section), run.adapter)
     model = huggingface.build_hf_model(section)
-    _check_balance_loss_of_documents(model, run)
+    _check_no_balance_loss_with_document_mask(model, run)
     if run.data.document_mask and section.attention == "auto":
-        use_document_attention(model)
+        set_document_attention_if_supported(model)
     return insert_adapters(model, run.adapter, own_dtype=huggingface.weight_dtype_in_config(section))
 
 
-def _check_balance_loss_of_documents(model: nn.Module, run: Run) -> None:
+def _check_no_balance_loss_with_document_mask(model: nn.Module, run: Run) -> None:
     """Raises SpecError if a mixture's own balance loss would be given a mask of documents."""
     attention = str(getattr(model.config, "_attn_implementation", ""))
     if run.data.document_mask and huggingface.has_balance_loss(model) and not attention.startswith("flash"):
@@ -149,16 +149,16 @@ def check_sequence_length(model: nn.Module, run: Run) -> None:
     )
 
 
-def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = None) -> None:
-    """Raises SpecError if the model's embedding has fewer than `tokens` rows. More rows are allowed.
+def check_vocabulary(run: Run, *, token_count: int | None, model: nn.Module | None = None) -> None:
+    """Raises SpecError if the model's embedding has fewer than `token_count` rows. More rows are allowed.
 
     Also raises SpecError for files that are read as bytes, and a model of transformers with more rows than
     bytes.
 
-    tokens: number of tokens that the data may have; None if unknown
+    token_count: number of tokens that the data may have; None if unknown
     model: the built model, whose config is read; before it is built, [model] and its config.json are read
     """
-    rows = find_vocabulary_rows(model, run)
+    rows = count_vocabulary_rows(model, run)
     key = "model.vocabulary" if isinstance(run.model, DecoderConfig) else "model.options.vocab_size"
     bytes_ = run.data.tokenizer is None and "tokenizer" in run.data.token_makers
     asked_for = isinstance(run.model, DecoderConfig) or run.data.source == "stdlib"
@@ -168,17 +168,17 @@ def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = 
             got=f"data.tokenizer is unset, and a vocabulary of {rows}",
             fix=f"data.tokenizer = the model's own, or {key} = {BYTES} (with weights that are new)",
         )
-    if rows is None or tokens is None or tokens <= rows:
+    if rows is None or token_count is None or token_count <= rows:
         return
     raise SpecError(
         "the data has tokens that the model does not know.",
-        got=f"tokens up to {tokens - 1}, and a vocabulary of {rows}",
+        got=f"tokens up to {token_count - 1}, and a vocabulary of {rows}",
         why="without data.tokenizer the tokens are bytes" if bytes_ else "the tokenizer is another model's",
-        fix=f"data.tokenizer = the model's own, or {key} = {tokens} (with weights that are new)",
+        fix=f"data.tokenizer = the model's own, or {key} = {token_count} (with weights that are new)",
     )
 
 
-def find_vocabulary_rows(model: nn.Module | None, run: Run) -> int | None:
+def count_vocabulary_rows(model: nn.Module | None, run: Run) -> int | None:
     """Returns the number of rows of the model's token embedding; None if unknown."""
     if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary

@@ -42,11 +42,11 @@ Rows = int | Literal["auto"]
 class ChunkTracer(Protocol):
     """Records the work of one chunk for all chunks."""
 
-    def trace_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
-        """While active, records the work of a chunk of `rows` rows as that of `of` rows."""
+    def record_chunk_as_whole(self, rows: int, *, all_rows: int) -> AbstractContextManager[None]:
+        """While active, records the work of a chunk of `rows` rows as that of `all_rows` rows."""
         ...
 
-    def mark_backward(self) -> AbstractContextManager[None]:
+    def record_as_backward(self) -> AbstractContextManager[None]:
         """While active, records work as that of a backward."""
         ...
 
@@ -55,7 +55,7 @@ _tracer: ContextVar[ChunkTracer | None] = ContextVar("chunk tracer", default=Non
 
 
 @contextmanager
-def trace_one_chunk(tracer: ChunkTracer) -> Generator[None]:
+def run_first_chunk_for_all(tracer: ChunkTracer) -> Generator[None]:
     """While active, runs only the first chunk of each loss. See [Note: a chunk stands for all]."""
     before = _tracer.set(tracer)
     try:
@@ -94,11 +94,13 @@ def chunked_cross_entropy(
     targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())
     divided = None if head is None else deferred_logits.find_divided_head(head)
     if head is not None and chunk_rows == "auto":
-        count = deferred_logits.count_logits(head) if divided is None else divided.part.largest
+        count = (
+            deferred_logits.count_logits_per_row(head) if divided is None else divided.part.largest_part_size
+        )
         chunk_rows = AUTO_ROWS if 4 * length * count > _WORTHWHILE_BYTES else 0
     if head is None or not (chunk_rows or divided):
         output = call()
-        return _whole_loss(getattr(output, "logits", output), targets), output
+        return _loss_without_chunks(getattr(output, "logits", output), targets), output
     rows = min(int(chunk_rows), length) if chunk_rows else labels.numel()
     finish = partial(_call_head_for_loss, targets=targets, rows=rows)
     with deferred_logits.defer_head(model, head, finish=finish) as found:
@@ -106,8 +108,8 @@ def chunked_cross_entropy(
     if found.value is None:
         logits = getattr(found.output, "logits", found.output)
         if isinstance(logits, deferred_logits.DeferredLogits):
-            logits = logits.call.compute_whole("the loss")
-        return _whole_loss(logits, targets), found.output
+            logits = logits.call.compute_whole_logits("the loss")
+        return _loss_without_chunks(logits, targets), found.output
     return found.value, found.output
 
 
@@ -117,11 +119,11 @@ class _Targets(NamedTuple):
     labels: Tensor
     weights: Tensor | None
 
-    def rows(self, part: slice) -> "_Targets":
+    def slice_rows(self, part: slice) -> "_Targets":
         return _Targets(self.labels[part], None if self.weights is None else self.weights[part])
 
 
-def _whole_loss(logits: Tensor, targets: _Targets) -> Tensor:
+def _loss_without_chunks(logits: Tensor, targets: _Targets) -> Tensor:
     rows = logits.flatten(0, -2).to(_loss_dtype(logits))
     if targets.weights is None:
         return F.cross_entropy(rows, targets.labels, ignore_index=IGNORED_LABEL, reduction="sum")
@@ -136,18 +138,18 @@ def _call_head_for_loss(call: deferred_logits.HeadCall, *, targets: _Targets, ro
 
     def compute_loss(hidden: Tensor) -> Tensor:
         if hidden.dtype == torch.float16:
-            return _whole_loss(call.apply_steps(forward(hidden)), targets)
+            return _loss_without_chunks(call.apply_steps(forward(hidden)), targets)
         own = [parameter for parameter in head.parameters() if parameter.requires_grad]
         trained = dict.fromkeys((*own, *call.trained))
         logits_of, part = (forward, None) if divided is None else (divided.forward, divided.part)
-        work = _ChunkWork(lambda chunk: call.apply_steps(logits_of(chunk)), targets, rows, part)
+        work = _ChunkedLossInputs(lambda chunk: call.apply_steps(logits_of(chunk)), targets, rows, part)
         return _ChunkedCrossEntropy.apply(work, hidden, *trained)
 
     with deferred_logits.replace_forward(head, compute_loss):
         return head(call.hidden)
 
 
-class _ChunkWork(NamedTuple):
+class _ChunkedLossInputs(NamedTuple):
     """Inputs of a chunked loss that have no gradient: how to compute logits, labels, rows of a chunk.
 
     part: this rank's part of the vocabulary; None for all. See [Note: divided vocabulary].
@@ -163,7 +165,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross entropy. See [Note: gradients in forward]."""
 
     @staticmethod
-    def forward(ctx: Any, work: _ChunkWork, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, work: _ChunkedLossInputs, hidden: Tensor, *trained: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)
         needs_hidden = ctx.needs_input_grad[1]
         hidden_gradient = torch.empty_like(flat) if needs_hidden else None
@@ -176,14 +178,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(bool(inputs)):
                 logits = work.logits_of(chunk)
             edge = get_gradient_edge(logits) if inputs else None
-            targets = work.targets.rows(part)
+            targets = work.targets.slice_rows(part)
             loss, gradient = _loss_and_gradient(logits, targets, part=work.part, wanted=bool(inputs))
             total += loss
             del logits
             if edge is None:
                 continue
             tracer = _tracer.get()
-            with nullcontext() if tracer is None else tracer.mark_backward():
+            with nullcontext() if tracer is None else tracer.record_as_backward():
                 found = list(torch.autograd.grad([edge], inputs, [gradient], materialize_grads=True))
                 del gradient
                 if hidden_gradient is not None:
@@ -224,7 +226,7 @@ def _loss_and_gradient(
         target = torch.where(counted, labels, 0).unsqueeze(1)
         log_softmax = torch.log_softmax(logits.detach(), dim=-1, dtype=_loss_dtype(logits))
     else:
-        tokens, here = part.local_tokens(labels)
+        tokens, here = part.local_rows_and_mask(labels)
         target = tokens.unsqueeze(1)
         log_softmax = part.log_softmax(logits, dtype=_loss_dtype(logits))
     each = torch.where(here, log_softmax.gather(1, target).squeeze(1), 0.0)
@@ -240,10 +242,10 @@ def _loss_and_gradient(
 
 
 def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
-    """Yields the rows of each chunk of `count` rows; during `trace_one_chunk`, only those of the first."""
+    """Yields the rows of each chunk of `count` rows, or only of the first in `run_first_chunk_for_all`."""
     tracer = _tracer.get()
     if tracer is None:
         yield from (slice(start, min(start + rows, count)) for start in range(0, count, rows))
         return
-    with tracer.trace_chunk(rows, of=count):
+    with tracer.record_chunk_as_whole(rows, all_rows=count):
         yield slice(0, rows)

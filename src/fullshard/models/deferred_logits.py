@@ -32,33 +32,33 @@ from fullshard.torch_private.tensors import registered_modules
 class VocabularyPart:
     """Part of a vocabulary: consecutive tokens whose rows of an embedding or head one of `ranks` ranks has.
 
-    size: tokens of the whole vocabulary; parts are equal, except that the last ones may be smaller or empty
+    vocabulary_size: tokens of all parts, which are equal, except that the last ones may be smaller or empty
     group: name of the process group of the ranks that share it
     """
 
-    size: int
+    vocabulary_size: int
     ranks: int
     rank: int
     group: str
 
     @property
-    def largest(self) -> int:
+    def largest_part_size(self) -> int:
         """Number of tokens of the first part, which no part exceeds."""
-        return -(-self.size // self.ranks)
+        return -(-self.vocabulary_size // self.ranks)
 
     @property
-    def first(self) -> int:
+    def first_token(self) -> int:
         """This rank's first token."""
-        return self.rank * self.largest
+        return self.rank * self.largest_part_size
 
     @property
     def tokens(self) -> range:
         """This rank's tokens."""
-        return range(self.first, min(self.first + self.largest, self.size))
+        return range(self.first_token, min(self.first_token + self.largest_part_size, self.vocabulary_size))
 
-    def local_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def local_rows_and_mask(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of `tokens` in this rank's part (0 if not in it), and which are in it."""
-        rows = tokens - self.first
+        rows = tokens - self.first_token
         own = (rows >= 0) & (rows < len(self.tokens))
         return torch.where(own, rows, 0), own
 
@@ -87,13 +87,13 @@ class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, part: VocabularyPart) -> Tensor:
         ctx.part, ctx.count = part, logits.shape[-1]
-        padded = F.pad(logits, (0, part.largest - logits.shape[-1]))
+        padded = F.pad(logits, (0, part.largest_part_size - logits.shape[-1]))
         whole = gather_sequence(padded.transpose(-1, -2), part.ranks, 1, part.group)
-        return whole.transpose(-1, -2)[..., : part.size]
+        return whole.transpose(-1, -2)[..., : part.vocabulary_size]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient.narrow(-1, ctx.part.first, ctx.count), None
+        return gradient.narrow(-1, ctx.part.first_token, ctx.count), None
 
 
 Step = Callable[[Tensor], Tensor]
@@ -126,7 +126,7 @@ class HeadCall:
             logits = step(logits)
         return logits
 
-    def compute_whole(self, operation: str) -> Tensor:
+    def compute_whole_logits(self, operation: str) -> Tensor:
         """Returns the logits, which `operation` needs whole. Warns once per operation and line of code."""
         if self.whole is None:
             warnings.warn(
@@ -163,7 +163,7 @@ class DeferredLogits(Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         own = next((one for one in args if isinstance(one, DeferredLogits)), None)
-        pointwise = name in _POINTWISE and _are_same_for_rows(args, kwargs)
+        pointwise = name in _POINTWISE and _are_arguments_independent_of_rows(args, kwargs)
         if own is not None and own.call.whole is None and pointwise:
             return own._add_step(func, args=args, kwargs=kwargs)
         with DisableTorchFunctionSubclass():
@@ -207,7 +207,7 @@ _POINTWISE = {
 }
 
 
-def _are_same_for_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _are_arguments_independent_of_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns True if all arguments but one are numbers, dtypes, scalars, or vectors over the vocabulary."""
     others = [one for one in (*args, *kwargs.values()) if not isinstance(one, DeferredLogits)]
     return len(others) == len(args) + len(kwargs) - 1 and all(
@@ -217,7 +217,7 @@ def _are_same_for_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _with_whole_logits(nest: Any, operation: str) -> Any:
     if isinstance(nest, DeferredLogits):
-        return nest.call.compute_whole(operation)
+        return nest.call.compute_whole_logits(operation)
     if isinstance(nest, tuple | list):
         parts = [_with_whole_logits(one, operation) for one in cast(list[Any], nest)]
         return tuple(parts) if isinstance(nest, tuple) else parts
@@ -226,7 +226,7 @@ def _with_whole_logits(nest: Any, operation: str) -> Any:
     return nest
 
 
-class _StandIn(nn.Module):
+class _DeferringHead(nn.Module):
     """Takes the place of a head; its output is deferred. Other attributes are the head's."""
 
     def __init__(self, head: nn.Module, *, vocabulary: int) -> None:
@@ -259,7 +259,7 @@ def find_divided_head(head: nn.Module) -> DividedHead | None:
     return head.__dict__.get(_DIVIDED)
 
 
-def count_logits(head: nn.Module) -> int:
+def count_logits_per_row(head: nn.Module) -> int:
     """Returns the number of logits that a head computes for each row."""
     return cast(int, head.out_features)
 
@@ -273,7 +273,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 
 @dataclass
-class DeferredForward:
+class DeferredForwardResult:
     """Result of a forward whose head was deferred.
 
     output: the model's output, with DeferredLogits instead of logits
@@ -287,13 +287,13 @@ class DeferredForward:
 @contextmanager
 def defer_head(
     model: nn.Module, head: nn.Module, *, finish: Callable[[HeadCall], Tensor]
-) -> Generator[DeferredForward]:
+) -> Generator[DeferredForwardResult]:
     """While active, a call of `model` ends with `finish(call)` instead of the call of its head.
 
-    The call returns the output and the value that it sets in the yielded DeferredForward. `finish` must call
-    the head exactly once. See [Note: the head runs last].
+    The call returns the output and the value that it sets in the yielded DeferredForwardResult. `finish` must
+    call the head exactly once. See [Note: the head runs last].
     """
-    found, forward = DeferredForward(), model.forward
+    found, forward = DeferredForwardResult(), model.forward
 
     @wraps(forward)
     def forward_and_finish(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
@@ -326,7 +326,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Generator
 
 @contextmanager
 def _replace_head(model: nn.Module, head: nn.Module) -> Generator[None]:
-    stand_in = _StandIn(head, vocabulary=count_logits(head))
+    stand_in = _DeferringHead(head, vocabulary=count_logits_per_row(head))
     places = [
         (cast(dict[str, Any], slots), name)
         for slots in map(registered_modules, model.modules())

@@ -64,11 +64,11 @@ def document_bounds(ends: Tensor, *, sequence_length: int) -> Tensor | None:
         if not available or torch.cuda.get_device_capability(ends.device)[0] < _FIRST_WITH_FLASH:
             return None
     bounds = bounds_of_documents(ends, sequence_length=sequence_length)
-    mark_size_as_dynamic(bounds)
+    mark_document_count_as_dynamic(bounds)
     return bounds
 
 
-def mark_size_as_dynamic(bounds: Tensor) -> None:
+def mark_document_count_as_dynamic(bounds: Tensor) -> None:
     """Keeps compiled blocks from being compiled again for another number of documents."""
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.maybe_mark_dynamic(bounds, 3)
@@ -104,7 +104,7 @@ class ContextParallel:
                 fix="loss = fullshard.next_token_loss on batches of fullshard.cut_sequences(batch, plan)",
             )
 
-    def gather_keys(self, inputs: QueryKeyValue) -> tuple[QueryKeyValue, list[int]]:
+    def gather_keys_and_values(self, inputs: QueryKeyValue) -> tuple[QueryKeyValue, list[int]]:
         """Returns this rank's queries with keys and values of whole sequences, and where its pieces begin."""
         key, value = (gather_sequence(one, self.part.ranks, PIECES, self.group) for one in inputs[1:])
         return inputs._replace(key=key, value=value), self.part.begins(key.shape[2])
@@ -119,7 +119,7 @@ def attend_causally(
     context: how document bounds of whole sequences reach the keys of other ranks
     """
     if mask is not None and is_document_bounds(mask):
-        inputs, begins = (inputs, (0,)) if context is None else context.gather_keys(inputs)
+        inputs, begins = (inputs, (0,)) if context is None else context.gather_keys_and_values(inputs)
         return attend_within_documents(inputs, mask, begins=begins)
     return F.scaled_dot_product_attention(
         *inputs, attn_mask=mask, is_causal=mask is None, enable_gqa=inputs.is_grouped
@@ -207,7 +207,7 @@ def square_mask(bounds: Tensor, *, rows: int, length: int, window: int | None = 
     return seen if window is None else seen.triu(1 - window)
 
 
-def avoid_nan_of_cudnn(device: torch.device, *, sequence_length: int) -> None:
+def disable_cudnn_attention_with_nan_gradients(device: torch.device, *, sequence_length: int) -> None:
     """Turns cuDNN's attention off in this process, if a mask at this length would give NaN in its gradients.
 
     From compute capability 9.0 on, torch prefers cuDNN, whose gradients are NaN if there is a mask and
@@ -242,7 +242,7 @@ def _mask_of_queries(
 
 
 # As an attention implementation of transformers #
-def use_document_attention(model: nn.Module, *, context: ContextParallel | None = None) -> bool:
+def set_document_attention_if_supported(model: nn.Module, *, context: ContextParallel | None = None) -> bool:
     """Makes a transformers model attend within documents without a mask of all pairs, if it is able to.
 
     These are models that would use `sdpa`, and whose class declares that attention is exchangeable. They then
@@ -267,7 +267,7 @@ def use_document_attention(model: nn.Module, *, context: ContextParallel | None 
 
 
 def uses_document_attention(config: Any) -> bool:
-    """Returns whether the transformers model of `config` attends by `use_document_attention`."""
+    """Returns whether the transformers model of `config` attends by `set_document_attention_if_supported`."""
     return str(getattr(config, "_attn_implementation", "")).startswith(DOCUMENT_ATTENTION)
 
 
@@ -290,7 +290,7 @@ def _make_attention(sdpa: Callable[..., Any], context: ContextParallel | None) -
             context.check_bounds_are_given(mask, training=module.training)
         if mask is not None and is_document_bounds(mask):
             inputs, window = QueryKeyValue(query, key, value), sliding_window or None
-            inputs, begins = (inputs, (0,)) if context is None else context.gather_keys(inputs)
+            inputs, begins = (inputs, (0,)) if context is None else context.gather_keys_and_values(inputs)
             more = (kwargs.get(name) for name in ("position_bias", "softcap", "s_aux"))
             if not dropout and all(one is None for one in more):
                 return attend_within_documents(

@@ -50,7 +50,7 @@ class Router(nn.Module):
                    after a step for experts with fewer tokens than the mean, and lowers it for the others.
     tokens         (N,), tokens that chose each expert since the last such change
 
-    Ranks may share sequences: see `share_sequences`.
+    Ranks may share sequences: see `compute_balance_loss_over_ranks`.
     """
 
     balance_bias: Tensor
@@ -72,7 +72,9 @@ class Router(nn.Module):
             self.balance_bias.zero_()
             self.tokens.zero_()
 
-    def share_sequences(self, ranks: int, *, tensor_group: str = "", context_group: str = "") -> None:
+    def compute_balance_loss_over_ranks(
+        self, ranks: int, *, tensor_group: str = "", context_group: str = ""
+    ) -> None:
         """Makes the balance loss that of whole sequences, of which each of `ranks` ranks has a part.
 
         tensor_group: name of the ranks' process group if they share matmuls: each has the loss of all labels
@@ -92,7 +94,7 @@ class Router(nn.Module):
         weights = scores.gather(-1, index)
         weights = weights / weights.sum(-1, keepdim=True)
         if self.has_bias and self.training:
-            self.tokens.add_(count_rows(index, len(self.weight)))
+            self.tokens.add_(count_rows_per_expert(index, len(self.weight)))
         balance = self._balance_loss(scores, index) if self.factor and self.training else None
         return Routing(index.flatten(0, 1), weights.flatten(0, 1), balance)
 
@@ -130,21 +132,23 @@ class Experts(nn.Module):
         top_k_index, top_k_weights: (tokens, experts per token)
         """
         order = top_k_index.flatten().argsort(stable=True)
-        ends = count_rows(top_k_index, self.num_experts).cumsum(0).to(torch.int32)
+        ends = count_rows_per_expert(top_k_index, self.num_experts).cumsum(0).to(torch.int32)
         rows = hidden_states[order // top_k_index.shape[1]]  # sorted by expert
         inner = F.silu(multiply_groups(rows, self.gate, ends=ends)) * multiply_groups(
             rows, self.up, ends=ends
         )
-        return sum_choices(multiply_groups(inner, self.down, ends=ends), order, weights=top_k_weights)
+        return sum_weighted_rows_per_token(
+            multiply_groups(inner, self.down, ends=ends), order, weights=top_k_weights
+        )
 
 
-def count_rows(index: Tensor, experts: int) -> Tensor:
+def count_rows_per_expert(index: Tensor, experts: int) -> Tensor:
     """Returns the number of times that each expert occurs in `index`, int64 (experts,)."""
     counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
     return counts.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
 
 
-def sum_choices(rows: Tensor, order: Tensor, *, weights: Tensor) -> Tensor:
+def sum_weighted_rows_per_token(rows: Tensor, order: Tensor, *, weights: Tensor) -> Tensor:
     """Returns the weighted sums of rows that were sorted by `order`, (tokens, channels).
 
     rows: (tokens · choices, channels), row i for choice order[i]
@@ -161,12 +165,12 @@ def multiply_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     matrices: (groups, in, out)
     ends: int32 (groups,), where each group of rows ends
     """
-    if _has_kernel(rows, matrices):
+    if _has_grouped_matmul_kernel(rows, matrices):
         return grouped_matmul()(rows, matrices, offs=ends)
     return multiply_groups_in_turn(rows, matrices, ends)
 
 
-def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
+def _has_grouped_matmul_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Returns whether torch has one kernel for these groups: not in fp64, nor for rows that are unaligned.
 
     Without values, for the compiler and on fake tensors, torch knows it in bf16 alone.
@@ -207,7 +211,7 @@ def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
 
 
 @multiply_groups_in_turn.register_fake
-def _grouped_shape(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
+def _empty_grouped_product(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
     shape = (left.shape[0], mat2.shape[-1])
     return left.new_empty(shape if mat2.ndim == 3 else (len(offs), *shape))
 

@@ -158,7 +158,7 @@ def _own_and_text_config(model: nn.Module) -> list[Any]:
     return [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
 
 
-def unused_coefficient_note(model: nn.Module, options: Mapping[str, Any]) -> str | None:
+def unused_balance_loss_factor_note(model: nn.Module, options: Mapping[str, Any]) -> str | None:
     """Returns a note if `options` (of [model]) set the factor of a balance loss that is not computed."""
     inner: Any = options.get("text_config")
     given = [*options, *(cast(Mapping[str, Any], inner) if isinstance(inner, Mapping) else ())]
@@ -224,21 +224,21 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
     return changed
 
 
-def _per_layer_lists(data: Mapping[str, Any], layers: Any) -> set[str]:
+def _keys_of_per_layer_lists(data: Mapping[str, Any], layers: Any) -> set[str]:
     """Returns the keys of lists with an entry for each of `layers` layers."""
     return {key for key, value in data.items() if isinstance(value, list) and len(value) == layers > 1}
 
 
 def _without_derived_lists(data: Mapping[str, Any], *, config: Any) -> dict[str, Any]:
     """Returns `data` without the lists with an entry per layer that the config makes itself."""
-    lists = _per_layer_lists(data, getattr(config, _LAYERS, None))
+    lists = _keys_of_per_layer_lists(data, getattr(config, _LAYERS, None))
     made = type(config).from_dict({key: value for key, value in data.items() if key not in lists})
     return {k: v for k, v in data.items() if k not in lists or getattr(made, k, None) != v}
 
 
 def _resize_per_layer_lists(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
     """Cuts lists with one entry per layer to `now` layers. If layers are added, drops the lists."""
-    per_layer = _per_layer_lists(data, before)
+    per_layer = _keys_of_per_layer_lists(data, before)
     return {
         key: value[:now] if key in per_layer else value
         for key, value in data.items()

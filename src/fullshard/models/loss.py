@@ -16,9 +16,9 @@ from fullshard.distributed.sequence_parts import positions_within_documents
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
 from fullshard.models.document_attention import (
-    avoid_nan_of_cudnn,
+    disable_cudnn_attention_with_nan_gradients,
     document_bounds,
-    mark_size_as_dynamic,
+    mark_document_count_as_dynamic,
     uses_document_attention,
 )
 from fullshard.models.huggingface import balance_loss_factor, is_causal_lm
@@ -33,7 +33,7 @@ logger = logging.getLogger("fullshard")
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
-def sum_and_count(value: Any) -> tuple[Tensor, Tensor | float]:
+def loss_sum_and_count(value: Any) -> tuple[Tensor, Tensor | float]:
     """Returns (sum, count) from the result of a loss function, with count 1 for a mean.
 
     Raises TrainError for any other result. Values are not read, as the device may still compute them.
@@ -87,11 +87,11 @@ def choose_loss(run: Run, model: nn.Module) -> Loss:
     rows = run.train.loss_chunk
     loss = next_token_loss if rows == 0 else partial(next_token_loss, chunk_rows=rows)
     if isinstance(run.model, HuggingFaceModel) and run.data.source == "python":
-        return partial(_loss_by_batch, of_tokens=loss)
+        return partial(_model_loss_or_token_loss, of_tokens=loss)
     return loss
 
 
-def _loss_by_batch(
+def _model_loss_or_token_loss(
     model: nn.Module, batch: Any, *, of_tokens: Loss
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor | int]:
     """Returns the model's own loss for a batch of its own arguments, and `of_tokens` for any other batch."""
@@ -124,7 +124,7 @@ def next_token_loss(
             got=_batch_text(batch),
             fix="fullshard.train(state, plan, loss=my_loss), with my_loss(model, batch)",
         ) from None
-    _check_all_are_used(batch, tokens)
+    _check_all_batch_values_are_used(batch, tokens)
     arguments = position_and_document_arguments(model, batch)
     total, output = chunked_cross_entropy(
         model, lambda: model(tokens, **arguments), labels=labels, chunk_rows=chunk_rows
@@ -139,7 +139,7 @@ def next_token_loss(
     return total, count
 
 
-def _check_all_are_used(batch: Mapping[str, Any], tokens: Tensor) -> None:
+def _check_all_batch_values_are_used(batch: Mapping[str, Any], tokens: Tensor) -> None:
     """Raises TrainError if `batch` has values for each token that `next_token_loss` does not use."""
     used = ("tokens", "labels", "positions", "documents")
     unused = [
@@ -179,7 +179,7 @@ def model_computed_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, 
     given, count = dict(batch), None
     if isinstance(labels := given.get("labels"), Tensor):
         shifted = _does_model_shift_labels(model)
-        given["labels"], count = _avoid_all_ignored_and_count(labels, shifted=shifted)
+        given["labels"], count = _ensure_valid_label_and_count(labels, shifted=shifted)
         if shifted:
             _keep_packed_documents_apart(given)
     elif "return_loss" in takes:
@@ -227,7 +227,7 @@ def _log_that_documents_are_kept_apart() -> None:
         )
 
 
-def _avoid_all_ignored_and_count(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+def _ensure_valid_label_and_count(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
     """Returns (labels, number of valid ones). Makes one valid if none is: a mean over none is NaN."""
     if labels.is_floating_point():
         return labels, torch.tensor(labels.numel(), device=labels.device)
@@ -266,10 +266,10 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
     if positions is None and documents is None:
         return {}
     tokens = batch["tokens"]
-    avoid_nan_of_cudnn(tokens.device, sequence_length=tokens.shape[1])
+    disable_cudnn_attention_with_nan_gradients(tokens.device, sequence_length=tokens.shape[1])
     bounds = batch.get("document_bounds")
     if bounds is not None:
-        mark_size_as_dynamic(bounds)
+        mark_document_count_as_dynamic(bounds)
     elif ends is not None:
         bounds = document_bounds(ends, sequence_length=tokens.shape[1])
     config: Any = getattr(model, "config", None)

@@ -35,7 +35,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordedTensor:
     """A tensor on the tape: the number of its memory, and its layout in that memory."""
 
     memory: int
@@ -46,7 +46,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Operation:
+class _RecordedOperation:
     """An operation. Its meta tensors are replaced by their places.
 
     results: for each result, its place if it has new memory, otherwise None
@@ -55,7 +55,7 @@ class _Operation:
     function: Any
     arguments: tuple[Any, dict[str, Any]]
     reads: frozenset[int]
-    results: tuple[Place | None, ...]
+    results: tuple[RecordedTensor | None, ...]
 
 
 class ConstructorTape(TorchDispatchMode):
@@ -63,7 +63,7 @@ class ConstructorTape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: list[_Operation] = []
+        self._operations: list[_RecordedOperation] = []
         self._writers: dict[int, list[int]] = defaultdict(list)  # memory -> numbers of operations
         self._memories: dict[int, int] = {}  # by the id of a storage, which `_storages` keeps alive
         self._storages: list[torch.UntypedStorage] = []
@@ -73,21 +73,23 @@ class ConstructorTape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = dict(kwargs or {})
-        arguments = tree_map_only(Tensor, lambda one: self._place(one) if one.is_meta else one, (args, given))
+        arguments = tree_map_only(
+            Tensor, lambda one: self._record_tensor(one) if one.is_meta else one, (args, given)
+        )
         result = func(*args, **given)
-        places = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Place)]
-        results = tuple(self._place_if_new(leaf) for leaf in tree_leaves(result))
+        places = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, RecordedTensor)]
+        results = tuple(self._record_tensor_if_new(leaf) for leaf in tree_leaves(result))
         written = {one.memory for one in results if one is not None}
-        if str(func).split(".")[1].endswith("_") and isinstance(arguments[0][0], Place):
+        if str(func).split(".")[1].endswith("_") and isinstance(arguments[0][0], RecordedTensor):
             written.add(arguments[0][0].memory)
         for memory in written:
             self._writers[memory].append(len(self._operations))
         if written:
             reads = frozenset(place.memory for place in places)
-            self._operations.append(_Operation(func, arguments, reads, results))
+            self._operations.append(_RecordedOperation(func, arguments, reads, results))
         return result
 
-    def note_initialiser(self, caller: FrameType | None) -> None:
+    def record_initialiser_call(self, caller: FrameType | None) -> None:
         """Records a call of a function of torch.nn.init, which asks whether its tensor is on meta."""
         if caller is None or caller.f_globals.get("__name__") != "torch.nn.init":
             return
@@ -96,52 +98,58 @@ class ConstructorTape(TorchDispatchMode):
         first, *others = (caller.f_locals[name] for name in names if name != "generator")
         function = caller.f_globals.get(code.co_name)
         if callable(function) and isinstance(first, Tensor):
-            place = self._place(first)
+            place = self._record_tensor(first)
             self._writers[place.memory].append(len(self._operations))
             reads = frozenset([place.memory])
-            self._operations.append(_Operation(function, ((place, *others), {}), reads, (None,)))
+            self._operations.append(_RecordedOperation(function, ((place, *others), {}), reads, (None,)))
 
-    def _place(self, value: Tensor) -> Place:
+    def _record_tensor(self, value: Tensor) -> RecordedTensor:
         storage = value.untyped_storage()
         number = self._memories.setdefault(id(storage), len(self._storages))
         if number == len(self._storages):
             self._storages.append(storage)
-        return Place(number, tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype)
+        return RecordedTensor(
+            number, tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype
+        )
 
-    def _place_if_new(self, value: Any) -> Place | None:
+    def _record_tensor_if_new(self, value: Any) -> RecordedTensor | None:
         is_meta = isinstance(value, Tensor) and value.is_meta
-        return self._place(value) if is_meta and id(value.untyped_storage()) not in self._memories else None
+        return (
+            self._record_tensor(value)
+            if is_meta and id(value.untyped_storage()) not in self._memories
+            else None
+        )
 
-    def note_parameters(self, model: nn.Module) -> None:
+    def record_written_parameters(self, model: nn.Module) -> None:
         """Notes, in each module, the places of the meta parameters that something wrote to."""
         for module in model.modules():
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 memory = self._memories.get(id(parameter.untyped_storage())) if parameter.is_meta else None
                 writers = self._writers[memory] if memory is not None else ()
                 if any("empty" not in str(self._operations[number].function) for number in writers):
-                    vars(module).setdefault(_PLACES, {})[key] = self._place(parameter)
+                    vars(module).setdefault(_PLACES, {})[key] = self._record_tensor(parameter)
 
-    def set_parameters(self, module: nn.Module, *, seed: int) -> None:
+    def set_parameters_by_replay(self, module: nn.Module, *, seed: int) -> None:
         """Gives the parameters of `module` itself the values that the constructor computes."""
         for key, place in vars(module).get(_PLACES, {}).items():
             parameter = module.get_parameter(key)
-            parameter.copy_(self._compute(place, device=parameter.device, seed=seed))
+            parameter.copy_(self._replay_tensor(place, device=parameter.device, seed=seed))
 
-    def _compute(self, place: Place, *, device: torch.device, seed: int) -> Tensor:
+    def _replay_tensor(self, place: RecordedTensor, *, device: torch.device, seed: int) -> Tensor:
         """Returns the tensor at `place`, by running the operations again that it depends on."""
         memories: dict[int, Tensor] = {}
 
-        def tensor_at(one: Place) -> Tensor:
+        def tensor_at(one: RecordedTensor) -> Tensor:
             if one.memory not in memories:
                 numel = self._storages[one.memory].nbytes() // one.dtype.itemsize
                 empty = torch.empty(numel, dtype=one.dtype, device=device)
                 memories[one.memory] = empty.fill_(float("nan")) if empty.is_floating_point() else empty
             return memories[one.memory].as_strided(one.size, one.stride, one.offset)
 
-        for number in self._needed_operations(place.memory):
+        for number in self._numbers_of_needed_operations(place.memory):
             operation = self._operations[number]
             arguments = tree_map_only(Tensor, lambda one: one.to(device), operation.arguments)
-            args, given = tree_map_only(Place, tensor_at, arguments)
+            args, given = tree_map_only(RecordedTensor, tensor_at, arguments)
             if "device" in given:
                 given = given | {"device": device}
             if _SEEDED in getattr(operation.function, "tags", (_SEEDED,)):
@@ -154,7 +162,7 @@ class ConstructorTape(TorchDispatchMode):
                     tensor_at(one).copy_(value)
         return tensor_at(place)
 
-    def _needed_operations(self, memory: int) -> list[int]:
+    def _numbers_of_needed_operations(self, memory: int) -> list[int]:
         """Returns the numbers of the operations that the last value of a memory depends on, in order."""
         needed, left = set[int](), [(memory, len(self._operations))]
         while left:
@@ -205,7 +213,7 @@ def construct_with_meta_parameters(
         model = construct()
     if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         if tape is not None:
-            tape.note_parameters(model)
+            tape.record_written_parameters(model)
             setattr(model, "_constructor_tape", tape)  # noqa: B010
         _replace_parameters_by_meta(model)
         initialise = _kept_values_initialiser(getattr(model, "_init_weights", None))
@@ -228,7 +236,7 @@ class _MakeEmptyTensorsOnMeta(TorchFunctionMode):
             if self.made > self.most:
                 raise SpecError("the model has too many parameters.", got=f"more than {self.most:,} tensors")
         elif func == _IS_META and self.tape is not None:
-            self.tape.note_initialiser(inspect.currentframe().f_back)  # pyright: ignore[reportOptionalMemberAccess]
+            self.tape.record_initialiser_call(inspect.currentframe().f_back)  # pyright: ignore[reportOptionalMemberAccess]
         elif func in _TABLES and given.get("device") != "meta":
             self._check_new_tensor_size(func, args, given=given)
         return func(*args, **given)

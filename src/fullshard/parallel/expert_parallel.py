@@ -35,7 +35,7 @@ from fullshard.distributed.collectives import exchange_directly, exchange_parts_
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
-from fullshard.models.experts import count_rows, sum_choices
+from fullshard.models.experts import count_rows_per_expert, sum_weighted_rows_per_token
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import indivisible_experts_error
 from fullshard.torch_private.groups import group_of_name
@@ -161,7 +161,9 @@ class _DividedExperts:
     ) -> Tensor:
         """Returns what the experts of all ranks compute, as `experts.Experts` does. Collective."""
         order = top_k_index.flatten().argsort(stable=True)  # by expert, and so by rank
-        sent = count_rows(top_k_index, self.experts).view(self.ranks, -1)  # (ranks, experts of each)
+        sent = count_rows_per_expert(top_k_index, self.experts).view(
+            self.ranks, -1
+        )  # (ranks, experts of each)
         received = exchange_counts(sent, self.group)
         # Copied to the host once, which waits for the device: exchanges need the sizes there.
         sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
@@ -174,7 +176,7 @@ class _DividedExperts:
         y = y + rows if len(rows) == 0 else y
         del rows
         y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.scale, self.group, returns=True)
-        return sum_choices(y, order, weights=top_k_weights)
+        return sum_weighted_rows_per_token(y, order, weights=top_k_weights)
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -273,7 +273,7 @@ class _ModelValueSetter:
                     with _SeedEachRandomOperation(self.seed, self.names[module], device=self.device):
                         self._initialise_module(module)
                     if self.tape is not None:
-                        self.tape.set_parameters(module, seed=self.seed)
+                        self.tape.set_parameters_by_replay(module, seed=self.seed)
 
     def _initialise_module(self, module: nn.Module) -> None:
         own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -128,12 +128,12 @@ class MatmulSplit:
         self.dims[id(embedding.weight)] = 0
         part, forward = self._vocabulary_part(embedding.num_embeddings), embedding.forward
         padding = embedding.padding_idx
-        own_padding = padding - part.first if padding in part.tokens else None
+        own_padding = padding - part.first_token if padding in part.tokens else None
 
         def embed(tokens: Tensor) -> Tensor:
             if tokens.shape[1] % self.ranks:
                 raise indivisible_length_error(tokens.shape[1], ranks=self.ranks, pieces=1)
-            rows, own = part.local_tokens(tokens)
+            rows, own = part.local_rows_and_mask(tokens)
             embedding.padding_idx = own_padding  # for `forward` alone: initialisers read it too
             try:
                 values = forward(rows)

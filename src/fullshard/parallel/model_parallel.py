@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError, TrainError
 from fullshard.models.decoder import Attention, DecoderModel
-from fullshard.models.document_attention import DECLARED, ContextParallel, use_document_attention
+from fullshard.models.document_attention import DECLARED, ContextParallel, set_document_attention_if_supported
 from fullshard.models.experts import Router
 from fullshard.models.huggingface import has_balance_loss, is_causal_lm
 from fullshard.models.loss import windows_by_layer_kind
@@ -60,11 +60,11 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
             if isinstance(module, Attention):
                 module.context = context
             elif isinstance(module, Router):
-                module.share_sequences(context.part.ranks, context_group=group)
+                module.compute_balance_loss_over_ranks(context.part.ranks, context_group=group)
         return
     _check_transformers_model(model)
     config: Any = cast(Any, model.config).get_text_config()
-    if not use_document_attention(model, context=context):
+    if not set_document_attention_if_supported(model, context=context):
         kind = str(getattr(model.config, "_attn_implementation", "eager"))
         if getattr(config, "attn_logit_softcapping", None) is not None:
             why = "it caps the logits of attention, which only its own attention on one rank does"

@@ -121,7 +121,7 @@ def _divide_decoder(model: DecoderModel, split: MatmulSplit) -> None:
         split.divide_row(attention.output)
         feed_forward: Any = block.feed_forward
         if isinstance(feed_forward, Mixture):  # routes this rank's tokens, to whole experts
-            feed_forward.router.share_sequences(split.ranks, tensor_group=split.group)
+            feed_forward.router.compute_balance_loss_over_ranks(split.ranks, tensor_group=split.group)
             feed_forward = feed_forward.shared
             if feed_forward is None:
                 continue

@@ -55,9 +55,9 @@ def import_named_module(name: str, *, setting: str) -> ModuleType:
     finally:
         path = Path(*name.split("."))
         for package in [*path.parents][-2::-1]:  # without "."
-            _check_hides_no_file(package, package / "__init__.py", setting=setting)
+            _check_own_file_was_imported(package, package / "__init__.py", setting=setting)
         for own in (path.with_suffix(".py"), path / "__init__.py"):
-            _check_hides_no_file(path, own, setting=setting)
+            _check_own_file_was_imported(path, own, setting=setting)
 
 
 def append_working_directory_to_path() -> None:
@@ -66,7 +66,7 @@ def append_working_directory_to_path() -> None:
         sys.path.append(str(Path.cwd()))
 
 
-def _check_hides_no_file(module: Path, own: Path, *, setting: str) -> None:
+def _check_own_file_was_imported(module: Path, own: Path, *, setting: str) -> None:
     """Raises SpecError if `module` (`package/name`) was imported from a file with other bytes than `own`."""
     name = ".".join(module.parts)
     if name not in sys.modules or not own.is_file():

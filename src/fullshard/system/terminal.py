@@ -60,11 +60,11 @@ def prepare_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
             os.set_inheritable(descriptor, True)
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
-    sys.stdout = tolerant_stream(1, like=sys.stdout, is_result=True)
-    sys.stderr = tolerant_stream(2, like=sys.stderr, is_result=False)
+    sys.stdout = open_stream_dropping_failed_writes(1, like=sys.stdout, is_result=True)
+    sys.stderr = open_stream_dropping_failed_writes(2, like=sys.stderr, is_result=False)
 
 
-def tolerant_stream(descriptor: int, *, like: TextIO | None, is_result: bool) -> TextIO:
+def open_stream_dropping_failed_writes(descriptor: int, *, like: TextIO | None, is_result: bool) -> TextIO:
     """Returns a text stream on `descriptor`, with the encoding and the buffering of `like`.
 
     Characters that the encoding lacks are written as escapes: text of a model must not end a finished run.
@@ -73,7 +73,7 @@ def tolerant_stream(descriptor: int, *, like: TextIO | None, is_result: bool) ->
         like.flush()
     errors = getattr(like, "errors", "backslashreplace")
     return io.TextIOWrapper(
-        io.BufferedWriter(_TolerantFile(descriptor, is_result=is_result)),
+        io.BufferedWriter(_FileDroppingFailedWrites(descriptor, is_result=is_result)),
         encoding=getattr(like, "encoding", "utf-8"),
         errors="backslashreplace" if errors == "strict" else errors,
         line_buffering=getattr(like, "line_buffering", True),
@@ -81,7 +81,7 @@ def tolerant_stream(descriptor: int, *, like: TextIO | None, is_result: bool) ->
     )
 
 
-class _TolerantFile(io.FileIO):
+class _FileDroppingFailedWrites(io.FileIO):
     """A standard stream that drops what cannot be written.
 
     is_result: the first time, raises SystemExit if the reader has left, else the error

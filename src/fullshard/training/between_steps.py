@@ -17,7 +17,7 @@ from fullshard.distributed.tensors import storage_key
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL
-from fullshard.models.loss import Loss, sum_and_count
+from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.parallel.unit_events import check_shards, reshard_unsharded_units
 from fullshard.quantities import join_names
@@ -157,7 +157,7 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
         for batch in microbatches:
             batch = move_batch_to_device(batch, device)
             value = loss(model, batch)
-            total, count = sum_and_count(value)
+            total, count = loss_sum_and_count(value)
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
             if not isinstance(value, tuple) and isinstance(labels, Tensor):
                 count = (labels != IGNORED_LABEL).sum()

@@ -33,7 +33,7 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.distributed.unit_order import find_unit_order
 from fullshard.errors import TrainError
-from fullshard.models.loss import Loss, sum_and_count
+from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.quantities import join_names
@@ -72,7 +72,7 @@ def refuse_parameters_outside_model(loss: Loss, model: nn.Module) -> Loss:
         value = loss(of_model, batch)
         if not is_checked:
             is_checked = True
-            _raise_for_other_parameters(sum_and_count(value)[0], model, loss=loss)
+            _raise_for_other_parameters(loss_sum_and_count(value)[0], model, loss=loss)
         return value
 
     return checked

@@ -11,7 +11,12 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW, SavedTensor, check_same_tensors, skipped_in_a_row
+from fullshard.checkpoint.manifest import (
+    SKIPPED_IN_A_ROW,
+    SavedTensor,
+    check_same_tensors,
+    steps_skipped_in_a_row,
+)
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
@@ -219,7 +224,7 @@ class TrainState:
         self.step, self.rollbacks = read["step"], read["rollbacks"]
         self.trained_with = TrainedWith.from_values(values)
         self.rows = rows_in_values(values)
-        self.counts = StepCounts(read["tokens"], read["skipped"], skipped_in_a_row(values))
+        self.counts = StepCounts(read["tokens"], read["skipped"], steps_skipped_in_a_row(values))
         self.not_acted_on = None
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))

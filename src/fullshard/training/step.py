@@ -38,7 +38,7 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.unit_order import UnitEvents, find_unit_order, take_unit_events
 from fullshard.errors import TrainError
 from fullshard.models.experts import Router
-from fullshard.models.loss import Loss, sum_and_count
+from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.apply import explain_ungathered_parameters
 from fullshard.parallel.fp8 import reuse_weight_scales
 from fullshard.spec.plan import Plan
@@ -217,7 +217,7 @@ def _run_microbatches(
             tokens = count_computed_tokens(batch, plan)
             with _without_backward(state.model):
                 value = loss(state.model, move_batch_to_device(batch, sums.device))
-            total, count = sum_and_count(value)
+            total, count = loss_sum_and_count(value)
         kinds.add(isinstance(value, tuple))
         if len(kinds) > 1:
             raise TrainError(

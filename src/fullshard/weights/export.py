@@ -34,7 +34,7 @@ from fullshard.weights.files import (
     iterate_copies_into,
     split_copy,
 )
-from fullshard.weights.tensor_source import LayerMerging, MergedModel, SavedModel, TensorSource
+from fullshard.weights.tensor_source import LayerMerging, MergedModelTensors, SavedModelTensors, TensorSource
 
 # Parts that torch's wrappers add to names: compile and recompute anywhere, DDP at the front of all names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -254,9 +254,9 @@ def _build_writer(
 ) -> SafetensorsWriter:
     """Returns the writer. Raises CheckpointError without tensors, or for a dtype that safetensors lacks."""
     metadata = {"format": "pt", **(_tied_parameter_aliases(manifest.values) if naming is None else {})}
-    source: TensorSource = SavedModel(storage.build_reader(files, manifest))
+    source: TensorSource = SavedModelTensors(storage.build_reader(files, manifest))
     if merging is not None:
-        source = MergedModel(source, merging)
+        source = MergedModelTensors(source, merging)
     saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}
     shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
     names = map_weights_by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)

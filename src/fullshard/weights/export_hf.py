@@ -125,7 +125,7 @@ def export_hf(
         beside=beside,
         dtype=_DTYPES[dtype] if dtype else None,
         shard_bytes=shard_bytes,
-        merging=_build_adapter_merging(manifest, run),
+        merging=_layer_merging_of_checkpoint(manifest, run),
     )
     if not any(name in beside for name in _TOKENIZER):
         logger.info("no tokenizer was written: the run had none, or its files are gone")
@@ -182,7 +182,7 @@ def describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: st
     return _HFDescription(config, partial(map_model_tensors_to_file, twin), generation, twin)
 
 
-def _build_adapter_merging(manifest: Manifest, run: Run | None) -> dict[str, LayerMerging] | None:
+def _layer_merging_of_checkpoint(manifest: Manifest, run: Run | None) -> dict[str, LayerMerging] | None:
     """Returns how each layer's adapter is merged, by the layer's saved name; None without adapters.
 
     Raises CheckpointError if a merged model would not compute what the trained one does.
@@ -197,8 +197,8 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None) -> dict[str, Lay
             got="no [adapter] in the checkpoint's run",
             fix="--format safetensors, which writes the tensors by their own names",
         )
-    base, model = build_meta_models(manifest.values.get("huggingface"), run)
-    layers = adapter_merging(model, base=base)
+    base, model = build_base_and_adapted_meta_models(manifest.values.get("huggingface"), run)
+    layers = layer_merging_by_name(model, base=base)
     if others := [name for name, module in saved.items() if module not in layers]:
         raise CheckpointError(
             "the adapters cannot be merged.",
@@ -207,7 +207,7 @@ def _build_adapter_merging(manifest: Manifest, run: Run | None) -> dict[str, Lay
     return {name: layers[module] for name, module in saved.items()}
 
 
-def build_meta_models(recorded: JsonValue, run: Run) -> tuple[nn.Module, nn.Module]:
+def build_base_and_adapted_meta_models(recorded: JsonValue, run: Run) -> tuple[nn.Module, nn.Module]:
     """Builds the model of `run` on the meta device without adapters and, as in training, with them.
 
     recorded: its complete config for transformers; None for the reference decoder
@@ -224,7 +224,7 @@ def build_meta_models(recorded: JsonValue, run: Run) -> tuple[nn.Module, nn.Modu
     return build_base(), insert_adapters(build_base(), run.adapter)
 
 
-def adapter_merging(model: nn.Module, *, base: nn.Module) -> dict[str, LayerMerging]:
+def layer_merging_by_name(model: nn.Module, *, base: nn.Module) -> dict[str, LayerMerging]:
     """Returns how the adapter of each layer of `model` is merged into `base`, by the layer's name.
 
     model: with adapters, on the meta device
@@ -332,7 +332,7 @@ def find_end_tokens(run: Run | None) -> dict[int, str]:
             ends = open_tokenizer(tokenizer, eos_token=data.eos_token).tokens_after_document
             found[ends[-1]] = "documents end"
         if "messages" in kinds:  # no code beside the tokenizer is run: the checkpoint may be anybody's
-            turn = ChatTemplate(tokenizer, template=data.chat_template).find_end_of_turn()
+            turn = ChatTemplate(tokenizer, template=data.chat_template).find_trained_end_of_turn_token()
             if turn is not None:
                 found.setdefault(turn, "turns end")
     except (DataError, MissingExtraError) as error:

@@ -21,7 +21,7 @@ from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceMode
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.system.direct_io import open_atomic_replacement
 from fullshard.weights.export import export, names_without_wrappers
-from fullshard.weights.export_hf import adapter_merging, build_meta_models
+from fullshard.weights.export_hf import build_base_and_adapted_meta_models, layer_merging_by_name
 from fullshard.weights.names import full_transformers_config
 from fullshard.weights.tensor_source import ADDED, BASE
 
@@ -48,7 +48,7 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
             got="no [adapter] in its run",
             fix="--format hf, which writes the whole model",
         )
-    base, model = build_meta_models(manifest.values.get("huggingface"), run)
+    base, model = build_base_and_adapted_meta_models(manifest.values.get("huggingface"), run)
     config, trained = _describe_for_peft(run, model, base=base)
     _check_all_trained_are_saved(model, trained, saved=set(plain.values()))
     items: Mapping[str, Any] = config.to_dict()
@@ -74,9 +74,9 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     if run.adapter.rank == 0 or (recorded is None and not isinstance(run.model, DecoderConfig)):
         return []
     lines = list[str]()
-    base, adapted = build_meta_models(recorded, run)
+    base, adapted = build_base_and_adapted_meta_models(recorded, run)
     checks = {  # peft changes the base, so it comes last
-        "hf": lambda: adapter_merging(adapted, base=base),
+        "hf": lambda: layer_merging_by_name(adapted, base=base),
         "peft": lambda: _describe_for_peft(run, adapted, base=base),
     }
     for form, check in checks.items():
@@ -93,9 +93,9 @@ def _describe_for_peft(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[
     Raises CheckpointError if peft would not load all that is trained into `base`, which it changes.
     """
     layers = dict(adapters.iterate_adapted_layers(model))
-    turned = any(adapters.has_transposed_weight(layer.base_layer) for layer in layers.values())
+    transposed = any(adapters.has_transposed_weight(layer.base_layer) for layer in layers.values())
     trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
-    config: Any = adapters.make_lora_config(run.adapter, targets=sorted(layers), turned=turned)
+    config: Any = adapters.make_lora_config(run.adapter, targets=sorted(layers), transposed=transposed)
     config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
     config.inference_mode = True
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None

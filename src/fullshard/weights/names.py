@@ -49,12 +49,14 @@ def map_file_tensors_to_model(model: nn.Module, saved: Mapping[str, Shape]) -> W
         return map_weights_by_name(_state_dict_shapes(model), saved, prefixes=_BASES)
     within, pretrained = found
     with torch.device("meta"):  # built anew: transformers uses the class names, which FSDP2 changes
-        twin: Any = _class_before_sharding(pretrained)(copy.deepcopy(pretrained.config))
+        meta_model: Any = _class_before_sharding(pretrained)(copy.deepcopy(pretrained.config))
     core = _import_conversion_rules()
     if core is None:
-        named = map_weights_by_name(_state_dict_shapes(twin), saved, prefixes=(twin.base_model_prefix,))
+        named = map_weights_by_name(
+            _state_dict_shapes(meta_model), saved, prefixes=(meta_model.base_model_prefix,)
+        )
     else:
-        named = _apply_conversion_rules(twin, core, saved=saved)
+        named = _apply_conversion_rules(meta_model, core, saved=saved)
     own = {
         name.removeprefix(within).replace(_ADAPTED, "."): name
         for name in model.state_dict()
@@ -67,18 +69,18 @@ def map_file_tensors_to_model(model: nn.Module, saved: Mapping[str, Shape]) -> W
     )
 
 
-def map_model_tensors_to_file(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
+def map_model_tensors_to_file(meta_model: Any, tensors: Mapping[str, Shape]) -> WeightMap:
     """Maps the model's tensors, given by name and shape, to those of a file that its `from_pretrained` reads.
 
-    `twin` is the model on the meta device, see `build_meta_model`. Raises CheckpointError if transformers'
-    rules do not fit the tensors, or compute values.
+    `meta_model` is the model on the meta device, see `build_meta_model`. Raises CheckpointError if
+    transformers' rules do not fit the tensors, or compute values.
     """
     core = _import_conversion_rules()
     if core is None:
         return map_weights_by_name(tensors, tensors, prefixes=())
     traced = {name: make_source_tensor(name, shape) for name, shape in tensors.items()}
-    with _convert_untraced_errors(twin):
-        made: dict[str, TracedTensor] = core.revert_weight_conversion(twin, traced)
+    with _convert_untraced_errors(meta_model):
+        made: dict[str, TracedTensor] = core.revert_weight_conversion(meta_model, traced)
     return WeightMap(
         parts={name: tensor.parts for name, tensor in made.items()},
         shapes={name: tuple(tensor.shape) for name, tensor in made.items()},
@@ -153,14 +155,14 @@ def _import_conversion_rules() -> Any:
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 
 
-def _apply_conversion_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape]) -> WeightMap:
-    """Maps tensors of a file to those of `twin` by transformers' rules. See [Note: followed, not copied]."""
+def _apply_conversion_rules(meta_model: Any, core: Any, *, saved: Mapping[str, Shape]) -> WeightMap:
+    """Maps tensors of a file to those of a model by transformers' rules. See [Note: followed, not copied]."""
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
-    rules = mapping.get_model_conversion_mapping(twin)
+    rules = mapping.get_model_conversion_mapping(meta_model)
     renamings = [rule for rule in rules if isinstance(rule, core.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, core.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    wanted, base = _state_dict_shapes(twin), twin.base_model_prefix
+    wanted, base = _state_dict_shapes(meta_model), meta_model.base_model_prefix
     parts, shapes = dict[str, tuple[BoxCopy, ...]](), dict[str, Shape]()
     surplus, converting = list[str](), dict[str, Any]()
     for source in sorted(saved, key=core.dot_natural_key):
@@ -176,31 +178,33 @@ def _apply_conversion_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape])
                 converting[name] = copy.deepcopy(by_pattern[pattern])
             converting[name].add_tensor(name, source, pattern, make_source_tensor(source, saved[source]))
     for name, converter in converting.items():
-        with _convert_untraced_errors(twin):
-            made: dict[str, Any] = converter.convert(name, model=twin, config=twin.config)
+        with _convert_untraced_errors(meta_model):
+            made: dict[str, Any] = converter.convert(name, model=meta_model, config=meta_model.config)
         for target, tensor in made.items():
             traced: TracedTensor = tensor[0] if isinstance(tensor, list) else tensor
             parts[target], shapes[target] = traced.parts, tuple(traced.shape)
-    return WeightMap(parts=parts, shapes=shapes, surplus=tuple(_unexpected_tensor_names(twin, surplus)))
+    return WeightMap(parts=parts, shapes=shapes, surplus=tuple(_unexpected_tensor_names(meta_model, surplus)))
 
 
 @contextmanager
-def _convert_untraced_errors(twin: Any) -> Generator[None]:
+def _convert_untraced_errors(meta_model: Any) -> Generator[None]:
     """Converts UntraceableOperationError, raised in the block, into CheckpointError."""
     try:
         yield
     except UntraceableOperationError as error:
         raise CheckpointError(
-            f"the weights of {type(twin).__name__} are rearranged in a way that cannot be streamed.",
+            f"the weights of {type(meta_model).__name__} are rearranged in a way that cannot be streamed.",
             got=str(error),
             fix="load it with from_pretrained on every rank, and shard the model that holds its weights",
         ) from error
 
 
-def _unexpected_tensor_names(twin: Any, surplus: Iterable[str]) -> list[str]:
+def _unexpected_tensor_names(meta_model: Any, surplus: Iterable[str]) -> list[str]:
     """Returns the surplus tensors that transformers reports too: all except masks, position tables, etc."""
-    kept = {name for name, _ in twin.named_buffers()}  # computed, not loaded: absent from the state dict
-    patterns = [re.compile(one) for one in twin._keys_to_ignore_on_load_unexpected or ()]
+    kept = {
+        name for name, _ in meta_model.named_buffers()
+    }  # computed, not loaded: absent from the state dict
+    patterns = [re.compile(one) for one in meta_model._keys_to_ignore_on_load_unexpected or ()]
     left = [name for name in surplus if name not in kept and not name.endswith(".inv_freq")]
     return [name for name in left if not any(pattern.search(name) for pattern in patterns)]
 

@@ -38,7 +38,7 @@ class TensorSource(Protocol):
 _Place = tuple[str, ShardRecord]  # data file, and a saved piece of a tensor in it
 
 
-class SavedModel:
+class SavedModelTensors:
     """The model tensors of a checkpoint. Every read verifies the digests of the blocks that it reads."""
 
     def __init__(self, reader: DcpCheckpointReader) -> None:
@@ -128,14 +128,14 @@ class _LoraAdapter:
     merging: LayerMerging
 
 
-class MergedModel:
+class MergedModelTensors:
     """Tensors of a checkpoint, with each adapter added to its base weight.
 
     The sum is computed in fp32 and rounded once, to the weight's dtype. Other tensors are unchanged. Raises
     CheckpointError for adapters without their base, and for adapters that are not factors of matrices.
     """
 
-    def __init__(self, source: SavedModel, layers: Mapping[str, LayerMerging]) -> None:
+    def __init__(self, source: SavedModelTensors, layers: Mapping[str, LayerMerging]) -> None:
         """`layers`: how the adapter of each layer is merged, by the layer's saved name."""
         self._source = source
         self._adapters = _lora_adapters_by_base(source.tensors, layers)

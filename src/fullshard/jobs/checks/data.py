@@ -14,7 +14,7 @@ from fullshard.data.build import build_data
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
 from fullshard.jobs.checks.model_trial import IGNORED, plain_run
-from fullshard.models.build import find_vocabulary_rows
+from fullshard.models.build import count_vocabulary_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
@@ -75,7 +75,7 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
     with attempt:
         data = build_data(run, alive=stop_when_late)
         trial = DataTrial(
-            data, run, min(plan.data_parallel_degree, _MOST_RANKS), find_vocabulary_rows(None, run)
+            data, run, min(plan.data_parallel_degree, _MOST_RANKS), count_vocabulary_rows(None, run)
         )
         for _ in trial.microbatches(0, ranks=1):
             break

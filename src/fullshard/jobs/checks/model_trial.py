@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fullshard.data.build import build_data, tokenizer_vocabulary_size
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import ShardError
-from fullshard.models.build import build_model, find_vocabulary_rows
+from fullshard.models.build import build_model, count_vocabulary_rows
 from fullshard.models.huggingface import build_hf_config
 from fullshard.models.loss import Loss, choose_loss, next_token_loss
 from fullshard.parallel.materialize import materialize
@@ -166,7 +166,7 @@ def _choose_batches(run: Run) -> Batches:
         data = build_data(run)
         plan = Plan.from_run(plain_run(run, rows=_ROWS, microbatch=_ROWS), world_size=1)
         return lambda number: next(iter(data.microbatches(number, rank=0, plan=plan)))
-    vocabulary = find_vocabulary_rows(None, run) or tokenizer_vocabulary_size(run.data) or 256
+    vocabulary = count_vocabulary_rows(None, run) or tokenizer_vocabulary_size(run.data) or 256
     return partial(random_token_batch, run, vocabulary=vocabulary)
 
 

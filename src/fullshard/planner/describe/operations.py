@@ -364,16 +364,16 @@ class AllocationRecorder(TorchDispatchMode):
         self.record_fused_launch()
         self.recorded.append(PhaseRecord(event, unit))
 
-    def trace_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
-        """While active, scales FLOP and bytes moved from `rows` to all `of` rows; memory counts once."""
+    def record_chunk_as_whole(self, rows: int, *, all_rows: int) -> AbstractContextManager[None]:
+        """While active, scales FLOP and bytes moved from `rows` to `all_rows` rows; memory counts once."""
         self.loss_chunk = rows
-        return _replace_between_kernels(self, "_work_factor", value=of / rows)
+        return _replace_between_kernels(self, "_work_factor", value=all_rows / rows)
 
     def count_as_compiled(self) -> AbstractContextManager[None]:
         """While active, results of elementwise operations take memory only if they outlive their kernel."""
         return _replace_between_kernels(self, "_is_compiled", value=True)
 
-    def mark_backward(self) -> AbstractContextManager[None]:
+    def record_as_backward(self) -> AbstractContextManager[None]:
         """While active, records kernels as those of a backward."""
         return _replace_between_kernels(self, "_is_backward", value=True)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.models.chunked_loss import trace_one_chunk
+from fullshard.models.chunked_loss import run_first_chunk_for_all
 from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.units import Unit
 from fullshard.planner.describe.operations import AllocationRecorder, PhaseRecord, list_tensors
@@ -186,7 +186,7 @@ class MicrobatchTracer:
         self._to_run = [set() for _ in self.units]
         handles = self._register_hooks()
         try:
-            one_chunk = trace_one_chunk(self.allocations)
+            one_chunk = run_first_chunk_for_all(self.allocations)
             one_thread = torch.autograd.set_multithreading_enabled(False)
             with one_thread, self.fakes, self.integers, self.allocations, one_chunk:
                 self._ignore_existing_tensors(batch)
