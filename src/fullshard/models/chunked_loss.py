@@ -42,11 +42,11 @@ Rows = int | Literal["auto"]
 class ChunkTracer(Protocol):
     """Records the work of one chunk for all chunks."""
 
-    def trace_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
+    def scale_work_of_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
         """While active, records the work of a chunk of `rows` rows as that of `of` rows."""
         ...
 
-    def mark_backward(self) -> AbstractContextManager[None]:
+    def record_kernels_as_backward(self) -> AbstractContextManager[None]:
         """While active, records work as that of a backward."""
         ...
 
@@ -183,7 +183,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if edge is None:
                 continue
             tracer = _tracer.get()
-            with nullcontext() if tracer is None else tracer.mark_backward():
+            with nullcontext() if tracer is None else tracer.record_kernels_as_backward():
                 found = list(torch.autograd.grad([edge], inputs, [gradient], materialize_grads=True))
                 del gradient
                 if hidden_gradient is not None:
@@ -245,5 +245,5 @@ def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
     if tracer is None:
         yield from (slice(start, min(start + rows, count)) for start in range(0, count, rows))
         return
-    with tracer.trace_chunk(rows, of=count):
+    with tracer.scale_work_of_chunk(rows, of=count):
         yield slice(0, rows)

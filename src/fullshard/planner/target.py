@@ -13,7 +13,7 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.search.candidates import LONG_RUN_STEPS
-from fullshard.planner.search.parallel_degrees import sequences_for_sharing_ranks
+from fullshard.planner.search.parallel_degrees import most_sequences_shared_by_ranks
 from fullshard.quantities import format_count
 from fullshard.spec import pretrained
 from fullshard.spec.machine.catalog import hardware_on
@@ -139,7 +139,7 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
     sequences = max(1, round(wanted / (length * once))) * once
     most = LARGEST_COMMON_TOKENS if tokens is None else 2 * tokens
     if sequences * length > most:
-        shared = sequences_for_sharing_ranks(run, ranks=ranks, per_node=per_node, most_tokens=most)
+        shared = most_sequences_shared_by_ranks(run, ranks=ranks, per_node=per_node, most_tokens=most)
         if shared is not None:
             return shared, (
                 f"planned with {shared:,} sequences = {format_count(shared * length)} tokens a step, each of "

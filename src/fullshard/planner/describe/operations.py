@@ -364,18 +364,18 @@ class AllocationRecorder(TorchDispatchMode):
         self.record_fused_launch()
         self.recorded.append(PhaseRecord(event, unit))
 
-    def trace_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
+    def scale_work_of_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
         """While active, scales FLOP and bytes moved from `rows` to all `of` rows; memory counts once."""
         self.loss_chunk = rows
-        return _replace_between_kernels(self, "_work_factor", value=of / rows)
+        return _replace_attribute_between_kernels(self, "_work_factor", value=of / rows)
 
     def count_as_compiled(self) -> AbstractContextManager[None]:
         """While active, results of elementwise operations take memory only if they outlive their kernel."""
-        return _replace_between_kernels(self, "_is_compiled", value=True)
+        return _replace_attribute_between_kernels(self, "_is_compiled", value=True)
 
-    def mark_backward(self) -> AbstractContextManager[None]:
+    def record_kernels_as_backward(self) -> AbstractContextManager[None]:
         """While active, records kernels as those of a backward."""
-        return _replace_between_kernels(self, "_is_backward", value=True)
+        return _replace_attribute_between_kernels(self, "_is_backward", value=True)
 
     def record_host_copy(self, way: Way, size: int) -> None:
         """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
@@ -458,7 +458,7 @@ def _serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
 
 
 @contextmanager
-def _replace_between_kernels(
+def _replace_attribute_between_kernels(
     recorder: AllocationRecorder, attribute: str, *, value: float | bool
 ) -> Generator[None]:
     """Replaces an attribute while active. No kernel is fused across its beginning or end."""

@@ -35,7 +35,7 @@ def check_settings_work_together(run: Run) -> None:
             got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
             fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
         )
-    degree, unsupported = run.sharding.tensor_degree, first_setting_without_tensor_parallel(run)
+    degree, unsupported = run.sharding.tensor_degree, first_setting_that_excludes_tensor_parallel(run)
     if degree > 1 and unsupported is not None:
         raise PlanError(
             "these settings do not work together.",
@@ -44,7 +44,7 @@ def check_settings_work_together(run: Run) -> None:
         )
 
 
-def first_setting_without_tensor_parallel(run: Run) -> str | None:
+def first_setting_that_excludes_tensor_parallel(run: Run) -> str | None:
     """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
     model, experts = run.model, run.sharding.expert_degree
     styles = bool(run.sharding.tensor_parallel_styles)
