@@ -92,13 +92,13 @@ def show_machines(rows: Sequence[MachineRow]) -> None:
     if question is not None:
         show_labelled_lines([("model", question.model_summary), ("", "")])
     header = ("", "tokens/s", "per rank", "MFU", "memory", "of", *_budget_columns(rows), "plan")
-    show_table(header, list(_iterate_cells(rows)))
+    show_table(header, list(_iterate_rows_of_cells(rows)))
     notes = [*_fastest_and_cheapest_lines(rows), *chain.from_iterable(map(_machine_notes, rows))]
     notes.append(("plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"))
     show_labelled_lines([("", ""), *notes])
 
 
-def _iterate_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ...]]:
+def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ...]]:
     columns = _budget_columns(rows)
     for row in rows:
         if row.plan is None:

@@ -13,7 +13,7 @@ from fullshard.planner.search.candidates import run_with_settings
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planner.search.search import SearchResult, require_best, search
-from fullshard.planner.target import PlanTarget, choose_global_batch, choose_hardware, resolve_plan_target
+from fullshard.planner.target import ModelToPlan, choose_global_batch, choose_hardware, resolve_model_to_plan
 from fullshard.quantities import format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
@@ -35,7 +35,7 @@ LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in rang
 class PlanRequest:
     """A planning question: the model, its spec, the hardware, and the run with the user's settings."""
 
-    subject: PlanTarget
+    subject: ModelToPlan
     asked: Run
     hardware: Hardware
     spec: ModelSpec
@@ -72,7 +72,7 @@ class PlanOptions(NamedTuple):
 
     def build_request(self, machine: str | None) -> PlanRequest:
         """Returns the planning question on a machine; None is this one. Prints notes to standard error."""
-        subject, pinned = resolve_plan_target(self.model), [*self.pinned]
+        subject, pinned = resolve_model_to_plan(self.model), [*self.pinned]
         asked, ranks = subject.load_run(pinned), self.ranks
         if machine is not None:  # ranks in a run.toml are of another machine; those of --set count
             ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None

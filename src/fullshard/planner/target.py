@@ -31,7 +31,7 @@ LARGEST_COMMON_TOKENS = 2**24
 
 
 @dataclass(frozen=True)
-class PlanTarget:
+class ModelToPlan:
     """A model to plan for.
 
     settings: the model as `--set` arguments, which those of the user override
@@ -58,26 +58,26 @@ class PlanTarget:
             return describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
 
 
-def resolve_plan_target(name: str | None) -> PlanTarget:
+def resolve_model_to_plan(name: str | None) -> ModelToPlan:
     """Returns the model of `name`: a preset, a file or directory, or a repository in the Hugging Face cache.
 
     None means fullshard's default model. Raises SpecError for an unknown name, with the nearest presets.
     """
     if name is None:
-        return PlanTarget(name="the embedded default model", chosen_here=False)
+        return ModelToPlan(name="the embedded default model", chosen_here=False)
     path = Path(name)
     if os.path.exists(path):
-        return _target_from_file(path)
+        return _model_to_plan_from_file(path)
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
         raise SpecError(f"{name} cannot be read.", got="no such file")
     cached = pretrained.find_cached_config(name) if "/" in name else None
     preset = pretrained.preset_or_none(name) if cached is None else None
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
-        return PlanTarget(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
+        return ModelToPlan(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
     cached = cached or pretrained.find_cached_config(name)
     if cached is not None:
-        return _target_from_hf_config(cached, name=name)
+        return _model_to_plan_from_hf_config(cached, name=name)
     raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
@@ -85,19 +85,19 @@ def resolve_plan_target(name: str | None) -> PlanTarget:
     )
 
 
-def _target_from_file(path: Path) -> PlanTarget:
+def _model_to_plan_from_file(path: Path) -> ModelToPlan:
     if path.is_dir():
         if not (path / pretrained.CONFIG_NAME).is_file():
             raise SpecError(
                 f"{path} is a directory without a {pretrained.CONFIG_NAME}.", fix="a preset, or a file"
             )
-        return _target_from_hf_config(path / pretrained.CONFIG_NAME, name=path.resolve().name)
+        return _model_to_plan_from_hf_config(path / pretrained.CONFIG_NAME, name=path.resolve().name)
     if path.suffix == ".toml":
-        return PlanTarget(name=f"the model of {path}", run_path=path, chosen_here=False)
-    return _target_from_hf_config(path, name=str(path))
+        return ModelToPlan(name=f"the model of {path}", run_path=path, chosen_here=False)
+    return _model_to_plan_from_hf_config(path, name=str(path))
 
 
-def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
+def _model_to_plan_from_hf_config(path: Path, *, name: str) -> ModelToPlan:
     config = pretrained.read_config(path)
     pretrained.check_config_limits(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
@@ -111,7 +111,7 @@ def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
     # Images have no tokens, so each counts as one.
     length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
     settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
-    return PlanTarget(name=name, settings=settings)
+    return ModelToPlan(name=name, settings=settings)
 
 
 def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:

@@ -203,7 +203,7 @@ class CompiledPrograms:
 
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:  # signature: torch's
             if policy is not None:
-                _tag_operations(joint.graph, policy)
+                _mark_operations_to_save_or_recompute(joint.graph, policy)
             return compiler.min_cut_rematerialization_partition(joint, inputs, **options)
 
         def run_graph(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
@@ -293,7 +293,7 @@ class _GraphForward:
         run = partial(_run_with_tensors_replaced, self.forward, tree=(rest, structure), where=where)
         run = partial(run, holders=[(module, list(one)) for module, one in zip(modules, held, strict=True)])
         policy = block_recompute_policy(self.section)
-        key = (_operations_key(run, tensors), _policy_key(self.section), torch.is_grad_enabled())
+        key = (_operations_key(run, tensors), _recompute_policy_key(self.section), torch.is_grad_enabled())
         program = self.blocks.programs.find_or_trace_program(key, run, tensors=tensors, policy=policy)
         if program is not None:
             return program(*tensors)
@@ -301,7 +301,7 @@ class _GraphForward:
         return self.eager(*args, **kwargs)
 
 
-def _policy_key(section: RecomputeSection) -> Hashable:
+def _recompute_policy_key(section: RecomputeSection) -> Hashable:
     """Returns a key that is equal for settings under which a recomputed block saves the same results."""
     if block_recompute_policy(section) is None:
         return None
@@ -341,7 +341,7 @@ class _GraphInterpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _tag_operations(graph: fx.Graph, policy: OperationPolicy) -> None:
+def _mark_operations_to_save_or_recompute(graph: fx.Graph, policy: OperationPolicy) -> None:
     """Marks each operation of forward as one to save or to compute again, as recompute does when compiled."""
     of_backward: set[fx.Node] = set()
     for node in graph.nodes:

@@ -403,10 +403,10 @@ class AllocationRecorder(TorchDispatchMode):
             return
         run = self._fusing
         for tensor in list_tensors(read):
-            if (serial := _serial_number(tensor, self._blocks)) < run.born:
+            if (serial := _storage_serial_number(tensor, self._blocks)) < run.born:
                 run.read[serial] = max(run.read.get(serial, 0), readable_tensor_bytes(tensor))
         for tensor in list_tensors(written):
-            run.written[_serial_number(tensor, self._blocks)] = tensor.untyped_storage().nbytes()
+            run.written[_storage_serial_number(tensor, self._blocks)] = tensor.untyped_storage().nbytes()
         run.last = launch
 
     def record_fused_launch(self) -> None:
@@ -451,7 +451,7 @@ class AllocationRecorder(TorchDispatchMode):
             self.recorded[-1].changes.append((kind, size))
 
 
-def _serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
+def _storage_serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
     """Returns the serial number of the tensor's storage; -1 if it is not tracked."""
     block = blocks.get(storage_key(tensor))
     return -1 if block is None else block.serial

@@ -253,9 +253,10 @@ def update_temporary_bytes(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     and those of an offloaded update are in `device_update_buffer_bytes`.
 
     Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. Others update parameter by
-    parameter: stochastic rounding as `stochastic_rounding_temporary_bytes` says; AdamW in 8 bits with 53 bytes
-    per element on the CPU, where it is eager. On a GPU it is compiled, to one kernel that writes at most the two
-    new moments in fp32 and their scales before it quantises them (measured with Inductor on a CPU).
+    parameter: stochastic rounding as `stochastic_rounding_temporary_bytes` says; AdamW in 8 bits with 53
+    bytes per element on the CPU, where it is eager. On a GPU it is compiled, to one kernel that writes at
+    most the two new moments in fp32 and their scales before it quantises them (measured with Inductor on a
+    CPU).
     """
     section, units = plan.run.optimizer, list(sizes)
     if plan.run.offload.offloads_optimizer:

@@ -66,7 +66,7 @@ class _DegreeSearcher(NamedTuple):
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.experts))
         if run.sharding.expert_parallel != "auto" or not degrees:
-            return self._search_spec(run, spec)
+            return self._search_with_spec(run, spec)
         questions = {
             1: (_with_degree(run, "expert_parallel", degree=1), spec)
         } | self._describe_expert_degrees(run, degrees)
@@ -75,7 +75,7 @@ class _DegreeSearcher(NamedTuple):
         for tiers in ((), targets) if targets else ((),):
             if (chosen := self._choose_expert_degree(questions, tiers)) is not None:
                 return chosen
-        return self._search_spec(*questions[1])
+        return self._search_with_spec(*questions[1])
 
     def search_fitting(self, run: Run) -> DegreeSearch | None:
         """Returns the search of `run`; None if no plan fits, or its settings are impossible."""
@@ -85,7 +85,7 @@ class _DegreeSearcher(NamedTuple):
             return None
         return None if searched.found.best is None else searched
 
-    def _search_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
+    def _search_with_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
         found = search(spec, self.hardware, run, tiers=tiers)
         return DegreeSearch(run, spec, found)
 
@@ -116,7 +116,7 @@ class _DegreeSearcher(NamedTuple):
             only_resident = not tiers and own.offload.tier == "auto"
             run = candidates.run_with_settings(own, {"offload": {"tier": "none"}}) if only_resident else own
             with suppress(PlanError):  # other settings of the run cannot be combined with this number
-                searched = self._search_spec(run, spec, tiers=tiers)
+                searched = self._search_with_spec(run, spec, tiers=tiers)
                 found += [] if searched.found.best is None else [searched._replace(run=own)]
         return choose_first_not_notably_slower(found, questions[1][0]) if found else None
 
