@@ -16,7 +16,7 @@ from fullshard.planner.describe.describe_run import (
     describe_run,
     version_without_build,
 )
-from fullshard.planner.target import resolve_plan_target
+from fullshard.planner.target import resolve_model_to_plan
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.settings.model_section import can_decoder_be_split
 
@@ -25,7 +25,7 @@ lines = [version_without_build(version("torch"))]
 for preset in read_presets():
     for ranks in (1, PER_NODE):
         settings = ["precision.mode=bf16", f"sharding.tensor_parallel={ranks}"]
-        run = resolve_plan_target(preset.name).load_run(settings)
+        run = resolve_model_to_plan(preset.name).load_run(settings)
         key = build_spec_key(run, "cuda")
         assert key is not None, "presets can be cached"
         spec = describe_run(run, "cuda", cached=False)

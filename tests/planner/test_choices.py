@@ -16,7 +16,7 @@ from fullshard.planner.describe.describe import describe
 from fullshard.planner.describe.describe_run import SHIPPED_FILE, build_spec_key
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import search
-from fullshard.planner.target import resolve_plan_target
+from fullshard.planner.target import resolve_model_to_plan
 from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -93,7 +93,7 @@ def spec_and_run(model: str, length: int, *, ranks: int) -> tuple[ModelSpec, Run
     if model in SHAPES:
         shape = replace(SHAPES[model], sequence=length)
         return decoder_spec(shape), run_for(shape, rows, *OVERRIDES)
-    run = resolve_plan_target(model).load_run([*OVERRIDES, rows])
+    run = resolve_model_to_plan(model).load_run([*OVERRIDES, rows])
     assert run.data.sequence_length == length
     key = build_spec_key(run, "cuda")
     assert key is not None

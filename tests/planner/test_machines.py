@@ -8,7 +8,7 @@ from fullshard.errors import SpecError
 from fullshard.planner.machines import machine_record, parse_machines, plan_machines, show_machines
 from fullshard.planner.result import PlanRequest
 from fullshard.planner.search.search import search
-from fullshard.planner.target import PlanTarget
+from fullshard.planner.target import ModelToPlan
 from fullshard.report.plan import TrainingBudget
 from fullshard.spec.machine.hardware import Hardware
 from tests.fakes.hardware import hardware_of
@@ -24,7 +24,7 @@ MACHINES = {
 
 
 def ask(name: str) -> PlanRequest:
-    return PlanRequest(PlanTarget("8B"), RESIDENT, MACHINES[name], spec=SPEC)
+    return PlanRequest(ModelToPlan("8B"), RESIDENT, MACHINES[name], spec=SPEC)
 
 
 def budget(hardware: Hardware, price: float | None) -> TrainingBudget:

@@ -8,7 +8,7 @@ from fullshard.errors import PlanError
 from fullshard.planner import result
 from fullshard.planner.result import PlanRequest, plan_largest_input
 from fullshard.planner.search.search import search
-from fullshard.planner.target import PlanTarget
+from fullshard.planner.target import ModelToPlan
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.run import Run
@@ -17,7 +17,7 @@ from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 
 
 @dataclass(frozen=True)
-class DecoderTarget(PlanTarget):
+class DecoderTarget(ModelToPlan):
     """A target that needs no trace."""
 
     def describe_model(self, run: Run, hardware: Hardware) -> ModelSpec:

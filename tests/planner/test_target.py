@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.target import choose_global_batch, resolve_plan_target
+from fullshard.planner.target import choose_global_batch, resolve_model_to_plan
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
@@ -21,13 +21,13 @@ def write_config(directory: Path, config: dict[str, object]) -> Path:
 
 @pytest.mark.parametrize("preset", read_presets(), ids=lambda preset: preset.name)
 def test_a_preset_is_a_run_of_that_model(preset):
-    run = resolve_plan_target(preset.name).load_run([])
+    run = resolve_model_to_plan(preset.name).load_run([])
     assert run.decoder_config == preset.model
     assert run.data.sequence_length == min(8192, preset.model.max_sequence)
 
 
 def test_settings_of_the_user_override_the_preset():
-    run = resolve_plan_target("llama3-8b").load_run(["data.sequence_length=512", "model.layers=2"])
+    run = resolve_model_to_plan("llama3-8b").load_run(["data.sequence_length=512", "model.layers=2"])
     assert (run.data.sequence_length, run.decoder_config.layers, run.decoder_config.d_model) == (512, 2, 4096)
 
 
@@ -37,7 +37,7 @@ def test_settings_of_the_user_override_the_preset():
 )
 def test_config_gives_the_length_of_sequences(config: dict[str, object], length: int, tmp_path: Path):
     path = write_config(tmp_path, config)
-    run = resolve_plan_target(str(path)).load_run([])
+    run = resolve_model_to_plan(str(path)).load_run([])
     assert isinstance(run.model, HuggingFaceModel)
     assert (run.model.hf, run.data.sequence_length) == (str(path), length)
 
@@ -45,7 +45,7 @@ def test_config_gives_the_length_of_sequences(config: dict[str, object], length:
 def test_run_file_keeps_its_batch(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text("[train]\nglobal_batch = 12\n")
-    subject = resolve_plan_target(str(path))
+    subject = resolve_model_to_plan(str(path))
     assert subject.load_run([]).train.global_batch == 12
     assert not subject.chosen_here
 
@@ -63,7 +63,7 @@ def test_run_file_keeps_its_batch(tmp_path: Path):
 def test_unknown_name_is_refused(name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(SpecError) as raised:
-        resolve_plan_target(name)
+        resolve_model_to_plan(name)
     assert says in str(raised.value)
 
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_no_model_is_refused(text: str, tmp_path: Path):
     path = tmp_path / "file.json"
     path.write_text(text)
     with pytest.raises(SpecError):
-        resolve_plan_target(str(path))
+        resolve_model_to_plan(str(path))
 
 
 def run_of(length: int, *overrides: str) -> Run:

@@ -14,7 +14,7 @@ from fullshard.report.plan import (
     term_label,
 )
 from fullshard.report.table import show_labelled_lines
-from fullshard.spec.machine.certainty import Certainty
+from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import Run
@@ -73,7 +73,7 @@ def test_the_moment_of_the_peak_is_a_phrase(moment: str, text: str):
 
 def test_a_speed_lies_where_a_prediction_as_wrong_as_others_puts_it():
     """262 thousand tokens/s on 8 ranks may be a fifth less or twice as many."""
-    some = page(predicted(seconds=4.0))._replace(certainty=Certainty(-0.5, 0.25, "90 % of some rows"))
+    some = page(predicted(seconds=4.0))._replace(certainty=SpeedDeviation(-0.5, 0.25, "90 % of some rows"))
     said = {label.strip(): text for label, text in plan_rows(some)}
     assert said["speed"] == "262k tokens/s, 32.8k per rank"
     start = "26.2k to 65.5k per rank: predicted 50 % too low to 25 % too high, as are "

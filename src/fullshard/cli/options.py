@@ -62,9 +62,9 @@ class SettingsCommand(TyperCommand):
 def _check_is_not_setting(option: str) -> None:
     """Raises SpecError if an unknown option is the name of a setting, here or in another trainer."""
     from fullshard.spec.run import Run
-    from fullshard.spec.value import find_key_by_name
+    from fullshard.spec.value import suggested_keys_text
 
-    key = find_key_by_name(Run, option.removeprefix("--"))
+    key = suggested_keys_text(Run, option.removeprefix("--"))
     if key is not None:
         fix = f"--set {key}=…" if " " not in key else key
         raise SpecError(f"{option} is not an option, but a setting.", got=option, fix=fix)

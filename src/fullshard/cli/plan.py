@@ -105,14 +105,14 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     options = PlanOptions(model, pinned, ranks, drive_rate, tokens_per_step, budget, price)
     if machines:
         return _plan_on_machines(options, machines, given=given, as_json=as_json)
-    question = options.ask(on)
+    question = options.build_request(on)
     spend = options.budget_on(question.hardware)
     answer = search_and_explain(question) if largest is None else plan_largest_input(question, largest)
     if save is not None:
         answer.save(save)
     if as_json:
         return typer.echo(json.dumps(answer.json_record(spend), indent=2))
-    return answer.print_page(spend, compare=compare)
+    return answer.print_report(spend, compare=compare)
 
 
 def _plan_on_machines(
@@ -128,7 +128,7 @@ def _plan_on_machines(
             why="it is a table of several plans",
             fix="these without --machines, for one plan",
         )
-    rows = plan_machines(parse_machines(machines), options.ask, budget=options.budget_on)
+    rows = plan_machines(parse_machines(machines), options.build_request, budget=options.budget_on)
     if as_json:
         typer.echo(json.dumps({"machines": [machine_record(row) for row in rows]}, indent=2))
     else:

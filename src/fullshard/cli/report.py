@@ -81,11 +81,11 @@ def _write_page(directory: Path, path: Path, *, force: bool) -> None:
     """Writes the page about the run to `path`. Raises SpecError if it cannot be written."""
     from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes
-    from fullshard.report.page import is_page, render_page
+    from fullshard.report.page import is_report_page, render_page
     from fullshard.system.files import write_file_atomically
     from fullshard.system.targets import check_output_file
 
-    check_output_file(path, is_kind=is_page, force=force)
+    check_output_file(path, is_kind=is_report_page, force=force)
     page = render_page(_read_run(directory))
     try:
         write_file_atomically(path, page)

@@ -32,7 +32,7 @@ def trace(
         choose_step,
         read_step,
         save_trace,
-        trace_processes,
+        spans_by_trace_process,
     )
     from fullshard.system.targets import build_can_load_predicate, check_output_file
 
@@ -43,7 +43,7 @@ def trace(
         raise SpecError(f"{directory}: the profiles of step {step} cannot be read.", fix="another --step")
     about = {"run": str(directory), "step": str(step)}
     try:
-        save_trace(path, trace_processes(measured), about=about)
+        save_trace(path, spans_by_trace_process(measured), about=about)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""

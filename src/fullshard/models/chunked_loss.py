@@ -42,11 +42,11 @@ Rows = int | Literal["auto"]
 class ChunkTracer(Protocol):
     """Records the work of one chunk for all chunks."""
 
-    def record_chunk_as_whole(self, rows: int, *, all_rows: int) -> AbstractContextManager[None]:
-        """While active, records the work of a chunk of `rows` rows as that of `all_rows` rows."""
+    def scale_work_of_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
+        """While active, records the work of a chunk of `rows` rows as that of `of` rows."""
         ...
 
-    def record_as_backward(self) -> AbstractContextManager[None]:
+    def record_kernels_as_backward(self) -> AbstractContextManager[None]:
         """While active, records work as that of a backward."""
         ...
 
@@ -185,7 +185,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if edge is None:
                 continue
             tracer = _tracer.get()
-            with nullcontext() if tracer is None else tracer.record_as_backward():
+            with nullcontext() if tracer is None else tracer.record_kernels_as_backward():
                 found = list(torch.autograd.grad([edge], inputs, [gradient], materialize_grads=True))
                 del gradient
                 if hidden_gradient is not None:
@@ -247,5 +247,5 @@ def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:
     if tracer is None:
         yield from (slice(start, min(start + rows, count)) for start in range(0, count, rows))
         return
-    with tracer.record_chunk_as_whole(rows, all_rows=count):
+    with tracer.scale_work_of_chunk(rows, of=count):
         yield slice(0, rows)

@@ -17,7 +17,7 @@ from fullshard.observe.progress import Progress, RunProgress
 from fullshard.observe.step_metrics import StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
-from fullshard.report.run_record import parse_line
+from fullshard.report.run_record import parse_metrics_line
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import none_if_not_finite
 from fullshard.spec.records.run_files import EVENTS, METRICS
@@ -273,7 +273,7 @@ def _drop_lines_after_step(path: Path, last_step: int) -> None:
     """Rewrites the file without incomplete lines and lines of steps after `last_step`, if it has such."""
 
     def is_kept(line: bytes) -> bool:
-        step = parse_line(line).get("step")
+        step = parse_metrics_line(line).get("step")
         return isinstance(step, int) and step <= last_step
 
     with open(path, "rb", opener=open_regular_file) as old:

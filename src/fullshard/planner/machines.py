@@ -5,7 +5,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.result import PlanRequest, fastest_plan
+from fullshard.planner.result import PlanRequest, find_fastest_fitting_plan
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import (
@@ -17,7 +17,7 @@ from fullshard.report.plan import (
 )
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
-from fullshard.spec.machine.certainty import certainty_of
+from fullshard.spec.machine.certainty import speed_deviation_of_model
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.plan import Plan
 
@@ -62,13 +62,13 @@ def _parse_machine(text: str) -> tuple[str, float | None]:
 
 def plan_machines(
     machines: Sequence[tuple[str, float | None]],
-    ask: Callable[[str], PlanRequest],
+    build_request: Callable[[str], PlanRequest],
     *,
     budget: Callable[[Hardware, float | None], TrainingBudget | None],
 ) -> list[MachineRow]:
     """Returns a row for each (name, price per hour). Where nothing fits, it has a reason instead of a plan.
 
-    ask: returns the planning question for the machine of this name
+    build_request: returns the planning question for the machine of this name
     budget: returns the training budget for (hardware, dollars per GPU hour); None without a number of tokens
 
     Raises SpecError for an unknown name.
@@ -77,8 +77,8 @@ def plan_machines(
     for name, price in machines:
         question = None
         try:
-            question = ask(name)
-            best = fastest_plan(question)
+            question = build_request(name)
+            best = find_fastest_fitting_plan(question)
         except PlanError as error:
             rows.append(MachineRow(name, reason=" ".join(str(error).split()), question=question))
         else:
@@ -92,13 +92,13 @@ def show_machines(rows: Sequence[MachineRow]) -> None:
     if question is not None:
         show_labelled_lines([("model", question.model_summary), ("", "")])
     header = ("", "tokens/s", "per rank", "MFU", "memory", "of", *_budget_columns(rows), "plan")
-    show_table(header, list(_iterate_cells(rows)))
-    notes = [*_best_machines(rows), *chain.from_iterable(map(_machine_notes, rows))]
+    show_table(header, list(_iterate_rows_of_cells(rows)))
+    notes = [*_fastest_and_cheapest_lines(rows), *chain.from_iterable(map(_machine_notes, rows))]
     notes.append(("plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"))
     show_labelled_lines([("", ""), *notes])
 
 
-def _iterate_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ...]]:
+def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ...]]:
     columns = _budget_columns(rows)
     for row in rows:
         if row.plan is None:
@@ -133,7 +133,7 @@ def machine_record(row: MachineRow) -> Mapping[str, object]:
     if row.plan is None or row.question is None:
         return {"machine": row.name, "reason": row.reason}
     prediction, hardware = require_prediction(row.plan), row.question.hardware
-    certainty = certainty_of(row.question.spec, hardware)
+    certainty = speed_deviation_of_model(row.question.spec, hardware)
     return {
         "machine": row.name,
         "reason": None,
@@ -145,7 +145,7 @@ def machine_record(row: MachineRow) -> Mapping[str, object]:
         "source": hardware.source,
         "capacity_bytes": prediction.capacity_bytes,
         "certainty": certainty and certainty._asdict(),
-        **({} if row.budget is None else {"budget": row.budget.record(row.plan, prediction)}),
+        **({} if row.budget is None else {"budget": row.budget.json_record(row.plan, prediction)}),
         "plan": row.plan.model_dump(mode="json"),
     }
 
@@ -158,7 +158,7 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
     offload = "" if tier == "none" else f", offload {tier}"
     tokens = format_count(row.plan.run.tokens_per_step)
     yield row.name, f"{mesh_text(row.plan)}{offload}, {tokens} tokens a step"
-    if (certainty := certainty_of(row.question.spec, hardware)) is not None:
+    if (certainty := speed_deviation_of_model(row.question.spec, hardware)) is not None:
         yield "", certainty.text
     entry = find_catalog_entry_of_chip(hardware.chip)
     if hardware.calibration != "none":
@@ -170,7 +170,7 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
         yield "", f"{runs}: runs of other years may differ by their software alone"
 
 
-def _best_machines(rows: Sequence[MachineRow]) -> Iterator[tuple[str, str]]:
+def _fastest_and_cheapest_lines(rows: Sequence[MachineRow]) -> Iterator[tuple[str, str]]:
     """Yields the machines that are fastest and cheapest, if there is a choice."""
     fitting = [(row, row.plan, require_prediction(row.plan)) for row in rows if row.plan is not None]
     if len(fitting) < 2:

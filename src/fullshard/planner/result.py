@@ -13,11 +13,11 @@ from fullshard.planner.search.candidates import run_with_settings
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planner.search.search import SearchResult, require_best, search
-from fullshard.planner.target import PlanTarget, choose_global_batch, choose_hardware, resolve_plan_target
+from fullshard.planner.target import ModelToPlan, choose_global_batch, choose_hardware, resolve_model_to_plan
 from fullshard.quantities import format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
 from fullshard.report.table import show_labelled_lines
-from fullshard.spec.machine.certainty import certainty_of
+from fullshard.spec.machine.certainty import speed_deviation_of_model
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
@@ -35,7 +35,7 @@ LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in rang
 class PlanRequest:
     """A planning question: the model, its spec, the hardware, and the run with the user's settings."""
 
-    subject: PlanTarget
+    subject: ModelToPlan
     asked: Run
     hardware: Hardware
     spec: ModelSpec
@@ -70,9 +70,9 @@ class PlanOptions(NamedTuple):
     budget: str | None = None
     price: float | None = None
 
-    def ask(self, machine: str | None) -> PlanRequest:
+    def build_request(self, machine: str | None) -> PlanRequest:
         """Returns the planning question on a machine; None is this one. Prints notes to standard error."""
-        subject, pinned = resolve_plan_target(self.model), [*self.pinned]
+        subject, pinned = resolve_model_to_plan(self.model), [*self.pinned]
         asked, ranks = subject.load_run(pinned), self.ranks
         if machine is not None:  # ranks in a run.toml are of another machine; those of --set count
             ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None
@@ -149,7 +149,7 @@ class PlanResult:
     explanation: PlanExplanation | None = None
     largest: tuple[str, int] | None = None
 
-    def print_page(self, budget: TrainingBudget | None, *, compare: bool) -> None:
+    def print_report(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies."""
         if self.largest is not None:
             what, size = self.largest
@@ -158,7 +158,7 @@ class PlanResult:
         if self.explanation is not None:
             why = list(self.explanation.advice_lines())
         why += map(str, self.question.spec.untraced)
-        certainty = certainty_of(self.question.spec, self.question.hardware)
+        certainty = speed_deviation_of_model(self.question.spec, self.question.hardware)
         show_plan(
             PlanReport(
                 self.best,
@@ -196,7 +196,7 @@ class PlanResult:
             data["bytes_per_rank"] = prediction.required_device_bytes
             data["seconds_per_step"] = prediction.time.total
             if budget is not None:
-                data["budget"] = budget.record(best, prediction)
+                data["budget"] = budget.json_record(best, prediction)
         if self.largest is not None:
             data["largest"] = dict([self.largest])
         if self.explanation is not None:
@@ -205,7 +205,7 @@ class PlanResult:
             data["considered"] = self.found.considered
             plans = self.found.by_strategy.items()
             data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
-        if (certainty := certainty_of(spec, hardware)) is not None:
+        if (certainty := speed_deviation_of_model(spec, hardware)) is not None:
             data["certainty"] = certainty._asdict()
         return data
 
@@ -225,14 +225,14 @@ def _convert_write_errors(path: Path) -> Generator[None]:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
 
 
-def fastest_plan(question: PlanRequest) -> Plan:
+def find_fastest_fitting_plan(question: PlanRequest) -> Plan:
     """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
     found = _search_degrees(question).found
     return require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
 
 
 def search_and_explain(question: PlanRequest) -> PlanResult:
-    """Searches for the fastest plan that fits, and explains it. Raises PlanError as `fastest_plan` does."""
+    """Finds and explains the fastest plan that fits. Raises PlanError as `find_fastest_fitting_plan` does."""
     searched = _search_degrees(question)
     run, spec, found = searched
     best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)

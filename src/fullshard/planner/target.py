@@ -13,7 +13,7 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.search.candidates import LONG_RUN_STEPS
-from fullshard.planner.search.parallel_degrees import sequences_for_sharing_ranks
+from fullshard.planner.search.parallel_degrees import most_sequences_shared_by_ranks
 from fullshard.quantities import format_count
 from fullshard.spec import pretrained
 from fullshard.spec.machine.catalog import hardware_on
@@ -31,7 +31,7 @@ LARGEST_COMMON_TOKENS = 2**24
 
 
 @dataclass(frozen=True)
-class PlanTarget:
+class ModelToPlan:
     """A model to plan for.
 
     settings: the model as `--set` arguments, which those of the user override
@@ -58,26 +58,26 @@ class PlanTarget:
             return describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
 
 
-def resolve_plan_target(name: str | None) -> PlanTarget:
+def resolve_model_to_plan(name: str | None) -> ModelToPlan:
     """Returns the model of `name`: a preset, a file or directory, or a repository in the Hugging Face cache.
 
     None means fullshard's default model. Raises SpecError for an unknown name, with the nearest presets.
     """
     if name is None:
-        return PlanTarget(name="the embedded default model", chosen_here=False)
+        return ModelToPlan(name="the embedded default model", chosen_here=False)
     path = Path(name)
     if os.path.exists(path):
-        return _target_from_file(path)
+        return _model_to_plan_from_file(path)
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
         raise SpecError(f"{name} cannot be read.", got="no such file")
     cached = pretrained.find_cached_config(name) if "/" in name else None
     preset = pretrained.preset_or_none(name) if cached is None else None
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
-        return PlanTarget(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
+        return ModelToPlan(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
     cached = cached or pretrained.find_cached_config(name)
     if cached is not None:
-        return _target_from_hf_config(cached, name=name)
+        return _model_to_plan_from_hf_config(cached, name=name)
     raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
@@ -85,19 +85,19 @@ def resolve_plan_target(name: str | None) -> PlanTarget:
     )
 
 
-def _target_from_file(path: Path) -> PlanTarget:
+def _model_to_plan_from_file(path: Path) -> ModelToPlan:
     if path.is_dir():
         if not (path / pretrained.CONFIG_NAME).is_file():
             raise SpecError(
                 f"{path} is a directory without a {pretrained.CONFIG_NAME}.", fix="a preset, or a file"
             )
-        return _target_from_hf_config(path / pretrained.CONFIG_NAME, name=path.resolve().name)
+        return _model_to_plan_from_hf_config(path / pretrained.CONFIG_NAME, name=path.resolve().name)
     if path.suffix == ".toml":
-        return PlanTarget(name=f"the model of {path}", run_path=path, chosen_here=False)
-    return _target_from_hf_config(path, name=str(path))
+        return ModelToPlan(name=f"the model of {path}", run_path=path, chosen_here=False)
+    return _model_to_plan_from_hf_config(path, name=str(path))
 
 
-def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
+def _model_to_plan_from_hf_config(path: Path, *, name: str) -> ModelToPlan:
     config = pretrained.read_config(path)
     pretrained.check_config_limits(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
@@ -111,7 +111,7 @@ def _target_from_hf_config(path: Path, *, name: str) -> PlanTarget:
     # Images have no tokens, so each counts as one.
     length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
     settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
-    return PlanTarget(name=name, settings=settings)
+    return ModelToPlan(name=name, settings=settings)
 
 
 def _model_as_overrides(model: DecoderConfig) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
     sequences = max(1, round(wanted / (length * once))) * once
     most = LARGEST_COMMON_TOKENS if tokens is None else 2 * tokens
     if sequences * length > most:
-        shared = sequences_for_sharing_ranks(run, ranks=ranks, per_node=per_node, most_tokens=most)
+        shared = most_sequences_shared_by_ranks(run, ranks=ranks, per_node=per_node, most_tokens=most)
         if shared is not None:
             return shared, (
                 f"planned with {shared:,} sequences = {format_count(shared * length)} tokens a step, each of "

@@ -24,7 +24,7 @@ from fullshard.quantities import format_bytes, format_count, format_seconds, for
 from fullshard.report.plan import term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.table import show_labelled_lines, show_table
-from fullshard.report.verdict import circumstances, verdict
+from fullshard.report.verdict import attempts_and_faults_text, verdict
 from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
 from fullshard.spec.records.measurement import Measurement, PeakBytes
 from fullshard.spec.value import FrozenModel
@@ -99,13 +99,15 @@ def compare_run(run: RunRecord) -> Comparison:
     memory = {} if prediction is None else prediction.memory.terms()
     step = {} if prediction is None else prediction.time.terms()
     return Comparison(
-        memory=tuple(_compare_sum(memory, peak)),
-        step=tuple(_compare_sum(step, median(seconds) if seconds else None)),
+        memory=tuple(_compare_terms_with_total(memory, peak)),
+        step=tuple(_compare_terms_with_total(step, median(seconds) if seconds else None)),
         calibration="idle" if prediction is None else prediction.calibration,
     )
 
 
-def _compare_sum(predicted: Mapping[str, float], measured: float | None) -> Iterator[ComparisonLine]:
+def _compare_terms_with_total(
+    predicted: Mapping[str, float], measured: float | None
+) -> Iterator[ComparisonLine]:
     if predicted or measured is not None:
         for name, value in predicted.items():
             yield ComparisonLine(term=name, predicted=value)
@@ -118,7 +120,7 @@ def show_run(run: RunRecord) -> None:
     if run.measurement is not None:
         show_measurement(run.measurement, prediction=run.prediction)
     else:
-        show_labelled_lines([("run", run.name), ("", verdict(run)), ("", circumstances(run))])
+        show_labelled_lines([("run", run.name), ("", verdict(run)), ("", attempts_and_faults_text(run))])
         _show_comparison(compare_run(run), file=None)
 
 

@@ -27,7 +27,10 @@ def fault_text(details: Details) -> str:
 
 
 def _describe_save(details: Details) -> str:
-    seconds, stalled = _number(details.get("seconds")), _number(details.get("stalled_seconds"))
+    seconds, stalled = (
+        _number_or_none(details.get("seconds")),
+        _number_or_none(details.get("stalled_seconds")),
+    )
     took = "" if seconds is None else f" in {format_seconds(seconds)}"
     if stalled is not None and stalled != seconds:
         took += f", while training waited {format_seconds(stalled)}"
@@ -35,25 +38,26 @@ def _describe_save(details: Details) -> str:
 
 
 def _describe_straggler(details: Details) -> str:
-    seconds, share = _number(details.get("seconds")), _number(details.get("share"))
+    seconds, share = _number_or_none(details.get("seconds")), _number_or_none(details.get("share"))
     per_step = f", {format_seconds(seconds)} per step" if seconds and seconds > 0 else ""
     per_step += f" ({percent_text(share, 1.0)})" if per_step and share else ""
     since = f" from step {first:,}" if isinstance(first := details.get("from_step"), int) else ""
     return f"rank {details.get('rank')} held the others up{since}: {details.get('cause')}{per_step}"
 
 
-def _number(value: object) -> float | None:
+def _number_or_none(value: object) -> float | None:
     """Returns a number of a reasonable size, and None for anything else."""
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
-def _figure(value: object) -> str:
-    number = _number(value)
+def _format_figure(value: object) -> str:
+    number = _number_or_none(value)
     return "not finite" if number is None else f"{number:.4g}"
 
 
-def _figures_text(details: Details) -> str:
-    return f"loss {_figure(details.get('loss'))}, gradient norm {_figure(details.get('grad_norm'))}"
+def _loss_and_gradient_norm_text(details: Details) -> str:
+    loss, norm = _format_figure(details.get("loss")), _format_figure(details.get("grad_norm"))
+    return f"loss {loss}, gradient norm {norm}"
 
 
 _SENTENCES: Mapping[str, Callable[[Details], str]] = {
@@ -61,18 +65,18 @@ _SENTENCES: Mapping[str, Callable[[Details], str]] = {
     "resume": lambda d: f"resumed after this step, on {d.get('ranks')} ranks",
     "save": _describe_save,
     "save_failed": lambda d: f"NOT SAVED: {d.get('error')}",
-    "skip": lambda d: f"left out, for it was not finite: {_figures_text(d)}",
-    "spike": lambda d: f"left out, for it stood out: {_figures_text(d)}",
-    "rollback": lambda d: f"rolled back to step {d.get('to_step')}: {_figures_text(d)}",
+    "skip": lambda d: f"left out, for it was not finite: {_loss_and_gradient_norm_text(d)}",
+    "spike": lambda d: f"left out, for it stood out: {_loss_and_gradient_norm_text(d)}",
+    "rollback": lambda d: f"rolled back to step {d.get('to_step')}: {_loss_and_gradient_norm_text(d)}",
     "straggler": _describe_straggler,
     "straggler_over": lambda d: f"rank {d.get('rank')} no longer did: {d.get('cause')}",
     "out_of_memory": lambda d: (
         f"rank {d.get('rank')} ran out of memory in {d.get('phase')}, while it held "
-        f"{format_bytes(_number(d.get('held_bytes')) or 0)} of tensors; see {d.get('path')}"
+        f"{format_bytes(_number_or_none(d.get('held_bytes')) or 0)} of tensors; see {d.get('path')}"
     ),
     "fault": fault_text,
     "restart": lambda d: f"restart {d.get('count')} of {d.get('allowed')}",
     "signal": lambda d: f"the launcher received {d.get('signal')}",
     "stop": lambda d: f"stopped, {'and saved' if d.get('saved') else 'without a save'}",
-    "end": lambda d: f"finished: loss {_figure(d.get('loss'))}",
+    "end": lambda d: f"finished: loss {_format_figure(d.get('loss'))}",
 }

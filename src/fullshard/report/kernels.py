@@ -15,7 +15,7 @@ from fullshard.report.table import percent_text, show_labelled_lines, show_table
 from fullshard.spec.records.step_spans import COLLECTIVES, RANGE_PREFIX
 
 
-class KernelKind(StrEnum):
+class StepWorkKind(StrEnum):
     """A kind of work in a step. `host` is work of the host alone, such as views and allocation."""
 
     MATMUL = "matmul"
@@ -51,12 +51,12 @@ _WRAPPERS = {"matmul"}  # whose work is in the operation that they call
 _NO_WORK = _VIEWS | _ALLOCATIONS | _READS | _WRAPPERS
 # Parts of the names of kernels, where the operation that launched them is not known.
 _KERNEL_NAMES = (
-    (KernelKind.COLLECTIVES, re.compile(r"nccl", re.I)),
-    (KernelKind.ATTENTION, re.compile(r"flash_|fmha|attention|sdpa|flex_", re.I)),
-    (KernelKind.MATMUL, re.compile(r"gemm|cutlass|xmma|nvjet|wgmma|cublas|_mm_|matmul|triton_tem", re.I)),
-    (KernelKind.NORM, _NORM),
-    (KernelKind.COPIES, re.compile(r"memcpy|memset|copy_kernel|CatArray|split_with_sizes", re.I)),
-    (KernelKind.OPTIMIZER, re.compile(r"FusedAdam|multi_tensor_apply", re.I)),
+    (StepWorkKind.COLLECTIVES, re.compile(r"nccl", re.I)),
+    (StepWorkKind.ATTENTION, re.compile(r"flash_|fmha|attention|sdpa|flex_", re.I)),
+    (StepWorkKind.MATMUL, re.compile(r"gemm|cutlass|xmma|nvjet|wgmma|cublas|_mm_|matmul|triton_tem", re.I)),
+    (StepWorkKind.NORM, _NORM),
+    (StepWorkKind.COPIES, re.compile(r"memcpy|memset|copy_kernel|CatArray|split_with_sizes", re.I)),
+    (StepWorkKind.OPTIMIZER, re.compile(r"FusedAdam|multi_tensor_apply", re.I)),
 )
 
 _ATTENTION_KERNELS = {
@@ -72,10 +72,10 @@ _ATTENTION_KERNELS = {
 
 
 @dataclass(frozen=True)
-class KindTime:
+class StepWorkTime:
     """The time of one kind of kernel in a step, or of the host's operations on the CPU, and their number."""
 
-    kind: KernelKind
+    kind: StepWorkKind
     seconds: float
     count: int
 
@@ -96,7 +96,7 @@ class KernelSummary:
     name: str
     seconds: float
     on_device: bool
-    kinds: tuple[KindTime, ...]
+    kinds: tuple[StepWorkTime, ...]
     host_late_seconds: float = 0.0
     waiting_seconds: float = 0.0
     attention: tuple[str, ...] = ()
@@ -117,14 +117,14 @@ def summarise_last_profile(directory: Path) -> KernelSummary | None:
 def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
     """Returns the times of a profiled step. `name`: its file."""
     operations = _operations_of_busiest_thread(trace.host)
-    times: dict[KernelKind, list[float]] = defaultdict(list)
+    times: dict[StepWorkKind, list[float]] = defaultdict(list)
     for one in trace.device:
         times[_device_kind(one)].append((one.end - one.begin) * 1e-6)
     for one in operations if not trace.device else ():
         times[_host_kind(one)].append(one.own_seconds)
-    kinds = [KindTime(kind, sum(each), len(each)) for kind, each in times.items()]
-    attention = {_ATTENTION_KERNELS.get(_bare_name(one.name), "") for one in trace.host} - {""}
-    late, waiting = _idle_seconds(trace.device)
+    kinds = [StepWorkTime(kind, sum(each), len(each)) for kind, each in times.items()]
+    attention = {_ATTENTION_KERNELS.get(_name_without_library(one.name), "") for one in trace.host} - {""}
+    late, waiting = _host_late_and_waiting_seconds(trace.device)
     begin = min((one.begin for one in (*operations, *trace.device)), default=0.0)
     end = max((one.end for one in (*operations, *trace.device)), default=0.0)
     return KernelSummary(
@@ -138,7 +138,7 @@ def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
     )
 
 
-def _idle_seconds(works: Sequence[DeviceWork]) -> tuple[float, float]:
+def _host_late_and_waiting_seconds(works: Sequence[DeviceWork]) -> tuple[float, float]:
     """Returns the time in which the device waited for launches by the host, and that in which it just waited.
 
     works: sorted by their begin
@@ -162,54 +162,54 @@ def _operations_of_busiest_thread(host: Sequence[HostOperation]) -> list[HostOpe
     return [one for one in host if one.thread == busiest]
 
 
-def _host_kind(operation: HostOperation) -> KernelKind:
+def _host_kind(operation: HostOperation) -> StepWorkKind:
     """Returns the kind of the time that the host spends in `operation` itself."""
-    ranges = [one.name for one in operation.chain()]
+    ranges = [one.name for one in operation.iterate_self_and_callers()]
     if any(name.startswith(_COLLECTIVE_RANGES) for name in ranges):
-        return KernelKind.COLLECTIVES
+        return StepWorkKind.COLLECTIVES
     found = _kind_of_ranges(ranges)
-    name = _bare_name(operation.name)
-    if found is KernelKind.COPIES or found is None:
+    name = _name_without_library(operation.name)
+    if found is StepWorkKind.COPIES or found is None:
         if name in _MATMULS:
-            return KernelKind.MATMUL
+            return StepWorkKind.MATMUL
         if name in _COPIES:
-            return KernelKind.COPIES
+            return StepWorkKind.COPIES
     if found is not None:
         return found
     is_operation = operation.name.startswith("aten::") and name not in _NO_WORK
-    return KernelKind.POINTWISE if is_operation else KernelKind.HOST
+    return StepWorkKind.POINTWISE if is_operation else StepWorkKind.HOST
 
 
-def _device_kind(work: DeviceWork) -> KernelKind:
+def _device_kind(work: DeviceWork) -> StepWorkKind:
     """Returns the kind of a kernel or copy of the device."""
     if "nccl" in work.name.lower():
-        return KernelKind.COLLECTIVES
-    ranges = [] if work.launch is None else [one.name for one in work.launch.chain()]
+        return StepWorkKind.COLLECTIVES
+    ranges = [] if work.launch is None else [one.name for one in work.launch.iterate_self_and_callers()]
     found = _kind_of_ranges(ranges)
     if found is not None:
         return found
     if work.is_copy:
-        return KernelKind.COPIES
-    operation = next((_bare_name(name) for name in ranges if name.startswith("aten::")), "")
+        return StepWorkKind.COPIES
+    operation = next((_name_without_library(name) for name in ranges if name.startswith("aten::")), "")
     if operation in _MATMULS:
-        return KernelKind.MATMUL
+        return StepWorkKind.MATMUL
     if operation in _COPIES:
-        return KernelKind.COPIES
-    return next((kind for kind, name in _KERNEL_NAMES if name.search(work.name)), KernelKind.POINTWISE)
+        return StepWorkKind.COPIES
+    return next((kind for kind, name in _KERNEL_NAMES if name.search(work.name)), StepWorkKind.POINTWISE)
 
 
-def _kind_of_ranges(ranges: list[str]) -> KernelKind | None:
+def _kind_of_ranges(ranges: list[str]) -> StepWorkKind | None:
     """Returns the kind by the enclosing operations and ranges; None if they do not determine it."""
     if any(name.startswith(_OPTIMIZER_RANGES) for name in ranges):
-        return KernelKind.OPTIMIZER
+        return StepWorkKind.OPTIMIZER
     if any(_ATTENTION.search(name) for name in ranges):
-        return KernelKind.ATTENTION
+        return StepWorkKind.ATTENTION
     if any(name.startswith(_ENGINE) and not name.startswith(_ENGINE_CASTS) for name in ranges):
-        return KernelKind.COPIES  # in and out of the collectives' buffers
-    return KernelKind.NORM if any(_NORM.search(name) for name in ranges) else None
+        return StepWorkKind.COPIES  # in and out of the collectives' buffers
+    return StepWorkKind.NORM if any(_NORM.search(name) for name in ranges) else None
 
 
-def _bare_name(name: str) -> str:
+def _name_without_library(name: str) -> str:
     """Returns the name of an operation without its library."""
     return name.rpartition("::")[2]
 

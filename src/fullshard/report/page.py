@@ -20,7 +20,7 @@ from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.step_traces import read_last_step
 from fullshard.report.table import Cell, escape_html, html_table, percent_text
-from fullshard.report.verdict import circumstances, verdict
+from fullshard.report.verdict import attempts_and_faults_text, verdict
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.run import Run
@@ -35,7 +35,7 @@ _GENERATOR = '<meta name="generator" content="fullshard report">'
 def render_page(run: RunRecord) -> str:
     """Returns the HTML of the page about a run."""
     head = f"<h1>{escape_html(run.name)}</h1>"
-    head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(circumstances(run))}'
+    head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(attempts_and_faults_text(run))}'
     found = [
         ("Predicted and measured", _comparison_table(run)),
         ("Kernels of a profiled step", _kernel_section(run.directory)),
@@ -44,10 +44,10 @@ def render_page(run: RunRecord) -> str:
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
     ]
     sections = [f"<section><h2>{heading}</h2>{content}</section>" for heading, content in found if content]
-    return _document(run.name, head + draw_charts(run) + "".join(sections))
+    return _html_document(run.name, head + draw_charts(run) + "".join(sections))
 
 
-def is_page(path: Path) -> bool:
+def is_report_page(path: Path) -> bool:
     """Returns whether the file at `path` is a page that `render_page` made, and which may be replaced."""
     with path.open("rb") as file:
         return _GENERATOR.encode() in file.read(1000)
@@ -108,14 +108,14 @@ def _event_table(run: RunRecord) -> str:
     ]
     if not events:
         return ""
-    groups = [list(group) for _, group in groupby(events, key=_row_key)]
+    groups = [list(group) for _, group in groupby(events, key=_key_of_shared_event_row)]
     left_out = max(0, len(groups) - _MOST_EVENT_ROWS)
     rows = [_event_row(group) for group in groups[left_out:]]
     note = "" if not left_out else f"<p class=dim>{left_out:,} earlier rows are in events.jsonl."
     return html_table(["time, UTC", "attempt", "step", "event"], rows, kind="text") + note
 
 
-def _row_key(event: RunEvent) -> tuple[object, ...]:
+def _key_of_shared_event_row(event: RunEvent) -> tuple[object, ...]:
     """Returns a key that events of one row have in common: their kind, and the rank that a straggler is."""
     own = (event.details.get("rank"), event.details.get("cause")) if event.event == "straggler" else ()
     return (event.event, event.attempt, str(own))
@@ -148,8 +148,8 @@ def _plan_section(plan: Plan) -> str:
     return "".join(parts)
 
 
-def _document(title: str, body: str) -> str:
-    style, script = _asset("page.css"), _asset("page.js")
+def _html_document(title: str, body: str) -> str:
+    style, script = _read_asset("page.css"), _read_asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
@@ -163,5 +163,5 @@ def _document(title: str, body: str) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TextIO, cast
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
-from fullshard.spec.machine.certainty import Certainty
+from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import (
     CALIBRATION_MARKS,
@@ -56,7 +56,7 @@ class TrainingBudget(FrozenModel):
     def cost_dollars(self, plan: Plan, prediction: Prediction) -> float | None:
         return self.price_per_hour and self.rank_hours(plan, prediction) * self.price_per_hour
 
-    def record(self, plan: Plan, prediction: Prediction) -> dict[str, object]:
+    def json_record(self, plan: Plan, prediction: Prediction) -> dict[str, object]:
         """Returns tokens, seconds, rank hours and dollars as JSON values."""
         return {
             "tokens": self.tokens,
@@ -77,7 +77,7 @@ class PlanReport(NamedTuple):
     why: Sequence[str] = ()  # paragraphs of reasons
     budget: TrainingBudget | None = None  # tokens to train on, if any
     fp8: str = ""  # which matrices are multiplied in fp8, if any
-    certainty: Certainty | None = None  # how far the speed may be wrong, if anything is known about it
+    certainty: SpeedDeviation | None = None  # how far the speed may be wrong, if anything is known about it
 
 
 def show_plan(page: PlanReport, *, file: TextIO | None = None) -> None:
@@ -145,11 +145,11 @@ def _plan_table_row(plan: Plan, prediction: Prediction, *, chosen: Prediction) -
         format_seconds(prediction.time.total),
         format_count(prediction.tokens_per_second),
         mfu,
-        _verdict_against_chosen(prediction, chosen=chosen),
+        _extra_time_or_missing_bytes_text(prediction, chosen=chosen),
     )
 
 
-def _verdict_against_chosen(prediction: Prediction, *, chosen: Prediction) -> str:
+def _extra_time_or_missing_bytes_text(prediction: Prediction, *, chosen: Prediction) -> str:
     """Returns a plan's extra time per token over the chosen one, or the bytes by which it does not fit."""
     if not prediction.fits_in_memory:
         return f"{format_bytes(prediction.required_device_bytes - prediction.capacity_bytes)} over"
@@ -242,10 +242,10 @@ def _memory_rows(prediction: Prediction, *, margin: float) -> Iterator[tuple[str
     terms["allocator reserve"] = prediction.allocator_reserve_bytes
     terms["device context"] = prediction.context_bytes
     yield from _bar_rows(terms, format_bytes, whole=needed)
-    yield "  highest", _moment_text(prediction.memory.moment)
+    yield "  highest", _time_of_peak_text(prediction.memory.moment)
 
 
-def _moment_text(moment: str) -> str:
+def _time_of_peak_text(moment: str) -> str:
     """Returns `microbatch 2, pre forward of norm+head` as `before the forward of norm+head, microbatch 2`."""
     number, _, event = moment.rpartition(", ")
     place, _, phase = event.partition(" ")
@@ -315,7 +315,7 @@ def _bar_rows(
 
 
 def _speed_rows(
-    plan: Plan, prediction: Prediction, *, certainty: Certainty | None
+    plan: Plan, prediction: Prediction, *, certainty: SpeedDeviation | None
 ) -> Iterator[tuple[str, str]]:
     rate = prediction.tokens_per_second
     each = f", {format_count(rate / plan.world_size)} per rank" if plan.world_size > 1 else ""

@@ -74,7 +74,7 @@ class HostOperation:
         """Time in this operation, without that in the operations that it called."""
         return max(0.0, (self.end - self.begin) * 1e-6 - self.child_seconds)
 
-    def chain(self) -> "Iterable[HostOperation]":
+    def iterate_self_and_callers(self) -> "Iterable[HostOperation]":
         """Yields this operation, the one that called it, and so on."""
         one: HostOperation | None = self
         while one is not None:
@@ -166,7 +166,7 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
             host.append(made)
             if made.is_launch and "correlation" in arguments:
                 launches[arguments["correlation"]] = made
-    _find_parents(host)
+    _set_parents(host)
     if not device:
         _extend_all_reduces(host)
     works = [
@@ -182,7 +182,7 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
     return KernelTrace(host, sorted(works, key=lambda one: one.begin))
 
 
-def _find_parents(host: list[HostOperation]) -> None:
+def _set_parents(host: list[HostOperation]) -> None:
     """Sets the parents of the operations: on one thread, an operation is in the one that encloses it."""
     host.sort(key=lambda one: (str(one.thread), one.begin, -one.end))
     around: list[HostOperation] = []
@@ -227,16 +227,16 @@ def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
     if trace.device:
         end = max(whole.end, *(one.end for one in trace.device))
         compute, others = _device_works(trace, whole, parts=parts)
-        spans = _disjoint(compute, begin=whole.begin, end=end, idle="wait for launches")
+        spans = _divide_into_disjoint_works(compute, begin=whole.begin, end=end, idle="wait for launches")
     else:
         end = whole.end
         works = _host_works([one for one in trace.host if one.thread == whole.thread], parts=parts)
-        spans = _disjoint(works, begin=whole.begin, end=end, idle="host's work")
+        spans = _divide_into_disjoint_works(works, begin=whole.begin, end=end, idle="host's work")
         waits = {wait: track for track, wait in COLLECTIVES.values()}
         others = [(waits[one.name], one) for one in works if one.name in waits]
     tracks = [(COMPUTE, one) for one in spans] + others + [("phases", one) for one in parts]
     forwards = [one.begin for one in parts if one.name == "forward"]
-    made = (_span(track, one, start=whole.begin, forwards=forwards) for track, one in tracks)
+    made = (_step_span_of_work(track, one, start=whole.begin, forwards=forwards) for track, one in tracks)
     return ProfiledStep(
         step=step,
         attempt=trace.attempt,
@@ -261,7 +261,7 @@ def _host_works(host: Sequence[HostOperation], *, parts: Sequence[_Work]) -> lis
     works = [one for one in parts if one.name in _PHASES]  # also of a thread that computes for another one
     works += _unit_works(host, parts=parts)
     for one in host:
-        name, unit = _label(one)
+        name, unit = _work_name_and_unit(one)
         if name is not None:
             works.append(_Work(one.begin, one.end, name, unit))
     return works
@@ -296,7 +296,7 @@ def _device_works(
     collectives: list[tuple[str, _Work]] = []
     threads = {one.launch.thread for one in trace.device if one.launch is not None}
     timelines = {
-        thread: _disjoint(
+        thread: _divide_into_disjoint_works(
             _host_works([one for one in trace.host if one.thread == thread], parts=parts),
             begin=whole.begin,
             end=whole.end,
@@ -332,7 +332,11 @@ def _collective_kind(work: DeviceWork) -> str | None:
     """Returns the key of `COLLECTIVES` for a kernel; None for a kernel that is not a collective."""
     if "nccl" not in work.name.lower():
         return None
-    chain = [] if work.launch is None else [one.name for one in work.launch.chain() if one.is_range]
+    chain = (
+        []
+        if work.launch is None
+        else [one.name for one in work.launch.iterate_self_and_callers() if one.is_range]
+    )
     own = [kind for name in reversed(chain) if (kind := name.removeprefix(RANGE_PREFIX)) in COLLECTIVES]
     named = [kind for part, kind in _NCCL.items() if part in work.name]
     # Names of generic kernels do not identify the collective.
@@ -341,7 +345,7 @@ def _collective_kind(work: DeviceWork) -> str | None:
     return [*own, *named, "all_gather" if is_gather else "reduce_scatter" if is_engine else "all_reduce"][0]
 
 
-def _label(one: HostOperation) -> tuple[str | None, str | None]:
+def _work_name_and_unit(one: HostOperation) -> tuple[str | None, str | None]:
     """Returns the name of the work of a range, or of an all-reduce, and its unit; (None, None) for others."""
     if one.name == ALL_REDUCE and not _is_in_collective(one):
         return COLLECTIVES["all_reduce"][1], _unit_of(one)
@@ -360,20 +364,22 @@ def _label(one: HostOperation) -> tuple[str | None, str | None]:
 def _is_in_collective(one: HostOperation) -> bool:
     return any(
         each is not one and each.is_range and each.name.removeprefix(RANGE_PREFIX) in COLLECTIVES
-        for each in one.chain()
+        for each in one.iterate_self_and_callers()
     )
 
 
 def _unit_of(one: HostOperation) -> str | None:
     """Returns the unit of FSDP2's innermost range around an operation; None outside of one."""
-    for each in one.chain():
+    for each in one.iterate_self_and_callers():
         found = _ENGINE_RANGE.match(each.name) if each.is_range else None
         if found is not None:
             return (found["unit"] or found["next"] or _ROOT).replace(", ", "+")
     return None
 
 
-def _disjoint(works: Iterable[_Work], *, begin: float, end: float, idle: str) -> list[_Work]:
+def _divide_into_disjoint_works(
+    works: Iterable[_Work], *, begin: float, end: float, idle: str
+) -> list[_Work]:
     """Returns disjoint works that fill the time from `begin` to `end`. Gaps get a work of the name `idle`."""
     kept = [
         one._replace(begin=max(one.begin, begin), end=min(one.end, end)) for one in works if one.end > begin
@@ -398,7 +404,7 @@ def _disjoint(works: Iterable[_Work], *, begin: float, end: float, idle: str) ->
     return spans
 
 
-def _span(track: str, one: _Work, *, start: float, forwards: Sequence[float]) -> StepSpan:
+def _step_span_of_work(track: str, one: _Work, *, start: float, forwards: Sequence[float]) -> StepSpan:
     name = one.name.removeprefix("wait for ") if track != COMPUTE else one.name
     microbatch = bisect_right(forwards, one.begin) if one.name in _PHASES or one.unit is not None else 0
     return StepSpan(

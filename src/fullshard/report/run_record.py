@@ -83,16 +83,16 @@ def read_steps(path: Path) -> StepColumns:
     found: dict[float, array[float]] = {}
     with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
         for line in file:
-            fields = parse_line(line)
-            step = _number(fields.get("step"))
+            fields = parse_metrics_line(line)
+            step = _finite_number_or_nan(fields.get("step"))
             if 0 < step <= _LARGEST_STEP:
-                found[step] = array("d", [_number(fields.get(name)) for name in _NAMES])
+                found[step] = array("d", [_finite_number_or_nan(fields.get(name)) for name in _NAMES])
     steps = sorted(found)
     columns = {name: array("d", [found[step][i] for step in steps]) for i, name in enumerate(_NAMES)}
     return StepColumns(array("d", steps), columns)
 
 
-def parse_line(line: bytes) -> dict[str, Any]:
+def parse_metrics_line(line: bytes) -> dict[str, Any]:
     """Returns the fields of a line of `metrics.jsonl`; none if the line is incomplete or no JSON object."""
     if len(line) > _LONGEST_LINE_BYTES or not line.endswith(b"\n"):
         return {}
@@ -103,7 +103,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return cast(dict[str, Any], fields) if isinstance(fields, dict) else {}
 
 
-def _number(value: object) -> float:
+def _finite_number_or_nan(value: object) -> float:
     """Returns a finite number as float, and NaN for anything else."""
     if not isinstance(value, int | float):
         return math.nan
@@ -148,7 +148,7 @@ class RunRecord:
         return None if self.plan is None else self.plan.prediction
 
     @property
-    def steps(self) -> int | None:
+    def planned_steps(self) -> int | None:
         """Number of the run's steps; None if the plan is not known."""
         return None if self.plan is None else self.plan.run.train.steps
 
@@ -165,7 +165,7 @@ class RunRecord:
         spans = pairwise([*starts, len(self.events)])
         return sum((self.events[b - 1].at - self.events[a].at).total_seconds() for a, b in spans)
 
-    def of_kind(self, *kinds: str) -> list[RunEvent]:
+    def events_of_kinds(self, *kinds: str) -> list[RunEvent]:
         """Returns the events of these kinds."""
         return [event for event in self.events if event.event in kinds]
 
@@ -192,7 +192,7 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
             got=f"no {METRICS}, no {EVENTS} and no {MEASUREMENT} that this version can read",
             fix="the directory that run.dir names, such as runs/default",
         )
-    if measurement is not None and not _is_of_last_attempt(events):
+    if measurement is not None and not _is_measurement_of_last_attempt(events):
         measurement = None
     if measurement is not None:
         # A run that was set aside has moved to another directory.
@@ -201,7 +201,7 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
         directory=directory,
         state=_find_state(events, is_running=is_running, now=now),
         metrics=metrics,
-        plan=planned if measurement is not None else (_newest_planned(events) or planned),
+        plan=planned if measurement is not None else (_last_recorded_plan(events) or planned),
         measurement=measurement,
         events=events,
         unreadable=tuple(unreadable),
@@ -219,7 +219,7 @@ def _load_if_present(path: Path, load: Callable[[Path], T], *, unreadable: list[
         return None
 
 
-def _is_of_last_attempt(events: list[RunEvent]) -> bool:
+def _is_measurement_of_last_attempt(events: list[RunEvent]) -> bool:
     """Returns whether the last attempt wrote the measurement: an attempt that died leaves an older one."""
     for event in reversed(events):
         if event.event == "start":
@@ -229,7 +229,7 @@ def _is_of_last_attempt(events: list[RunEvent]) -> bool:
     return not events  # an earlier version wrote none
 
 
-def _newest_planned(events: list[RunEvent]) -> Plan | None:
+def _last_recorded_plan(events: list[RunEvent]) -> Plan | None:
     """Returns the plan of the last attempt that recorded one; None if this version cannot read it."""
     plans = [event.details.get("plan") for event in events if event.event == "plan"]
     if not plans or not isinstance(plans[-1], dict):

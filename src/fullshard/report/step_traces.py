@@ -74,13 +74,13 @@ def choose_step(directory: Path, step: int | None) -> int:
     if step not in found:
         raise SpecError(
             f"{directory} holds no profile of step {step}.",
-            got=f"profiles of steps {_list_text(list(found))}",
+            got=f"profiles of steps {_steps_text(list(found))}",
             fix="one of these with --step, or the step in log.profile in the next run",
         )
     return step
 
 
-def trace_processes(measured: Sequence[ProfiledStep]) -> dict[str, list[StepSpan]]:
+def spans_by_trace_process(measured: Sequence[ProfiledStep]) -> dict[str, list[StepSpan]]:
     """Returns the processes of a trace: one for each rank, on a time axis that begins with the first."""
     start = min(one.begin_ns for one in measured)
     processes: dict[str, list[StepSpan]] = {}
@@ -92,7 +92,7 @@ def trace_processes(measured: Sequence[ProfiledStep]) -> dict[str, list[StepSpan
     return processes
 
 
-def _list_text(steps: list[int]) -> str:
+def _steps_text(steps: list[int]) -> str:
     """Returns the steps; of more than eight, the first three and the last three."""
     shown = [f"{one}" for one in steps]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "…", *shown[-3:]])
@@ -108,7 +108,7 @@ def save_trace(
     """
     events: list[dict[str, object]] = []
     for process, (name, spans) in enumerate(processes.items(), 1):
-        events += _process_events(name, spans, process=process)
+        events += _trace_events_of_process(name, spans, process=process)
     trace = {"otherData": {**_PROGRAM, **(about or {})}, "displayTimeUnit": "ms", "traceEvents": events}
     text = json.dumps(trace, separators=(", ", ": ")).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.name.endswith(".gz") else text)
@@ -125,7 +125,9 @@ def check_is_trace(path: Path) -> None:
         raise SpecError(f"{path} is not a trace of fullshard's.")
 
 
-def _process_events(name: str, spans: Sequence[StepSpan], *, process: int) -> Iterator[dict[str, object]]:
+def _trace_events_of_process(
+    name: str, spans: Sequence[StepSpan], *, process: int
+) -> Iterator[dict[str, object]]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     tracks = sorted({span.track for span in spans}, key=lambda track: (track != "compute", track))

@@ -19,16 +19,16 @@ def verdict(run: RunRecord) -> str:
     return " ".join([_state_sentence(run), *_loss_sentences(run), *_plan_sentences(run)])
 
 
-def circumstances(run: RunRecord) -> str:
+def attempts_and_faults_text(run: RunRecord) -> str:
     """Returns sentences about mesh, attempts, faults, skipped steps, rollbacks, time and unreadable files."""
     sentences: list[str] = []
     if run.plan is not None:
         sentences.append(f"{mesh_text(run.plan)}, {run.plan.device}, {run.plan.precision.param} compute.")
-    faults, again = len(run.of_kind("fault")), repeated_steps(run)
+    faults, again = len(run.events_of_kinds("fault")), count_repeated_steps(run)
     if run.attempts > 1 or faults:
         lost = f", {again:,} steps done again" if again else ""
         sentences.append(f"{count_text(run.attempts, 'attempt')}, {count_text(faults, 'fault')}{lost}.")
-    skipped, rollbacks = len(run.metrics.skipped_steps()), len(run.of_kind("rollback"))
+    skipped, rollbacks = len(run.metrics.skipped_steps()), len(run.events_of_kinds("rollback"))
     sentences += [f"{count_text(skipped, 'step')} skipped."] if skipped else []
     sentences += [f"{count_text(rollbacks, 'rollback')}."] if rollbacks else []
     if run.seconds_in_attempts is not None and run.state != "running":
@@ -37,7 +37,7 @@ def circumstances(run: RunRecord) -> str:
     return " ".join(sentences)
 
 
-def repeated_steps(run: RunRecord) -> int:
+def count_repeated_steps(run: RunRecord) -> int:
     """Returns the number of recorded steps that resumes and rollbacks undid, and that were done again."""
     again, reached = 0, 0
     for event in run.events:
@@ -68,18 +68,18 @@ def recent_trained_share(run: RunRecord) -> float | None:
 
 
 def _state_sentence(run: RunRecord) -> str:
-    at = f"step {run.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
+    at = f"step {run.last_step:,}" + (f" of {run.planned_steps:,}" if run.planned_steps is not None else "")
     match run.state:
         case "finished":
             text = f"Finished all {run.last_step:,} steps"
         case "running":
-            text = f"Running: {at} is done{_time_left(run)}"
+            text = f"Running: {at} is done{_time_left_text(run)}"
         case "restarting":
-            text = f"Restarting after {at}: {_last_fault(run)}"
+            text = f"Restarting after {at}: {_last_fault_text(run)}"
         case "failed":
-            text = f"Failed after {at}: {_last_fault(run)}"
+            text = f"Failed after {at}: {_last_fault_text(run)}"
         case "stopped":
-            stops = run.of_kind("stop")
+            stops = run.events_of_kinds("stop")
             saved = not stops or stops[-1].details.get("saved") is True
             then = ", and saved: fullshard train --resume continues it" if saved else ", at once: not saved"
             text = f"Stopped after {at}{then}"
@@ -89,15 +89,15 @@ def _state_sentence(run: RunRecord) -> str:
     return f"{text}."
 
 
-def _time_left(run: RunRecord) -> str:
+def _time_left_text(run: RunRecord) -> str:
     seconds = run.metrics.values("seconds")[-_RECENT_STEPS:]
-    if run.steps is None or not seconds or run.steps <= run.last_step:
+    if run.planned_steps is None or not seconds or run.planned_steps <= run.last_step:
         return ""
-    return f", about {format_seconds((run.steps - run.last_step) * median(seconds))} left"
+    return f", about {format_seconds((run.planned_steps - run.last_step) * median(seconds))} left"
 
 
-def _last_fault(run: RunRecord) -> str:
-    faults = run.of_kind("fault")
+def _last_fault_text(run: RunRecord) -> str:
+    faults = run.events_of_kinds("fault")
     return "its fault was not recorded" if not faults else fault_text(faults[-1].details).rstrip(".")
 
 
@@ -119,17 +119,15 @@ def _plan_sentences(run: RunRecord) -> Iterator[str]:
             planned = prediction.tokens_per_second
         mark = "" if prediction is None or not planned else CALIBRATION_MARKS[prediction.calibration]
         share = format_trained_share(recent_trained_share(run))
-        beside = (
-            f"{_against_plan(rate, planned)}{f' ({mark})' if mark else ''}{f'; {share}' if share else ''}"
-        )
-        yield f"{format_count(rate)} tokens/s{beside}."
+        beside = f"{f' ({mark})' if mark else ''}{f'; {share}' if share else ''}"
+        yield f"{format_count(rate)} tokens/s{_deviation_from_plan(rate, planned)}{beside}."
     peaks = run.metrics.values("peak_bytes")
     if peaks:
         planned = None if prediction is None else prediction.memory.total
-        yield f"{format_bytes(max(peaks))} of memory at the peak{_against_plan(max(peaks), planned)}."
+        yield f"{format_bytes(max(peaks))} of memory at the peak{_deviation_from_plan(max(peaks), planned)}."
 
 
-def _against_plan(value: float, planned: float | None) -> str:
+def _deviation_from_plan(value: float, planned: float | None) -> str:
     """Returns `, 12 % more than planned`; an empty text without a plan."""
     if not planned:
         return ""

@@ -20,7 +20,7 @@ from fullshard.spec.value import (
     PositiveCount,
     PositiveInt,
     Processes,
-    find_key_by_name,
+    suggested_keys_text,
 )
 from fullshard.system.small_files import TomlError, parse_toml, read_toml
 
@@ -362,7 +362,7 @@ def _apply_cli_override(data: dict[str, Any], override: str) -> str:
     name, separator, text = override.partition("=")
     *path, key = name.strip().split(".")
     if not separator or not path or not key:
-        meant = find_key_by_name(Run, key) if separator else None
+        meant = suggested_keys_text(Run, key) if separator else None
         raise SpecError("--set takes section.key=value.", got=override, fix=meant or "--set train.steps=500")
     try:
         value = parse_toml(f"value = {text}")["value"]

@@ -212,7 +212,7 @@ def _keys_and_section(cls: _Section, location: Sequence[str | int]) -> tuple[lis
         if isinstance(part, str):
             section = inner[0]
             field = section.model_fields.get(part)
-            inner = list_model_types(field.annotation) if field else inner
+            inner = list_section_types(field.annotation) if field else inner
     return parts, section
 
 
@@ -220,7 +220,7 @@ def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, m
     [*path, key], section = _keys_and_section(cls, location)
     known = list(section.model_fields)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if (elsewhere := cls.foreign.get(".".join([*path, key])) or find_key_by_name(cls, key)) is not None:
+    if (elsewhere := cls.foreign.get(".".join([*path, key])) or suggested_keys_text(cls, key)) is not None:
         fix = elsewhere
     elif near:
         fix = ".".join([*path, near[0]])
@@ -238,7 +238,7 @@ def _union_branch_key_error(cls: _Section, locations: list[list[str]], *, source
     ([*path, key], section), kinds = paths[0], [cls]
     for part in path:
         fields = (kind.model_fields.get(part) for kind in kinds)
-        kinds = [kind for field in fields if field for kind in list_model_types(field.annotation)]
+        kinds = [kind for field in fields if field for kind in list_section_types(field.annotation)]
     others = [kind for kind in kinds if key in kind.model_fields]
     if not others:
         return None
@@ -256,7 +256,7 @@ def _union_branch_key_error(cls: _Section, locations: list[list[str]], *, source
     )
 
 
-def find_key_by_name(cls: _Section, name: str) -> str | None:
+def suggested_keys_text(cls: _Section, name: str) -> str | None:
     """Returns the key that other tools call `name`, and the keys that end in it, as text; None if none."""
     key = name.lower().replace("-", "_")
     found = [cls.foreign[key]] if key in cls.foreign else []
@@ -267,15 +267,15 @@ def find_key_by_name(cls: _Section, name: str) -> str | None:
 def iterate_dotted_field_names(cls: _Section, prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a section. For a union of sections, the first is used."""
     for name, field in cls.model_fields.items():
-        inner = list_model_types(field.annotation)
+        inner = list_section_types(field.annotation)
         if inner and not field.is_required() and not isinstance(field.default, tuple):
             yield from iterate_dotted_field_names(inner[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
 
-def list_model_types(annotation: Any) -> list[_Section]:
+def list_section_types(annotation: Any) -> list[_Section]:
     """Returns the FrozenModel types in a field's annotation: `A | tuple[B, ...]` -> [A, B]."""
     if isinstance(annotation, type) and issubclass(annotation, FrozenModel):
         return [annotation]
-    return [model for inner in get_args(annotation) for model in list_model_types(inner)]
+    return [model for inner in get_args(annotation) for model in list_section_types(inner)]

@@ -125,7 +125,7 @@ def train(
 
     Raises TrainError without data for one step, for different batches on ranks that share sequences, a loss
     that depends on trained parameters outside the model, gradients that the loop leaves, after
-    `train.max_skipped_steps` skipped steps in a row, and for ranks in different steps or replicas that differ.
+    `train.max_skipped_steps` skipped steps in a row, and for ranks in different steps or different replicas.
 
     >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
     [1, 2, 3]

@@ -14,7 +14,7 @@ from fullshard.planner.describe.describe_run import (
     version_without_build,
     write_cached_spec,
 )
-from fullshard.planner.target import resolve_plan_target
+from fullshard.planner.target import resolve_model_to_plan
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
@@ -89,7 +89,7 @@ def test_shipped_specs_are_of_this_code() -> None:
     """One trace of one preset: the next test, which is long, compares them all."""
     if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
         pytest.skip("shipped for another torch")
-    run = resolve_plan_target("qwen2.5-0.5b").load_run(["precision.mode=bf16"])
+    run = resolve_model_to_plan("qwen2.5-0.5b").load_run(["precision.mode=bf16"])
     shipped = describe_run(run, "cuda")
     one = run.with_overrides(["recompute.mode=full", "run.compile=false"])
     fresh = describe_run(one, "cuda", cached=False)
@@ -105,6 +105,6 @@ def test_shipped_specs_are_of_this_code() -> None:
 def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:
     if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
         pytest.skip("shipped for another torch")
-    run = resolve_plan_target(name).load_run(["precision.mode=bf16"])
+    run = resolve_model_to_plan(name).load_run(["precision.mode=bf16"])
     fresh = describe_run(run, "cuda", cached=False)
     assert describe_run(run, "cuda").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"

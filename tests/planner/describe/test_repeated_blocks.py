@@ -120,7 +120,7 @@ def test_trace_of_half_recomputed_blocks_predicts_other_counts(settings: tuple[s
         plan = Plan.from_run(asked.with_overrides(overrides), world_size=4)
         assert peak_bytes(short, plan) == peak_bytes(whole, plan)
         ours, theirs = (StepTimePredictor(one, hardware_of(1, 4)) for one in (short, whole))
-        assert ours.compute_ticks(plan) == theirs.compute_ticks(plan)
+        assert ours.device_and_host_ticks(plan) == theirs.device_and_host_ticks(plan)
 
 
 def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Run:

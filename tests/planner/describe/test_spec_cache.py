@@ -189,9 +189,9 @@ def test_code_from_elsewhere_is_not_cached(overrides: tuple[str, ...]) -> None:
 
 
 def shipped_key(name: str, *settings: str) -> SpecKey:
-    from fullshard.planner.target import resolve_plan_target
+    from fullshard.planner.target import resolve_model_to_plan
 
-    run = resolve_plan_target(name).load_run(["precision.mode=bf16", *settings])
+    run = resolve_model_to_plan(name).load_run(["precision.mode=bf16", *settings])
     found = build_spec_key(run, "cuda")
     assert found is not None
     return found

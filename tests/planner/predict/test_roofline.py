@@ -4,7 +4,7 @@ import pytest
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.phases import (
-    count_pieces,
+    count_kernel_launches,
     kernel_seconds,
     nearest_dtype_rate_curve,
     phase_costs,
@@ -155,7 +155,7 @@ def test_more_rows_per_expert_never_lower_the_rate_and_never_the_time(rates: Rat
 )
 def test_grouped_kernel_is_one_launch(rates: Rates, dtype: Dtype, launches: int):
     kernel = grouped(16, rows=100, dtype=dtype)
-    assert count_pieces(kernel, rates, microbatch=1) == launches
+    assert count_kernel_launches(kernel, rates, microbatch=1) == launches
 
 
 def test_chips_with_a_grouped_kernel_have_its_rates():

@@ -98,7 +98,7 @@ def slowed(hardware: Hardware, name: str, part: float) -> object:
 def test_no_step_is_below_its_bound(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
     plan, timer = data.draw(plans(shape)), StepTimePredictor(decoder_spec(shape), hardware)
-    bound = timer.lower_bound_seconds(timer.compute_ticks(plan), timer.stream_minima(plan))
+    bound = timer.lower_bound_seconds(timer.device_and_host_ticks(plan), timer.least_stream_ticks(plan))
     assert bound <= timer.predict_time(plan).total
 
 
@@ -106,7 +106,11 @@ def test_step_on_shared_cores_is_the_sum_of_all_work():
     hardware = cpu_of(2)
     plan = plan_for(Shape(), 2, "train.global_batch=2", "sharding.strategy=full_shard")
     timer = StepTimePredictor(decoder_spec(Shape()), hardware)
-    terms, demand, computing = timer.predict_time(plan), timer.stream_minima(plan), timer.compute_ticks(plan)
+    terms, demand, computing = (
+        timer.predict_time(plan),
+        timer.least_stream_ticks(plan),
+        timer.device_and_host_ticks(plan),
+    )
     waited = terms.exposed_all_gather + terms.exposed_reduce_scatter
     assert waited == pytest.approx(demand.network / TICKS)
     assert terms.compute == pytest.approx((computing.device + computing.issue) / TICKS, rel=1e-6)
@@ -119,7 +123,7 @@ def test_step_waits_for_a_slow_host():
     plan = plan_for(Shape(), 8, "train.global_batch=8", "sharding.strategy=full_shard")
     timer = StepTimePredictor(decoder_spec(Shape()), hardware.model_copy(update={"rates": slow}))
     assert timer.predict_time(plan).compute == pytest.approx(
-        timer.compute_ticks(plan).issue / TICKS, rel=1e-3
+        timer.device_and_host_ticks(plan).issue / TICKS, rel=1e-3
     )
 
 
@@ -136,7 +140,7 @@ def test_replicas_are_reduced_once_a_step_and_shards_in_every_microbatch():
     over = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=8", "train.microbatch=1")
     once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
     timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
-    one, three = timer.stream_minima(once), timer.stream_minima(thrice)
+    one, three = timer.least_stream_ticks(once), timer.least_stream_ticks(thrice)
     assert three.network == 3 * one.network
     assert three.replicas == one.replicas > 0
 
@@ -146,7 +150,7 @@ def test_zero1_communicates_once_a_step():
     over = ("sharding.strategy=zero1", "train.microbatch=1")
     once, thrice = (plan_for(LLAMA_8B, 16, *over, f"train.global_batch={16 * k}") for k in (1, 3))
     timer = StepTimePredictor(decoder_spec(LLAMA_8B), hardware)
-    assert timer.stream_minima(thrice).network == timer.stream_minima(once).network
+    assert timer.least_stream_ticks(thrice).network == timer.least_stream_ticks(once).network
 
 
 def test_recompute_has_its_term_of_time():

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.memory import peak_bytes
-from fullshard.planner.search.candidates import build_plan, iterate_candidates, step_seconds_with_startup
+from fullshard.planner.search.candidates import (
+    build_plan,
+    iterate_candidates,
+    step_seconds_with_compile_share,
+)
 from fullshard.planner.search.search import SAME_MEMORY, SAME_SPEED, SearchResult, plan, predict, search
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, RepeatedUnits
@@ -58,7 +62,7 @@ def brute_force(spec: ModelSpec, hardware: Hardware, run: Run) -> list[Known]:
     for index, c in enumerate(iterate_candidates(spec, hardware, run=run)):
         one = predict(spec, build_plan(c, run, hardware=hardware), hardware)
         needed = prediction_of(one).required_device_bytes
-        seconds = step_seconds_with_startup(one)
+        seconds = step_seconds_with_compile_share(one)
         known.append(Known(one, c.strategy_label, c.is_duplicate, seconds, needed, index))
     return known
 
@@ -97,7 +101,7 @@ def test_the_search_equals_brute_force(data: st.DataObject):
     chosen = best_by_rule(own, run, capacity=capacity)
     assert bare(found.best) == (chosen and bare(chosen.plan))
     assert found.considered == len(own)
-    assert step_seconds_with_startup(found.fastest) == min(one.seconds for one in everything)
+    assert step_seconds_with_compile_share(found.fastest) == min(one.seconds for one in everything)
     check_kinds(found, everything, run, capacity=capacity)
 
 

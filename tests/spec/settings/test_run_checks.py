@@ -17,7 +17,7 @@ from fullshard.spec.settings.run_checks import (
     settings_that_run_code,
     unused_setting_notes,
 )
-from fullshard.spec.value import list_model_types
+from fullshard.spec.value import list_section_types
 
 CASES = [
     ("precision.fp8_min_features=64", "precision.mode=fp8_rowwise"),
@@ -89,7 +89,7 @@ NO_CODE = {
 def open_settings(section: type[Any], prefix: str = "") -> Iterator[str]:
     """The keys of a section that take any text or table, or a permission; names of fields are left out."""
     for name, field in section.model_fields.items():
-        inner = list_model_types(field.annotation)
+        inner = list_section_types(field.annotation)
         for one in inner:
             yield from open_settings(one, f"{prefix}{name}.")
         takes_text = not inner and re.search(r"\b(str|Any)\b", str(field.annotation))

@@ -100,10 +100,10 @@ def describe(
     >>> spec.numel == sum(parameter.numel() for parameter in model.parameters())
     True
     """
-    one_rank, device = _one_rank_plan(plan, device_type)
+    traced_plan, device = _plan_and_device_to_trace(plan, device_type)
     _check_not_sharded(model)
-    recorder = _build_recorder(model, one_rank, loss=loss, batch=batch, units=units, device=device)
-    check_recomputed_blocks(one_rank.run.recompute, recorder.blocks)
+    recorder = _build_recorder(model, traced_plan, loss=loss, batch=batch, units=units, device=device)
+    check_recomputed_blocks(traced_plan.run.recompute, recorder.blocks)
     settings = _settings_to_trace(plan, device, blocks=recorder.blocks)
     kernels = emulate_cuda_kernels(attention_kernel) if device == "cuda" else nullcontext()
     with disable_packing_detection(), training_mode(model), kernels:
@@ -176,7 +176,7 @@ def _unit_and_parameter_specs(
     divided: Mapping[str, int | None],
 ) -> Iterator[UnitSpec]:
     """Yields the spec of each unit. `divided`: the dim in which ranks divide each parameter, if any."""
-    in_fp8 = recordings.parameters_gathered_in_fp8(fp8)
+    in_fp8 = recordings.ids_of_parameters_gathered_in_fp8(fp8)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -271,7 +271,7 @@ def _settings_to_trace(
     return list(product(recomputes, plan.compile_choices(device)))
 
 
-def _one_rank_plan(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Plan, DeviceType]:
+def _plan_and_device_to_trace(plan: Plan | Run, device_type: DeviceType | None) -> tuple[Plan, DeviceType]:
     """Returns a plan with the settings that a trace depends on, and its device.
 
     The plan is the given one. For a Run, it is of as few ranks as can share its sequences, matmuls and

@@ -80,18 +80,18 @@ def describe_run(
     torch is imported only if the model is traced. Raises the errors of building and describing the model.
     """
     if not cached:
-        return _trace(plan, device, model=model, attention_kernel=attention_kernel)
-    settings = (plan, *_settings_with_more_traces(plan, device))
+        return _build_and_trace_model(plan, device, model=model, attention_kernel=attention_kernel)
+    settings = (plan, *_run_with_more_traces_if_any(plan, device))
     keys = [build_spec_key(one, device, attention_kernel=attention_kernel) for one in settings]
     for key in keys:
         if (spec := read_cached_spec(key)) is not None:
             return spec
-    spec = _trace(plan, device, model=model, attention_kernel=attention_kernel)
+    spec = _build_and_trace_model(plan, device, model=model, attention_kernel=attention_kernel)
     write_cached_spec(keys[0], spec)
     return spec
 
 
-def _settings_with_more_traces(plan: Plan | Run, device: DeviceType) -> list[Run]:
+def _run_with_more_traces_if_any(plan: Plan | Run, device: DeviceType) -> list[Run]:
     """Returns the run with `compile` auto if its spec has more traces than that of `plan`; else nothing."""
     if isinstance(plan, Plan):
         return []
@@ -100,7 +100,7 @@ def _settings_with_more_traces(plan: Plan | Run, device: DeviceType) -> list[Run
     return [both] if own < more else []
 
 
-def _trace(
+def _build_and_trace_model(
     plan: Plan | Run, device: DeviceType, *, model: "Module | None", attention_kernel: AttentionKernel
 ) -> ModelSpec:
     from fullshard.models.build import build_model

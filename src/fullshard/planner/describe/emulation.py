@@ -44,7 +44,7 @@ class _CudaAttention:
 
     def __init__(self, preferred: AttentionKernel) -> None:
         self._preferred: AttentionKernel = preferred
-        self._efficient_takes_groups = _efficient_attention_takes_groups()
+        self._efficient_takes_groups = _efficient_attention_supports_grouped_queries()
 
     def __call__(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
         self,
@@ -68,7 +68,7 @@ class _CudaAttention:
         bias = attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call writes an additive mask
             bias = torch.where(attn_mask.logical_not(), float("-inf"), query.new_zeros(()))
-        if half and self._preferred == "cudnn" and _cudnn_takes_heads(query, value):
+        if half and self._preferred == "cudnn" and _cudnn_supports_head_widths(query, value):
             return _ATEN._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
             )[0]
@@ -82,12 +82,12 @@ class _CudaAttention:
         )[0]
 
 
-def _cudnn_takes_heads(query: Tensor, value: Tensor) -> bool:
+def _cudnn_supports_head_widths(query: Tensor, value: Tensor) -> bool:
     """Returns whether cuDNN's kernel is for heads of these widths: multiples of 8, of at most 128."""
     return all(width <= 128 and width % 8 == 0 for width in (query.shape[-1], value.shape[-1]))
 
 
-def _efficient_attention_takes_groups() -> bool:
+def _efficient_attention_supports_grouped_queries() -> bool:
     """Returns whether this torch's memory-efficient kernel is for fewer key/value heads than query heads."""
     with torch.device("meta"):
         many, few, rows = torch.empty(1, 2, 8, 8), torch.empty(1, 1, 8, 8), torch.empty(1, 2, 8)
@@ -185,7 +185,7 @@ class CompiledPrograms:
         self.fuse: Callable[[], AbstractContextManager[None]] = nullcontext
         self._programs: dict[Hashable, Program | None] = {}
 
-    def find_program(
+    def find_or_trace_program(
         self, key: Hashable, function: Program, *, tensors: Sequence[Tensor], policy: OperationPolicy | None
     ) -> Program | None:
         """Returns the program of `key`, at first traced from `function` on `tensors`; None if that failed."""
@@ -203,7 +203,7 @@ class CompiledPrograms:
 
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:  # signature: torch's
             if policy is not None:
-                _tag_operations(joint.graph, policy)
+                _mark_operations_to_save_or_recompute(joint.graph, policy)
             return compiler.min_cut_rematerialization_partition(joint, inputs, **options)
 
         def run_graph(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
@@ -290,25 +290,25 @@ class _GraphForward:
         tensors = [*(tensor for one in held for tensor in one.values()), *(leaves[index] for index in where)]
         # The function outlives this call, and must not keep its tensors alive.
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        run = partial(_run_on_tensors, self.forward, tree=(rest, structure), where=where)
+        run = partial(_run_with_tensors_replaced, self.forward, tree=(rest, structure), where=where)
         run = partial(run, holders=[(module, list(one)) for module, one in zip(modules, held, strict=True)])
         policy = block_recompute_policy(self.section)
-        key = (_operations_key(run, tensors), _policy_key(self.section), torch.is_grad_enabled())
-        program = self.blocks.programs.find_program(key, run, tensors=tensors, policy=policy)
+        key = (_operations_key(run, tensors), _recompute_policy_key(self.section), torch.is_grad_enabled())
+        program = self.blocks.programs.find_or_trace_program(key, run, tensors=tensors, policy=policy)
         if program is not None:
             return program(*tensors)
         self.blocks.failed.add(self.block)
         return self.eager(*args, **kwargs)
 
 
-def _policy_key(section: RecomputeSection) -> Hashable:
+def _recompute_policy_key(section: RecomputeSection) -> Hashable:
     """Returns a key that is equal for settings under which a recomputed block saves the same results."""
     if block_recompute_policy(section) is None:
         return None
     return (section.mode, section.save_matmuls) if section.mode == "selective" else "full"
 
 
-def _run_on_tensors(
+def _run_with_tensors_replaced(
     forward: Program,
     *tensors: Tensor,
     holders: Sequence[tuple[nn.Module, list[str]]],
@@ -341,7 +341,7 @@ class _GraphInterpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _tag_operations(graph: fx.Graph, policy: OperationPolicy) -> None:
+def _mark_operations_to_save_or_recompute(graph: fx.Graph, policy: OperationPolicy) -> None:
     """Marks each operation of forward as one to save or to compute again, as recompute does when compiled."""
     of_backward: set[fx.Node] = set()
     for node in graph.nodes:

@@ -49,7 +49,7 @@ class BlockTruncation:
     border: int | None = None  # see `MicrobatchTrace.border`
     recomputed: int | None = None  # remaining ones of `recompute.blocks`; None if there is no such limit
 
-    def shorten_recompute(self, section: RecomputeSection) -> RecomputeSection:
+    def recompute_of_remaining_blocks(self, section: RecomputeSection) -> RecomputeSection:
         """Returns `section` for the remaining blocks."""
         if self.recomputed is None:
             return section
@@ -79,7 +79,7 @@ class _RunOfBlocks:
         """The blocks that represent those to remove."""
         return range(self.start + self.first + self.period, self.start + self.first + 2 * self.period)
 
-    def continues_as(self, other: "_RunOfBlocks") -> bool:
+    def is_continued_by(self, other: "_RunOfBlocks") -> bool:
         """Returns whether the blocks of `other` come next, and follow the same period."""
         begin = self.start + (self.first or self.period)
         later = range(begin, other.end - 2 * self.period)
@@ -111,8 +111,10 @@ def truncate_repeated_blocks(
         for key, block in list(run.container.named_children()):
             if block in dropped:
                 del registered_modules(run.container)[key]
-    repeats = _repeats_as_ranges(templates, units=units, left_out=left_out)
-    borders = (at for at, (run, behind) in enumerate(pairwise(runs)) if repeats and run.continues_as(behind))
+    repeats = _build_repeated_units(templates, units=units, left_out=left_out)
+    borders = (
+        at for at, (run, behind) in enumerate(pairwise(runs)) if repeats and run.is_continued_by(behind)
+    )
     return BlockTruncation(
         frozenset(left_out),
         repeats,
@@ -142,7 +144,7 @@ def _find_runs_to_shorten(
     return found
 
 
-def _repeats_as_ranges(
+def _build_repeated_units(
     templates: Sequence[tuple[list[str], _RunOfBlocks]], *, units: Sequence[Unit], left_out: set[str]
 ) -> tuple[RepeatedUnits, ...]:
     kept = [unit.name for unit in units if unit.name not in left_out]
@@ -186,14 +188,16 @@ def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit])
             for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ]
         settings = [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
-        plain = sorted((key, value) for key, value in settings if not _is_index_attribute(key, value, at=at))
+        plain = sorted(
+            (key, value) for key, value in settings if not _is_left_out_of_signature(key, value, at=at)
+        )
         unit = owner.get(module)
         override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
         modules.append((name, type(module), own, plain, override))
     return modules
 
 
-def _is_index_attribute(key: str, value: object, *, at: int) -> bool:
+def _is_left_out_of_signature(key: str, value: object, *, at: int) -> bool:
     is_own_layer = key == "layer" and isinstance(value, int) and value == at
     return is_own_layer or key == "training" or key.endswith(_COUNTS)
 
@@ -260,8 +264,8 @@ def merge_recordings(
                     high=b.fused if is_compiled else b.work,
                     microbatch=microbatch,
                 ),
-                out=_host_copy_lines("out", low=a, high=b, microbatch=microbatch),
-                back=_host_copy_lines("back", low=a, high=b, microbatch=microbatch),
+                out=_host_copy_bytes_by_microbatch("out", low=a, high=b, microbatch=microbatch),
+                back=_host_copy_bytes_by_microbatch("back", low=a, high=b, microbatch=microbatch),
                 waits=any(way == "wait" for way, _ in a.copies),
             )
         )
@@ -292,7 +296,7 @@ def _phase_structure(recorded: PhaseRecord) -> tuple[object, ...]:
     return recorded.event, recorded.unit, recorded.event_change_count, kinds, work, ways
 
 
-def _host_copy_lines(
+def _host_copy_bytes_by_microbatch(
     way: Way, *, low: PhaseRecord, high: PhaseRecord, microbatch: int
 ) -> tuple[LinearInMicrobatch, ...]:
     return tuple(

@@ -364,18 +364,18 @@ class AllocationRecorder(TorchDispatchMode):
         self.record_fused_launch()
         self.recorded.append(PhaseRecord(event, unit))
 
-    def record_chunk_as_whole(self, rows: int, *, all_rows: int) -> AbstractContextManager[None]:
-        """While active, scales FLOP and bytes moved from `rows` to `all_rows` rows; memory counts once."""
+    def scale_work_of_chunk(self, rows: int, *, of: int) -> AbstractContextManager[None]:
+        """While active, scales FLOP and bytes moved from `rows` to all `of` rows; memory counts once."""
         self.loss_chunk = rows
-        return _replace_between_kernels(self, "_work_factor", value=all_rows / rows)
+        return _replace_attribute_between_kernels(self, "_work_factor", value=of / rows)
 
     def count_as_compiled(self) -> AbstractContextManager[None]:
         """While active, results of elementwise operations take memory only if they outlive their kernel."""
-        return _replace_between_kernels(self, "_is_compiled", value=True)
+        return _replace_attribute_between_kernels(self, "_is_compiled", value=True)
 
-    def record_as_backward(self) -> AbstractContextManager[None]:
+    def record_kernels_as_backward(self) -> AbstractContextManager[None]:
         """While active, records kernels as those of a backward."""
-        return _replace_between_kernels(self, "_is_backward", value=True)
+        return _replace_attribute_between_kernels(self, "_is_backward", value=True)
 
     def record_host_copy(self, way: Way, size: int) -> None:
         """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
@@ -403,10 +403,10 @@ class AllocationRecorder(TorchDispatchMode):
             return
         run = self._fusing
         for tensor in list_tensors(read):
-            if (serial := _serial_number(tensor, self._blocks)) < run.born:
+            if (serial := _storage_serial_number(tensor, self._blocks)) < run.born:
                 run.read[serial] = max(run.read.get(serial, 0), readable_tensor_bytes(tensor))
         for tensor in list_tensors(written):
-            run.written[_serial_number(tensor, self._blocks)] = tensor.untyped_storage().nbytes()
+            run.written[_storage_serial_number(tensor, self._blocks)] = tensor.untyped_storage().nbytes()
         run.last = launch
 
     def record_fused_launch(self) -> None:
@@ -451,14 +451,14 @@ class AllocationRecorder(TorchDispatchMode):
             self.recorded[-1].changes.append((kind, size))
 
 
-def _serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
+def _storage_serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
     """Returns the serial number of the tensor's storage; -1 if it is not tracked."""
     block = blocks.get(storage_key(tensor))
     return -1 if block is None else block.serial
 
 
 @contextmanager
-def _replace_between_kernels(
+def _replace_attribute_between_kernels(
     recorder: AllocationRecorder, attribute: str, *, value: float | bool
 ) -> Generator[None]:
     """Replaces an attribute while active. No kernel is fused across its beginning or end."""

@@ -202,14 +202,14 @@ class SettingsRecorder:
         found: Sequence[Unit] = find_units(twin, section, predicate=self.predicate)
         shortened = extrapolation.BlockTruncation()
         if short:
-            shortened, found = self._truncate(twin, found, plan=plan)
+            shortened, found = self._remove_repeated_blocks(twin, found, plan=plan)
             if not shortened.repeats:
                 return None, shortened
-        _keep_parts_of_parameters(twin, divided, plan=plan)
+        _replace_parameters_by_rank_parts(twin, divided, plan=plan)
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, units=found)
-        of_blocks = shortened.shorten_recompute(plan.run.recompute)
+        of_blocks = shortened.recompute_of_remaining_blocks(plan.run.recompute)
         recompute = partial(apply_recompute, repeated, of_blocks, device=self.device, copier=copier)
         pieces = find_blocks_with_units_inside(repeated, found)
         eager = pieces if of_blocks.mode == "selective" else set[nn.Module]()  # also if compiled
@@ -225,7 +225,7 @@ class SettingsRecorder:
             self.programs.fuse = lambda: tracer.allocations.count_as_compiled()
             if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
-            batch = self._make_fake_part(plan, microbatch=microbatch, fakes=fakes)
+            batch = self._make_fake_batch_of_rank(plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
             self.loss_chunk = tracer.allocations.loss_chunk
             # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
@@ -243,7 +243,7 @@ class SettingsRecorder:
 
         return record_microbatch, shortened
 
-    def _truncate(
+    def _remove_repeated_blocks(
         self, twin: nn.Module, found: Sequence[Unit], *, plan: Plan
     ) -> tuple[extrapolation.BlockTruncation, Sequence[Unit]]:
         """Removes repeated blocks of `twin`. Returns what was removed, and the other units.
@@ -260,7 +260,9 @@ class SettingsRecorder:
         is_whole = [unit.name for unit in found] == kept
         return shortened if is_whole else extrapolation.BlockTruncation(), found
 
-    def _make_fake_part(self, plan: Plan, *, microbatch: int, fakes: fake_tensors.FakeTensorMode) -> Any:
+    def _make_fake_batch_of_rank(
+        self, plan: Plan, *, microbatch: int, fakes: fake_tensors.FakeTensorMode
+    ) -> Any:
         """Returns the traced rank's fake batch, with its part of each sequence if ranks share sequences."""
         whole = trace.make_fake_batch(
             self.batch, plan, microbatch=microbatch, fakes=fakes, keep_integers=self.keep_integers
@@ -307,7 +309,7 @@ def _copy_model_as_fake(
         for parameter in unit.parameters.values()
         if parameter.is_floating_point()
     }
-    in_fp8, memo = parameters_gathered_in_fp8(fp8), dict[int, Any]()
+    in_fp8, memo = ids_of_parameters_gathered_in_fp8(fp8), dict[int, Any]()
     with fakes:
         for tensor in [*model.parameters(), *model.buffers()]:
             dtype = gathered.get(id(tensor), tensor.dtype)
@@ -337,7 +339,9 @@ def divided_dims(
         return divide_model(twin, plan, rank=0, group_name=str)
 
 
-def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan) -> None:
+def _replace_parameters_by_rank_parts(
+    twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan
+) -> None:
     """Replaces divided parameters by the first rank's part."""
     for holder, module in twin.named_modules():
         ranks = plan.expert_parallel if is_experts(module) else plan.tensor_parallel
@@ -350,7 +354,7 @@ def _keep_parts_of_parameters(twin: nn.Module, divided: Mapping[str, int | None]
                     parameter.data = part
 
 
-def parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
+def ids_of_parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
     """Returns the `id` of each parameter that is gathered in fp8."""
     if fp8 is None or fp8.scaling != "tensorwise":
         return set()

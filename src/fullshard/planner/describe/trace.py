@@ -241,7 +241,11 @@ class MicrobatchTracer:
                 return args, kwargs
             self._to_run[index] = set(unit.modules)
             self.allocations.start_phase("pre_forward", index)
-            return self._watch_input_gradients(index, (args, kwargs)) if unit.parameters else (args, kwargs)
+            return (
+                self._start_post_backward_at_input_gradients(index, (args, kwargs))
+                if unit.parameters
+                else (args, kwargs)
+            )
 
         return hook
 
@@ -271,7 +275,7 @@ class MicrobatchTracer:
             self.allocations.start_phase("end_forward", -1)
             self.allocations.kind = "loss"
 
-    def _watch_input_gradients(self, index: int, inputs: tuple[Any, Any]) -> Any:
+    def _start_post_backward_at_input_gradients(self, index: int, inputs: tuple[Any, Any]) -> Any:
         """Returns `inputs` with a backward that opens the unit's post-backward phase."""
         leaves, spec = tree_flatten(inputs)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -104,9 +104,9 @@ def replicate_group_layout(replicas: int, shard_degree: int, *, per_node: int) -
 
 
 def collective_seconds(
-    kind: Collective, count: float, *, group: CollectiveLayout, hardware: Hardware
+    kind: Collective, unsharded_bytes: float, *, group: CollectiveLayout, hardware: Hardware
 ) -> float:
-    """Returns the seconds of a collective whose unsharded tensor has `count` bytes.
+    """Returns the seconds of a collective whose unsharded tensor has `unsharded_bytes`.
 
     See [Note: where groups lie]. Raises PlanError if the group crosses nodes and `hardware.across` is None.
     """
@@ -114,13 +114,13 @@ def collective_seconds(
         return 0.0
     within = _rate_of(hardware.within, kind)
     if group.nodes == 1:
-        return within.predict_seconds(count, group.ranks)
+        return within.predict_seconds(unsharded_bytes, group.ranks)
     across = _rate_of(_require_link_between_nodes(hardware, group), kind)
     far = group.nodes - 1
     near = group.ranks - group.nodes
     if kind == "all_reduce":
         far = min(far, 2 * ceil(log2(group.nodes)))
-    moved = count * (group.ranks - 1) / group.ranks
+    moved = unsharded_bytes * (group.ranks - 1) / group.ranks
     # Each ring moves its part over `far` hops; `seconds` takes the unsharded size that moves as many bytes.
     seconds = across.predict_seconds(moved / group.in_node * (far + 1) / far, far + 1)
     if near:
@@ -128,21 +128,21 @@ def collective_seconds(
     return seconds
 
 
-def all_to_all_seconds(count: float, *, group: CollectiveLayout, hardware: Hardware) -> float:
-    """Returns the seconds in which each rank sends equal parts of `count` bytes to the ranks of a group.
+def all_to_all_seconds(sent_bytes: float, *, group: CollectiveLayout, hardware: Hardware) -> float:
+    """Returns the seconds in which each rank sends equal parts of `sent_bytes` to the ranks of a group.
 
     Where it was not measured, it is assumed to take as long as an all-gather whose result has this size. To
     other nodes, each rank sends (n - p) / n of its bytes over its own share of the NICs, for p of the n ranks
     in a node, with the latency of n - p messages. Raises PlanError as `collective_seconds` does.
     """
     if group.nodes == 1 or group.ranks <= 1:
-        return collective_seconds("all_to_all", count, group=group, hardware=hardware)
+        return collective_seconds("all_to_all", sent_bytes, group=group, hardware=hardware)
     across = _rate_of(_require_link_between_nodes(hardware, group), "all_to_all")
     peers = group.ranks - group.in_node
-    far = count * peers / group.ranks
+    far = sent_bytes * peers / group.ranks
     # `predict_seconds` takes the bytes of all ranks of which each but one gets a part.
     seconds = across.predict_seconds(far * (peers + 1) / peers, peers + 1)
-    near = count * (group.in_node - 1) / group.ranks
+    near = sent_bytes * (group.in_node - 1) / group.ranks
     return max(seconds, near / _rate_of(hardware.within, "all_to_all").bytes_per_second)
 
 
@@ -160,7 +160,7 @@ def _require_link_between_nodes(hardware: Hardware, group: CollectiveLayout) -> 
     return hardware.across
 
 
-def fullest_rank_excess(spread: float, *, ranks: int, experts_per_rank: float, layers: int = 1) -> float:
+def fullest_rank_row_excess(spread: float, *, ranks: int, experts_per_rank: float, layers: int = 1) -> float:
     """Returns by how much the rows of the fullest of `ranks` ranks exceed the mean, as a fraction of it.
 
     spread: standard deviation of one expert's rows, over their mean
@@ -171,19 +171,19 @@ def fullest_rank_excess(spread: float, *, ranks: int, experts_per_rank: float, l
     return spread * largest / sqrt(experts_per_rank)
 
 
-def fullest_rank_factor(spec: ModelSpec, plan: Plan) -> float:
+def fullest_rank_rows_over_mean(spec: ModelSpec, plan: Plan) -> float:
     """Returns the rows of the fullest rank over the mean, in one layer; 1 if ranks divide no experts."""
-    return 1 + _excess(spec, plan)
+    return 1 + _row_excess_of_plan(spec, plan)
 
 
-def uneven_rows_bytes(spec: ModelSpec, plan: Plan) -> int:
+def uneven_expert_rows_bytes(spec: ModelSpec, plan: Plan) -> int:
     """Returns the bytes of rows, and of their gradients, that the fullest rank has beyond the mean.
 
     Each row of a layer is counted as input and as output of each matrix of its expert, and once more each for
     the gradients. See [Note: uneven routing].
     """
     experts = [unit for unit in spec.units if unit.has_experts]
-    excess = _excess(spec, plan, layers=len(experts))
+    excess = _row_excess_of_plan(spec, plan, layers=len(experts))
     if not excess:
         return 0
     rows = max(
@@ -194,12 +194,12 @@ def uneven_rows_bytes(spec: ModelSpec, plan: Plan) -> int:
     return round(excess * 2 * rows * widths * ITEMSIZE[plan.precision.param])
 
 
-def _excess(spec: ModelSpec, plan: Plan, *, layers: int = 1) -> float:
+def _row_excess_of_plan(spec: ModelSpec, plan: Plan, *, layers: int = 1) -> float:
     ranks = plan.expert_parallel
     if ranks == 1:
         return 0.0
     share = spec.experts / ranks
-    return fullest_rank_excess(spec.routing_spread, ranks=ranks, experts_per_rank=share, layers=layers)
+    return fullest_rank_row_excess(spec.routing_spread, ranks=ranks, experts_per_rank=share, layers=layers)
 
 
 def model_parallel_seconds(
@@ -207,7 +207,7 @@ def model_parallel_seconds(
 ) -> tuple[float, ...]:
     """Returns the seconds of the collectives among ranks that share work, in each phase."""
     groups = _layouts_by_axis(plan, hardware)
-    received = fullest_rank_factor(spec, plan)
+    received = fullest_rank_rows_over_mean(spec, plan)
 
     def seconds(index: int) -> float:
         kernel = spec.kernels[index]

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fullshard.planner.predict import collectives
-from fullshard.planner.predict.phases import memory_seconds
+from fullshard.planner.predict.phases import memory_access_seconds
 from fullshard.planner.predict.unit_bytes import UnitBytes
 from fullshard.spec.groups import UNIT_BUFFERS
 from fullshard.spec.machine.hardware import Hardware
@@ -82,7 +82,9 @@ class UnitCost:
     frozen_on_disk: int = 0  # bytes of the frozen shard on the drive
 
 
-def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
+def unit_cost_without_offload(
+    size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1
+) -> UnitCost:
     """Returns one unit's costs, those of an offload target 0, from the bytes that `_fsdp_collectives` moves.
 
     tensor: distance between the ranks of a shard group; 1 if they are consecutive
@@ -92,7 +94,7 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
     replicate = collectives.replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node)
 
     def traffic_ticks(*counts: int) -> int:
-        return to_ticks(memory_seconds(sum(counts), hardware.rates.memory))
+        return to_ticks(memory_access_seconds(sum(counts), hardware.rates.memory))
 
     def collective_ticks(
         kind: collectives.Collective, count: int, *, group: collectives.CollectiveLayout
@@ -262,11 +264,11 @@ class StreamClocks:
         if waits:
             self.stall_compute_until(self.activation_copy, "host")
         if out:
-            self.activation_copy = self.run_on_stream("host_out", out, after=self.compute)
+            self.activation_copy = self.run_on_host_stream("host_out", out, after=self.compute)
         if back:
-            self.activation_copy = self.run_on_stream("host_in", back, after=self.compute)
+            self.activation_copy = self.run_on_host_stream("host_in", back, after=self.compute)
 
-    def run_on_stream(self, stream: HostStream, length: int, *, after: int) -> int:
+    def run_on_host_stream(self, stream: HostStream, length: int, *, after: int) -> int:
         """Runs `length` ticks of work on a stream of the host or the drive, and returns when it ends.
 
         The work starts after the stream's queued work, and not before tick `after`.
@@ -324,7 +326,7 @@ class BufferedUnits:
     frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered
 
     @property
-    def unit_lists(self) -> tuple[list[int], list[int]]:
+    def trained_and_frozen(self) -> tuple[list[int], list[int]]:
         return self.trained, self.frozen
 
 
@@ -339,28 +341,28 @@ def simulate_shard_fetch(
     ready = 0
     if reads_frozen:
         streams.shards_read += cost.frozen_on_disk
-        ready = streams.run_on_stream("disk", cost.fetch_frozen, after=streams.fetched)
+        ready = streams.run_on_host_stream("disk", cost.fetch_frozen, after=streams.fetched)
     if updates and cost.update:
-        streams.run_on_stream("disk", cost.update_disk, after=streams.disk)
+        streams.run_on_host_stream("disk", cost.update_disk, after=streams.disk)
         if streams.serial:  # only the drive works in parallel
             streams.stall_compute_until(streams.disk, "host")
             ready = _stall_for_host_work(streams, cost.update_in + cost.update_out + cost.update + cost.back)
         else:
             ready = max(ready, _simulate_offloaded_update(streams, cost))
             if cost.back:
-                ready = streams.run_on_stream("host_in", cost.back, after=ready)
+                ready = streams.run_on_host_stream("host_in", cost.back, after=ready)
     if reads:
         streams.shards_read += cost.shards_on_disk
-        ready = streams.run_on_stream("disk", cost.fetch_disk, after=max(streams.fetched, ready))
+        ready = streams.run_on_host_stream("disk", cost.fetch_disk, after=max(streams.fetched, ready))
     if not cost.fetch:
         return ready
     if streams.serial:
         streams.stall_compute_until(ready, "host")
         return _stall_for_host_work(streams, cost.fetch)
-    return streams.run_on_stream("host_in", cost.fetch, after=max(ready, streams.fetched))
+    return streams.run_on_host_stream("host_in", cost.fetch, after=max(ready, streams.fetched))
 
 
-def touch_lru_buffer(unit: int, buffers: list[int]) -> bool:
+def mark_used_and_was_buffered(unit: int, buffers: list[int]) -> bool:
     """Makes `unit` the last of the UNIT_BUFFERS most recently used, and returns True if it was among them."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
@@ -370,12 +372,12 @@ def touch_lru_buffer(unit: int, buffers: list[int]) -> bool:
 def _simulate_offloaded_update(streams: StreamClocks, cost: UnitCost) -> int:
     """Updates a group's state, and returns the tick at which the result is in host memory."""
     if not cost.update_in:
-        return streams.run_on_stream("updating", cost.update, after=streams.disk)
+        return streams.run_on_host_stream("updating", cost.update, after=streams.disk)
     # Pieces are copied out while others are copied in: when the last is in, about one piece is left to copy
     # out. Gradients have left before. Contention with activations that leave meanwhile is ignored.
-    into = streams.run_on_stream("host_in", cost.update_in, after=streams.disk)
+    into = streams.run_on_host_stream("host_in", cost.update_in, after=streams.disk)
     busy = max(cost.update, cost.update_out)
-    return streams.run_on_stream("updating", busy, after=into + cost.update - busy)
+    return streams.run_on_host_stream("updating", busy, after=into + cost.update - busy)
 
 
 def simulate_gradient_offload(streams: StreamClocks, cost: UnitCost, *, adds: bool) -> None:
@@ -386,9 +388,9 @@ def simulate_gradient_offload(streams: StreamClocks, cost: UnitCost, *, adds: bo
         _stall_for_host_work(streams, cost.leave + (cost.add if adds else 0))
         return
     done = max(streams.reduce, streams.all_reduce) if cost.is_replicated else streams.reduce
-    streams.run_on_stream("host_out", cost.leave, after=done)
+    streams.run_on_host_stream("host_out", cost.leave, after=done)
     if adds:
-        streams.run_on_stream("host_sum", cost.add, after=streams.host_out)
+        streams.run_on_host_stream("host_sum", cost.add, after=streams.host_out)
     streams.previous_gradient_out, streams.last_gradient_out = streams.last_gradient_out, streams.host_out
 
 

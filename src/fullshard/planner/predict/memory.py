@@ -30,7 +30,7 @@ from typing import NamedTuple, cast
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict import fsdp_memory
-from fullshard.planner.predict.collectives import uneven_rows_bytes
+from fullshard.planner.predict.collectives import uneven_expert_rows_bytes
 from fullshard.planner.predict.offload import device_update_buffer_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
@@ -142,7 +142,7 @@ class _StepMemoryReplay:
             "buffers": self.spec.buffer_bytes,
             "batch": round(self.trace.batch_bytes.value_at(self.plan.microbatch)),
         }
-        uneven = uneven_rows_bytes(self.spec, self.plan)
+        uneven = uneven_expert_rows_bytes(self.spec, self.plan)
         compute_pool = ledger.compute_pool + sum(lasting.values()) + uneven
         return MemoryTerms(
             moment=f"{moment} of {self.spec.units[self.units[unit]].name}" if unit >= 0 else moment,

@@ -67,7 +67,7 @@ from typing import Literal, NamedTuple, cast
 from fullshard.errors import PlanError
 from fullshard.planner.predict import unit_bytes
 from fullshard.planner.predict.fsdp_time import TICKS, UnitCost, to_ticks
-from fullshard.planner.predict.phases import memory_seconds
+from fullshard.planner.predict.phases import memory_access_seconds
 from fullshard.spec.groups import (
     UNIT_BUFFERS,
     OffloadGroup,
@@ -95,7 +95,7 @@ _SUM = 4  # bytes per gradient: gradients are summed in fp32
 _ADAM_TOUCHES = 7  # reads value, gradient and two moments; writes all of these except the gradient
 
 
-class OffloadTimePerByte(NamedTuple):
+class OffloadSecondsPerByteOrParameter(NamedTuple):
     """Seconds per byte or parameter of an offload target's operations."""
 
     copy: float  # seconds per byte copied to or from the host
@@ -104,7 +104,7 @@ class OffloadTimePerByte(NamedTuple):
     on_device: float  # seconds per parameter updated in device memory
 
 
-def offload_time_per_byte(plan: Plan, hardware: Hardware) -> OffloadTimePerByte:
+def offload_seconds_per_byte_or_parameter(plan: Plan, hardware: Hardware) -> OffloadSecondsPerByteOrParameter:
     """Returns the seconds per byte, or per parameter, of the plan's offload target.
 
     Raises PlanError if `hardware` lacks a rate.
@@ -112,12 +112,12 @@ def offload_time_per_byte(plan: Plan, hardware: Hardware) -> OffloadTimePerByte:
     section = plan.run.offload
     disk = _disk_seconds_per_byte(section, hardware)
     if hardware.device == "cpu":  # device memory is host memory: a copy reads and writes it
-        whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
-        update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
-        return OffloadTimePerByte(whole, disk, update, update)
-    on_device = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
+        whole = memory_access_seconds(2e8, hardware.rates.memory) / 1e8
+        update = memory_access_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
+        return OffloadSecondsPerByteOrParameter(whole, disk, update, update)
+    on_device = memory_access_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
     rate = host_copy_bytes_per_second(hardware, f'offload.tier = "{section.tier}"')
-    return OffloadTimePerByte(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
+    return OffloadSecondsPerByteOrParameter(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
 
 
 def host_copy_bytes_per_second(hardware: Hardware, needed_for: str) -> float:
@@ -136,7 +136,7 @@ def choose_update_device(plan: Plan, hardware: Hardware) -> Literal["host", "dev
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.offloads_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
-    rates, master = offload_time_per_byte(plan, hardware), ITEMSIZE[plan.precision.master]
+    rates, master = offload_seconds_per_byte_or_parameter(plan, hardware), ITEMSIZE[plan.precision.master]
     # State and gradients are copied in, which takes longer than copying the state back.
     there = rates.copy * (_state_bytes_per_element(plan, master) + master) + rates.on_device
     return "device" if there < rates.adam else "host"
@@ -166,7 +166,7 @@ def with_infinitely_fast_drive(hardware: Hardware) -> Hardware:
 
 
 def add_offload_costs(
-    cost: UnitCost, size: unit_bytes.UnitBytes, *, plan: Plan, rates: OffloadTimePerByte
+    cost: UnitCost, size: unit_bytes.UnitBytes, *, plan: Plan, rates: OffloadSecondsPerByteOrParameter
 ) -> UnitCost:
     """Returns `cost` with the fields of the plan's offload target set. See [Note: tiers]."""
     section = plan.run.offload
@@ -204,7 +204,7 @@ def add_offload_costs(
     )
 
 
-def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadTimePerByte) -> int:
+def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadSecondsPerByteOrParameter) -> int:
     """Returns the host's ticks to read `trained` gradients for their norm; 0 if they are not clipped."""
     return to_ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
 
@@ -288,13 +288,15 @@ def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) ->
     section = plan.run.offload
     if not (section.offloads_optimizer and section.update == "device"):
         return 0
-    groups = _offload_groups(spec, plan, rank=rank)
+    groups = _offload_groups_with_master_itemsize(spec, plan, rank=rank)
     if not groups:
         return 0
     largest = max(_state_bytes_per_element(plan, master) + master for _, master in groups)
     elements = copy_chunk_elements(group for group, _ in groups)
     rounds = plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
-    return 2 * largest * elements + (unit_bytes.rounding_temporary_bytes(elements, plan) if rounds else 0)
+    return 2 * largest * elements + (
+        unit_bytes.stochastic_rounding_temporary_bytes(elements, plan) if rounds else 0
+    )
 
 
 def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
@@ -302,11 +304,13 @@ def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     return tuple(
         page_aligned_bytes(group.padded_numel, master)
         + 2 * page_aligned_bytes(group.padded_numel, _moment_itemsize(plan, master))
-        for group, master in _offload_groups(spec, plan, rank=0)
+        for group, master in _offload_groups_with_master_itemsize(spec, plan, rank=0)
     )
 
 
-def _offload_groups(spec: ModelSpec, plan: Plan, *, rank: int) -> tuple[tuple[OffloadGroup, int], ...]:
+def _offload_groups_with_master_itemsize(
+    spec: ModelSpec, plan: Plan, *, rank: int
+) -> tuple[tuple[OffloadGroup, int], ...]:
     """Returns the groups of `rank`, each with the bytes per element of its masters, cached on `spec`."""
     size = plan.run.offload.sub_group_parameters
     key = ("offload groups", plan.shard_degree, plan.precision, plan.run.precision, size, rank)

@@ -182,9 +182,9 @@ def kernel_seconds(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> fl
     Of collectives, only the copies around them count here: see `planner.predict.collectives`.
     """
     if kernel.axis is not None:
-        return memory_seconds(_copied_bytes(kernel, microbatch), rates.memory)
-    pieces = count_pieces(kernel, rates, microbatch=microbatch)
-    moved = pieces * memory_seconds(kernel.bytes.value_at(microbatch) / pieces, rates.memory)
+        return memory_access_seconds(_bytes_to_reorder_collective(kernel, microbatch), rates.memory)
+    pieces = count_kernel_launches(kernel, rates, microbatch=microbatch)
+    moved = pieces * memory_access_seconds(kernel.bytes.value_at(microbatch) / pieces, rates.memory)
     if kernel.kind not in ("matmul", "attention", "attention_backward"):
         return moved / (rates.half_memory if kernel.dtype in ("bf16", "fp16") else 1.0)
     flops = kernel.flops.value_at(microbatch)
@@ -204,7 +204,7 @@ def kernel_seconds(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> fl
     return max(flops / rate, moved)
 
 
-def _copied_bytes(kernel: model.Kernel, microbatch: int) -> float:
+def _bytes_to_reorder_collective(kernel: model.Kernel, microbatch: int) -> float:
     """Returns the bytes that are read and written to bring the parts of a collective into the order of ranks.
 
     0 for ranks that share the matmuls of a single sequence, whose parts are in this order already, and for
@@ -215,7 +215,7 @@ def _copied_bytes(kernel: model.Kernel, microbatch: int) -> float:
     return _PASSES_OF_COPIES * kernel.bytes.value_at(microbatch)
 
 
-def count_pieces(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> float:
+def count_kernel_launches(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> float:
     """Returns the number of launches of which a kernel consists, 1 or more."""
     return 1.0 if _is_one_grouped_launch(kernel, rates) else max(1.0, kernel.pieces.value_at(microbatch))
 
@@ -224,9 +224,9 @@ def _is_one_grouped_launch(kernel: model.Kernel, rates: Rates) -> bool:
     return kernel.rows != _NO_ROWS and kernel.dtype == "bf16" and rates.grouped_matmul is not None
 
 
-def memory_seconds(count: float, curve: Curve) -> float:
-    """Returns the seconds of one launch that reads and writes `count` bytes in all; 0 for 0 bytes."""
-    return count / interpolate_rate(curve, count) if count > 0 else 0.0
+def memory_access_seconds(byte_count: float, curve: Curve) -> float:
+    """Returns the seconds of one launch that reads and writes `byte_count` bytes in all; 0 for 0 bytes."""
+    return byte_count / interpolate_rate(curve, byte_count) if byte_count > 0 else 0.0
 
 
 def nearest_dtype_rate_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype | Literal["fp8"]) -> Curve:
@@ -259,6 +259,6 @@ def phase_costs(
                 factor = received if kernels[index].received else 1.0
                 seconds[index] = factor * kernel_seconds(kernels[index], rates, microbatch=microbatch)
             total += seconds[index] * times
-            launches += times * count_pieces(kernels[index], rates, microbatch=microbatch)
+            launches += times * count_kernel_launches(kernels[index], rates, microbatch=microbatch)
         costs.append(PhaseSecondsAndLaunches(total, launches))
     return tuple(costs)

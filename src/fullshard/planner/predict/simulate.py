@@ -80,7 +80,7 @@ class _StreamSnapshot(NamedTuple):
     reduces: tuple[int, ...]  # clocks named in _REDUCE_CLOCKS
     values: tuple[int, ...]  # clocks and sums named in _CLOCKS_AND_SUMS
     pending: dict[int, int]  # units in flight, and when they arrive
-    buffered: tuple[tuple[int, ...], ...]  # as in `BufferedUnits.unit_lists`
+    buffered: tuple[tuple[int, ...], ...]  # as in `BufferedUnits.trained_and_frozen`
     slack: int  # the least lead of the host over the turn
 
 
@@ -110,7 +110,7 @@ class StepSimulation:
             self.is_first, self.is_last = index == 0, index == accumulation - 1
             self._simulate_microbatch(work if self.is_first else accumulating)
             # At the next forward the gather streams wait for the compute stream, which waited for reductions.
-            _raise_clocks_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
+            _advance_clocks_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
             if not self.is_first:
                 marks.append(_take_snapshot(self))
             index += 1
@@ -138,7 +138,7 @@ class StepSimulation:
             turn += 1
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
-                _raise_clocks_to_compute(self.streams, _REDUCE_CLOCKS)
+                _advance_clocks_to_compute(self.streams, _REDUCE_CLOCKS)
                 marks.append(_take_snapshot(self))
                 skipped = _skip_repeated_turns(self, marks, left=left, stride=segment.stride)
                 self._update_unsharded_after_skip(segment, turn, skipped=skipped)
@@ -182,7 +182,7 @@ class StepSimulation:
             streams.reduce_input_free = streams.compute
 
     def _simulate_pre_forward(self, unit: int, cost: fsdp_time.UnitCost) -> None:
-        self._charge_hook_time(unit)
+        self._add_host_gather_time(unit)
         self._start_all_gather(unit, cost)
         self._wait_and_copy_out(unit, cost, forward=True)
 
@@ -194,7 +194,7 @@ class StepSimulation:
         self, unit: int, cost: fsdp_time.UnitCost, *, program: MicrobatchSchedule
     ) -> None:
         self.in_backward = True
-        self._charge_hook_time(unit)
+        self._add_host_gather_time(unit)
         self._start_all_gather(unit, cost)
         self._wait_and_copy_out(unit, cost, forward=False)
         before, used = program.before[unit], self.uses.get(unit, 0)
@@ -228,7 +228,7 @@ class StepSimulation:
             streams.copy_on_reduce_stream(cost.settle_again if adds_on_device else cost.cast_gradient)
         fsdp_time.simulate_gradient_offload(streams, cost, adds=adds and not cost.is_replicated)
 
-    def _charge_hook_time(self, unit: int) -> None:
+    def _add_host_gather_time(self, unit: int) -> None:
         """Adds the host's time for gathering a unit, unless the unit is already unsharded."""
         if unit not in self.unsharded:
             self.streams.run_fsdp_host_work(self.policy.act)
@@ -240,8 +240,10 @@ class StepSimulation:
         if self.in_backward and not cost.gathers_in_backward:
             return
         updates = self.is_first and not self.in_backward
-        reads = bool(cost.shards_on_disk) and not fsdp_time.touch_lru_buffer(unit, self.in_buffers.trained)
-        frozen_too = bool(cost.frozen_on_disk) and not fsdp_time.touch_lru_buffer(
+        reads = bool(cost.shards_on_disk) and not fsdp_time.mark_used_and_was_buffered(
+            unit, self.in_buffers.trained
+        )
+        frozen_too = bool(cost.frozen_on_disk) and not fsdp_time.mark_used_and_was_buffered(
             unit, self.in_buffers.frozen
         )
         there = fsdp_time.simulate_shard_fetch(
@@ -280,7 +282,7 @@ class StepSimulation:
                 self.unsharded.difference_update(gone)
 
 
-def simulate_second_step(  # signature: as `StepSimulation`
+def simulate_step_after_equal_one(  # signature: as `StepSimulation`
     streams: fsdp_time.StreamClocks,
     costs: Sequence[fsdp_time.UnitCost],
     policy: EventOrderSettings,
@@ -303,7 +305,7 @@ def simulate_second_step(  # signature: as `StepSimulation`
     last.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
 
 
-def _raise_clocks_to_compute(streams: fsdp_time.StreamClocks, clocks: Sequence[str]) -> None:
+def _advance_clocks_to_compute(streams: fsdp_time.StreamClocks, clocks: Sequence[str]) -> None:
     """Raises `clocks` to the compute stream's clock if they are behind it. See [Note: skipping]."""
     for clock in clocks:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
@@ -318,7 +320,7 @@ def _take_snapshot(simulation: StepSimulation) -> _StreamSnapshot:
         attrgetter(*_REDUCE_CLOCKS)(streams),
         attrgetter(*_CLOCKS_AND_SUMS)(streams),
         dict(simulation.pending),
-        tuple(tuple(units) for units in simulation.in_buffers.unit_lists),
+        tuple(tuple(units) for units in simulation.in_buffers.trained_and_frozen),
         streams.slack,
     )
 
@@ -346,7 +348,9 @@ def _skip_repeated_turns(
         setattr(streams, name, new + times * (new - old))
     shift, grown = times * stride * turns, times * length
     simulation.pending = {unit + shift: at + grown if at else 0 for unit, at in now.pending.items()}
-    for units, old, new in zip(simulation.in_buffers.unit_lists, before.buffered, now.buffered, strict=True):
+    for units, old, new in zip(
+        simulation.in_buffers.trained_and_frozen, before.buffered, now.buffered, strict=True
+    ):
         units[:] = new if old == new else (unit + shift for unit in new)
     return times * turns
 

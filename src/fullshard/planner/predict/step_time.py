@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict import collectives, fsdp_time, offload, simulate
-from fullshard.planner.predict.phases import build_schedule, memory_seconds, phase_costs
+from fullshard.planner.predict.phases import build_schedule, memory_access_seconds, phase_costs
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.machine.hardware import Hardware, Rates
@@ -141,7 +141,7 @@ class StepTimePredictor:
         works = self._first_and_later_works(plan)
         if moves_nothing:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
-        simulate.simulate_second_step(
+        simulate.simulate_step_after_equal_one(
             streams, units.costs, policy, works=works, accumulation=plan.accumulation
         )
         return streams
@@ -157,7 +157,7 @@ class StepTimePredictor:
             self._units[key] = self._compute_unit_costs(plan, trace)
         return self._units[key]
 
-    def stream_minima(self, plan: Plan) -> LeastTicks:
+    def least_stream_ticks(self, plan: Plan) -> LeastTicks:
         """Returns the least ticks per step of each stream, for any recompute mode."""
         units = self.unit_costs(plan)
         begun = {phase.unit for phase in units.trace.phases if phase.event == "pre_backward"}
@@ -182,7 +182,7 @@ class StepTimePredictor:
         host = 0 if units.norm is None else max(self._host_busy_ticks(plan))
         return LeastTicks(copied, network, replicas, units.update + units.all_reduce, host)
 
-    def compute_ticks(self, plan: Plan) -> DeviceHostTicks:
+    def device_and_host_ticks(self, plan: Plan) -> DeviceHostTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
         device = issue = 0
         for work, times in zip(self._first_and_later_works(plan), (1, plan.accumulation - 1), strict=True):
@@ -215,7 +215,7 @@ class StepTimePredictor:
         key = (id(trace), plan.microbatch, adds)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
-            kernels, received = self.spec.kernels, collectives.fullest_rank_factor(self.spec, plan)
+            kernels, received = self.spec.kernels, collectives.fullest_rank_rows_over_mean(self.spec, plan)
             costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
             program = build_schedule(self.spec, trace, phases=phases)
             among = collectives.model_parallel_seconds(self.spec, phases, plan=plan, hardware=self.hardware)
@@ -236,9 +236,15 @@ class StepTimePredictor:
         hardware, world = self.hardware, plan.world_size
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
-        apart = [_ranks_apart(plan, self.spec.units[unit]) for unit in program.first_model_unit_per_traced]
+        apart = [
+            _rank_distance_in_shard_group(plan, self.spec.units[unit])
+            for unit in program.first_model_unit_per_traced
+        ]
         pairs = zip(sizes, apart, strict=True)
-        costs = tuple(fsdp_time.unit_cost(size, hardware, world_size=world, tensor=n) for size, n in pairs)
+        costs = tuple(
+            fsdp_time.unit_cost_without_offload(size, hardware, world_size=world, tensor=n)
+            for size, n in pairs
+        )
         group = collectives.shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
         summed = collectives.collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         pairs = list(zip(sizes, counts, strict=True))
@@ -246,13 +252,15 @@ class StepTimePredictor:
         units = UnitCosts(trace, sizes, costs, costs, counts, fsdp_time.to_ticks(summed))
         if not plan.run.offload.offloads_optimizer:
             shards = sum(s.trained * s.master_itemsize * n for s, n in pairs)
-            norm = memory_seconds(3 * shards, hardware.rates.memory)
+            norm = memory_access_seconds(3 * shards, hardware.rates.memory)
             if plan.precision.stochastic_rounding and plan.device == "cpu":
-                update = sum(_rounded_update_seconds(s, hardware.rates) * n for s, n in pairs)
+                update = sum(_stochastic_rounding_update_seconds(s, hardware.rates) * n for s, n in pairs)
             else:
-                update = memory_seconds(_update_accesses_per_element(plan) * shards, hardware.rates.optimizer)
+                update = memory_access_seconds(
+                    _update_accesses_per_element(plan) * shards, hardware.rates.optimizer
+                )
             return units._replace(update=fsdp_time.to_ticks(norm + update))
-        rates = offload.offload_time_per_byte(plan, hardware)
+        rates = offload.offload_seconds_per_byte_or_parameter(plan, hardware)
         records = offload.state_bytes_of_each_group(self.spec, plan)
         held = offload.slot_bytes_at_update_start(plan, records)
         return units._replace(
@@ -285,7 +293,8 @@ class StepTimePredictor:
         each = list(zip(units.costs, units.counts, gathers, strict=True))
         read = offload.least_shard_bytes_read(plan, each) if shards_read is None else shards_read
         disk = (
-            fsdp_time.to_ticks(offload.offload_time_per_byte(plan, self.hardware).disk * read) - units.spared
+            fsdp_time.to_ticks(offload.offload_seconds_per_byte_or_parameter(plan, self.hardware).disk * read)
+            - units.spared
         )
         return offload.host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
@@ -309,7 +318,7 @@ class StepTimePredictor:
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
 
 
-def _ranks_apart(plan: Plan, unit: UnitSpec) -> int:
+def _rank_distance_in_shard_group(plan: Plan, unit: UnitSpec) -> int:
     """Returns the distance between ranks of a unit's shard group; ranks between have other parts."""
     has_own_mesh = unit.has_experts and plan.has_expert_mesh
     return plan.expert_parallel if has_own_mesh else plan.tensor_parallel
@@ -327,10 +336,10 @@ def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, ha
     group = collectives.shard_group_layout(plan.shard_degree, per_node=per_node, world_size=world)
     matrices = 4 * sum(count for _, count in sizes)  # some matrices a unit, each an fp32 number
     reduced = collectives.collective_seconds("all_reduce", matrices, group=group, hardware=hardware)
-    return reduced + memory_seconds(read, hardware.rates.memory)
+    return reduced + memory_access_seconds(read, hardware.rates.memory)
 
 
-def _rounded_update_seconds(size: UnitBytes, rates: Rates) -> float:
+def _stochastic_rounding_update_seconds(size: UnitBytes, rates: Rates) -> float:
     """Returns the seconds of AdamW's update of a unit with stochastic rounding on the CPU.
 
     Each chunk of a shard takes 185 operations, which move 1,594 bytes per element in all, both counted. The
@@ -339,7 +348,7 @@ def _rounded_update_seconds(size: UnitBytes, rates: Rates) -> float:
     if not size.trained:
         return 0.0
     chunks = max(size.trained_parameters, ceil(size.trained / ROUNDING_CHUNK_ELEMENTS))
-    return 185 * chunks * memory_seconds(1594 / 185 * size.trained / chunks, rates.memory)
+    return 185 * chunks * memory_access_seconds(1594 / 185 * size.trained / chunks, rates.memory)
 
 
 def _update_accesses_per_element(plan: Plan) -> float:

@@ -77,7 +77,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     copies, copies_of_kept = _reduce_copy_bytes(trained, settings) if plan.device == "cpu" else (0, 0)
     own = [unpadded_shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     gathered = degree * sum(
-        padded_shard_numel(p) * (1 if p.is_gathered_in_fp8 else _compute_itemsize(p, settings))
+        padded_shard_numel(p) * (1 if p.is_gathered_in_fp8 else _itemsize_in_computation(p, settings))
         for p in unit.parameters
     )
     return UnitBytes(
@@ -86,20 +86,20 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         reshards=settings.reshard_after_forward,
         gathers_in_backward=settings.gathers_in_backward,
         shards=shards,
-        own_shards=sum(padded_shard_numel(p) * _compute_itemsize(p, settings) for p in trained),
+        own_shards=sum(padded_shard_numel(p) * _itemsize_in_computation(p, settings) for p in trained),
         on_drive=sum(
-            page_aligned_bytes(padded_shard_numel(p), _compute_itemsize(p, settings)) for p in trained
+            page_aligned_bytes(padded_shard_numel(p), _itemsize_in_computation(p, settings)) for p in trained
         ),
         frozen=sum(padded_shard_numel(p) * p.itemsize for p in frozen),
         frozen_on_drive=sum(page_aligned_bytes(padded_shard_numel(p), p.itemsize) for p in frozen),
         gathered=gathered,
-        unpacking=sum(p.numel * _compute_itemsize(p, settings) for p in inner),
+        unpacking=sum(p.numel * _itemsize_in_computation(p, settings) for p in inner),
         cast_copy=sum(casts) + uncast,
         in_fp8=sum(padded_shard_numel(p) for p in unit.parameters if p.is_gathered_in_fp8),
         largest_cast=max(casts, default=0) + uncast,
-        whole=sum(p.numel * _compute_itemsize(p, settings) for p in trained),
+        whole=sum(p.numel * _itemsize_in_computation(p, settings) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
-        largest_whole=max((p.numel * _compute_itemsize(p, settings) for p in trained), default=0),
+        largest_whole=max((p.numel * _itemsize_in_computation(p, settings) for p in trained), default=0),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=degree * chunk * reduced,
         reduce_copies=copies,
@@ -141,7 +141,7 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
     return unit, settings, inner
 
 
-def _compute_itemsize(parameter: ParamSpec, settings: MergedUnitSettings) -> int:
+def _itemsize_in_computation(parameter: ParamSpec, settings: MergedUnitSettings) -> int:
     return ITEMSIZE[settings.precision.param] if parameter.is_floating else parameter.itemsize
 
 
@@ -174,7 +174,7 @@ def _shard_and_cast_bytes(
     for parameter in unit.parameters:
         elements = padded_numel(parameter.shape, degree) // degree
         is_trained = parameter.requires_grad and parameter.is_floating
-        used = _compute_itemsize(parameter, settings)
+        used = _itemsize_in_computation(parameter, settings)
         kept = parameter.itemsize if not is_trained else master if is_master else used
         if parameter.is_gathered_in_fp8:
             used = 1
@@ -239,7 +239,7 @@ def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     )
 
 
-def rounding_temporary_bytes(elements: int, plan: Plan) -> int:
+def stochastic_rounding_temporary_bytes(elements: int, plan: Plan) -> int:
     """Returns the bytes of temporaries of an update of `elements` with stochastic rounding.
 
     A GPU updates them in one kernel. The CPU takes a chunk at a time, with fp32 copies of value, gradient and
@@ -253,16 +253,17 @@ def update_temporary_bytes(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     and those of an offloaded update are in `device_update_buffer_bytes`.
 
     Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. Others update parameter by
-    parameter: stochastic rounding as `rounding_temporary_bytes` says; AdamW in 8 bits with 53 bytes per
-    element on the CPU, where it is eager. On a GPU it is compiled, to one kernel that writes at most the two
-    new moments in fp32 and their scales before it quantises them (measured with Inductor on a CPU).
+    parameter: stochastic rounding as `stochastic_rounding_temporary_bytes` says; AdamW in 8 bits with 53
+    bytes per element on the CPU, where it is eager. On a GPU it is compiled, to one kernel that writes at
+    most the two new moments in fp32 and their scales before it quantises them (measured with Inductor on a
+    CPU).
     """
     section, units = plan.run.optimizer, list(sizes)
     if plan.run.offload.offloads_optimizer:
         return 0
     largest = max((size.largest_trained for size in units), default=0)
     if plan.precision.stochastic_rounding:
-        return rounding_temporary_bytes(largest, plan)
+        return stochastic_rounding_temporary_bytes(largest, plan)
     if section.name.lower() == "adamw8bit":
         return 53 * largest if plan.device == "cpu" else 8 * largest + 8 * largest // 256
     if section.name.lower() == "sgd" and section.weight_decay:

@@ -98,10 +98,12 @@ def iterate_candidates(
     """
     own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
     for tier in tiers or (own,):
-        yield from _iterate_for_target(spec, hardware, run=run, tier=tier)
+        yield from _iterate_candidates_with_tier(spec, hardware, run=run, tier=tier)
 
 
-def _iterate_for_target(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: Tier) -> Iterator[Candidate]:
+def _iterate_candidates_with_tier(
+    spec: ModelSpec, hardware: Hardware, *, run: Run, tier: Tier
+) -> Iterator[Candidate]:
     per_node, split = hardware.ranks_per_node, run.sharding.tensor_degree
     run = run_with_settings(run, {"offload": {"tier": tier}, "sharding": {"tensor_parallel": split}})
     world = hardware.world_size // split
@@ -181,7 +183,7 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         strategies: Sequence[Strategy] = (Strategy(section.strategy),)
     else:
         strategies = _ORDER if section.shard_degree is None else _HYBRID
-    proper = _group_sizes(world, node=node)
+    proper = _group_sizes_that_follow_nodes(world, node=node)
     for strategy in strategies:
         if strategy not in _HYBRID:
             yield ShardingChoice(strategy, 1 if strategy is Strategy.NO_SHARD else world)
@@ -192,7 +194,7 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
             yield from (ShardingChoice(strategy, degree) for degree in degrees)
 
 
-def _group_sizes(ranks: int, *, node: int) -> list[int]:
+def _group_sizes_that_follow_nodes(ranks: int, *, node: int) -> list[int]:
     """Returns the sizes of equal groups of `ranks`, without 1 and all, that follow nodes of `node` ranks."""
     sizes = (size for size in reversed(divisors(ranks)) if size not in (1, ranks))
     return [size for size in sizes if size % node == 0 or node % size == 0]
@@ -295,7 +297,7 @@ class CandidateCosts:
         self.least_seconds = tuple(self._lower_bound_seconds(one) for one in self.candidates)
 
     @property
-    def predicted(self) -> int:
+    def predicted_count(self) -> int:
         """Number of candidates that were predicted in full."""
         return len(self._plans)
 
@@ -341,7 +343,7 @@ class CandidateCosts:
 
     def seconds(self, index: int) -> float:
         """Returns the seconds of a candidate's step, with its share of compiling."""
-        return step_seconds_with_startup(self.plan(index))
+        return step_seconds_with_compile_share(self.plan(index))
 
     def _build_plan(self, candidate: Candidate) -> Plan:
         return build_plan(candidate, self.run, hardware=self.hardware)
@@ -357,15 +359,15 @@ class CandidateCosts:
         mesh, batch, recompute, compiled, _, tier = candidate
         shared, own = (mesh, batch, tier), (batch, recompute, compiled)
         if shared not in self._demand:
-            self._demand[shared] = self.timer.stream_minima(self._build_plan(candidate))
+            self._demand[shared] = self.timer.least_stream_ticks(self._build_plan(candidate))
         if own not in self._computing:
-            self._computing[own] = self.timer.compute_ticks(self._build_plan(candidate))
+            self._computing[own] = self.timer.device_and_host_ticks(self._build_plan(candidate))
         computing, demand = self._computing[own], self._demand[shared]
         least = self.timer.lower_bound_seconds(computing, demand)
         return least + (COMPILE_SECONDS / _steps_that_share_compiling(self.run) if compiled else 0.0)
 
 
-def step_seconds_with_startup(plan: Plan) -> float:
+def step_seconds_with_compile_share(plan: Plan) -> float:
     """Returns the predicted seconds of a step, plus the seconds of compiling divided by the run's steps."""
     prediction = require_prediction(plan)
     return prediction.time.total + prediction.compile_seconds / _steps_that_share_compiling(plan.run)

@@ -5,7 +5,7 @@ from typing import Literal, cast
 
 from fullshard.errors import PlanError
 from fullshard.planner.search.candidates import require_prediction, run_with_settings
-from fullshard.planner.search.search import SearchResult, iterate_unpinned, search
+from fullshard.planner.search.search import SearchResult, iterate_runs_with_setting_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -24,7 +24,7 @@ _LIMITS: dict[Binding, str] = {
 }
 
 
-class Lever(FrozenModel):
+class PlanImprovement(FrozenModel):
     """A change of the run or of the machine, and what it gains."""
 
     change: str
@@ -47,7 +47,7 @@ class PlanExplanation(FrozenModel):
 
     binds: Binding
     because: str  # reason for `binds`, as text
-    lever: Lever | None  # the change that gains most, if any is notable
+    lever: PlanImprovement | None  # the change that gains most, if any is notable
 
     def advice_lines(self) -> tuple[str, ...]:
         """Returns what binds, and the largest lever, a sentence or two each."""
@@ -60,7 +60,7 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
     plan = found.best
     assert plan is not None, "a plan that fits is explained"
     binds, because = _binding_limit_and_reason(plan, found)
-    lever = find_largest_lever(plan, hardware, spec=spec, run=run)
+    lever = find_largest_improvement(plan, hardware, spec=spec, run=run)
     return PlanExplanation(binds=binds, because=because, lever=lever)
 
 
@@ -130,13 +130,15 @@ def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
     yield f"tensor parallel {plan.tensor_parallel}"
 
 
-def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run) -> Lever | None:
+def find_largest_improvement(
+    plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run
+) -> PlanImprovement | None:
     """Returns the change that gains most tokens/s per rank over `plan`, if it is notable.
 
     Tried are: a pinned microbatch, recompute or sharding left to the planner, compiled blocks, a batch twice
     as large, and with it twice as many GPUs. A loss that takes much memory is named if nothing gains more.
     """
-    best = _loss_lever(plan)
+    best = _chunked_loss_improvement(plan)
     own = require_prediction(plan).tokens_per_second / plan.world_size
     tiers = (cast("Tier", plan.run.offload.tier),)
     for change, other, machine in _iterate_changes(plan, hardware, run=run):
@@ -150,11 +152,11 @@ def find_largest_lever(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: 
         gain = rate / own - 1
         if gain >= NOTABLE and (best is None or gain > best.gain):
             text = f"{change} ({format_difference(found, plan)}): {100 * gain:.0f} % more tokens/s per rank"
-            best = Lever(change=change, plan=found, gain=gain, text=text)
+            best = PlanImprovement(change=change, plan=found, gain=gain, text=text)
     return best
 
 
-def _loss_lever(plan: Plan) -> Lever | None:
+def _chunked_loss_improvement(plan: Plan) -> PlanImprovement | None:
     """Returns the lever of a loss in chunks; None if it has them, or logits take little of the memory."""
     prediction = require_prediction(plan)
     logits, needed = prediction.memory.loss, prediction.required_device_bytes
@@ -166,12 +168,12 @@ def _loss_lever(plan: Plan) -> Lever | None:
     if plan.run.train.loss is not None:
         change = "fullshard.chunked_cross_entropy in train.loss"
         text = f"{text} as its operations run eagerly; a compiled or fused loss holds fewer"
-    return Lever(change=change, gain=logits / needed, text=f"{change}: {text}")
+    return PlanImprovement(change=change, gain=logits / needed, text=f"{change}: {text}")
 
 
 def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tuple[str, Run, Hardware]]:
     """Yields (change as text, run, hardware) for each change to try."""
-    yield from iterate_unpinned(run, hardware)
+    yield from iterate_runs_with_setting_unpinned(run, hardware)
     if run.run.compile is False and plan.device == "cuda":
         yield "run.compile = true", run_with_settings(run, {"run": {"compile": True}}), hardware
     twice = run_with_settings(run, {"train": {"global_batch": 2 * run.train.global_batch}})

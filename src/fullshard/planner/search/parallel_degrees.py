@@ -31,7 +31,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.settings.model_section import DecoderConfig, can_decoder_be_split
-from fullshard.spec.settings.run_checks import divisors, first_setting_without_tensor_parallel
+from fullshard.spec.settings.run_checks import divisors, first_setting_that_excludes_tensor_parallel
 
 LEAST_TOKENS = 8192
 """Fewest tokens of a sequence per rank that a search tries. Shorter parts make smaller matmuls."""
@@ -66,7 +66,7 @@ class _DegreeSearcher(NamedTuple):
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.experts))
         if run.sharding.expert_parallel != "auto" or not degrees:
-            return self._search_spec(run, spec)
+            return self._search_with_spec(run, spec)
         questions = {
             1: (_with_degree(run, "expert_parallel", degree=1), spec)
         } | self._describe_expert_degrees(run, degrees)
@@ -75,7 +75,7 @@ class _DegreeSearcher(NamedTuple):
         for tiers in ((), targets) if targets else ((),):
             if (chosen := self._choose_expert_degree(questions, tiers)) is not None:
                 return chosen
-        return self._search_spec(*questions[1])
+        return self._search_with_spec(*questions[1])
 
     def search_fitting(self, run: Run) -> DegreeSearch | None:
         """Returns the search of `run`; None if no plan fits, or its settings are impossible."""
@@ -85,7 +85,7 @@ class _DegreeSearcher(NamedTuple):
             return None
         return None if searched.found.best is None else searched
 
-    def _search_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
+    def _search_with_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
         found = search(spec, self.hardware, run, tiers=tiers)
         return DegreeSearch(run, spec, found)
 
@@ -116,9 +116,9 @@ class _DegreeSearcher(NamedTuple):
             only_resident = not tiers and own.offload.tier == "auto"
             run = candidates.run_with_settings(own, {"offload": {"tier": "none"}}) if only_resident else own
             with suppress(PlanError):  # other settings of the run cannot be combined with this number
-                searched = self._search_spec(run, spec, tiers=tiers)
+                searched = self._search_with_spec(run, spec, tiers=tiers)
                 found += [] if searched.found.best is None else [searched._replace(run=own)]
-        return choose_fastest(found, questions[1][0]) if found else None
+        return choose_first_not_notably_slower(found, questions[1][0]) if found else None
 
 
 def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware) -> DegreeSearch:
@@ -135,7 +135,7 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
     except PlanError as caught:  # other numbers of ranks may be possible
         error = caught
     fitting = [whole] if whole is not None and whole.found.best is not None else []
-    if fitting and not _offloads_by_choice(_fitting_plan(fitting[0]), run):
+    if fitting and not _offloads_without_being_asked(_fitting_plan(fitting[0]), run):
         if not may_pay_to_share_matmuls(_fitting_plan(fitting[0]), hardware):
             return fitting[0]
         run = fitting[0].run
@@ -144,24 +144,24 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
     for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
         fitting += _iterate_tensor_searches(searcher, run, tensor=tensor)
     if fitting:
-        return choose_fastest(fitting, run)
+        return choose_first_not_notably_slower(fitting, run)
     if whole is None:
         assert error is not None, "a search has a result or an error"
         raise error
     return whole
 
 
-def choose_fastest(searches: Sequence[DegreeSearch], run: Run) -> DegreeSearch:
+def choose_first_not_notably_slower(searches: Sequence[DegreeSearch], run: Run) -> DegreeSearch:
     """Returns the first of `searches`, all of which have a plan that fits, that none is notably faster than.
 
     So an axis that gains little is not taken: what axes cost is less certain than the rest. A plan that
     offloads although `run` leaves that open is chosen only if it is notably faster than all others.
     """
-    resident = [one for one in searches if not _offloads_by_choice(_fitting_plan(one), run)]
-    fastest = min(map(step_seconds_of, searches))
-    if any(step_seconds_of(one) <= (1 + NOTABLE) * fastest for one in resident):
-        searches, fastest = resident, min(map(step_seconds_of, resident))
-    return next(one for one in searches if step_seconds_of(one) <= (1 + NOTABLE) * fastest)
+    resident = [one for one in searches if not _offloads_without_being_asked(_fitting_plan(one), run)]
+    fastest = min(map(best_plan_step_seconds, searches))
+    if any(best_plan_step_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
+        searches, fastest = resident, min(map(best_plan_step_seconds, resident))
+    return next(one for one in searches if best_plan_step_seconds(one) <= (1 + NOTABLE) * fastest)
 
 
 def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[DegreeSearch]:
@@ -175,7 +175,7 @@ def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[D
             if searched is not None:
                 yield searched
                 best = _fitting_plan(searched)
-                if best.run.recompute.mode == "none" and not _offloads_by_choice(best, run):
+                if best.run.recompute.mode == "none" and not _offloads_without_being_asked(best, run):
                     return
 
 
@@ -227,7 +227,7 @@ def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:
 def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
     """Yields divisors over 1 of a node's ranks, to share matmuls; none if `run` sets or excludes it."""
     section, model = run.sharding, run.model
-    if section.tensor_parallel != "auto" or first_setting_without_tensor_parallel(run) is not None:
+    if section.tensor_parallel != "auto" or first_setting_that_excludes_tensor_parallel(run) is not None:
         return
     for degree in divisors(per_node):
         fits = not isinstance(model, DecoderConfig) or can_decoder_be_split(model, degree)
@@ -235,7 +235,7 @@ def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
             yield degree
 
 
-def sequences_for_sharing_ranks(run: Run, *, ranks: int, per_node: int, most_tokens: int) -> int | None:
+def most_sequences_shared_by_ranks(run: Run, *, ranks: int, per_node: int, most_tokens: int) -> int | None:
     """Returns the most sequences within `most_tokens` that divide `ranks` and are fewer; None without any.
 
     None also if `ranks` cannot share so many sequences: by context parallelism that `run` leaves open, with
@@ -253,7 +253,7 @@ def sequences_for_sharing_ranks(run: Run, *, ranks: int, per_node: int, most_tok
     return sequences if can_share else None
 
 
-def _offloads_by_choice(plan: Plan, run: Run) -> bool:
+def _offloads_without_being_asked(plan: Plan, run: Run) -> bool:
     """Returns whether a plan offloads although `run` does not ask for it."""
     return run.offload.tier == "auto" and plan.run.offload.tier != "none"
 
@@ -264,9 +264,9 @@ def _fitting_plan(searched: DegreeSearch) -> Plan:
     return best
 
 
-def step_seconds_of(searched: DegreeSearch) -> float:
+def best_plan_step_seconds(searched: DegreeSearch) -> float:
     """Returns the seconds of a step of the best plan, which fits, with each step's share of compiling."""
-    return candidates.step_seconds_with_startup(_fitting_plan(searched))
+    return candidates.step_seconds_with_compile_share(_fitting_plan(searched))
 
 
 def iterate_expert_degrees(hardware: Hardware, experts: int) -> Iterator[int]:

@@ -122,13 +122,13 @@ def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
     kinds: dict[str, list[int]] = defaultdict(list)
     for index in order:
         kinds[costs.candidates[index].strategy_label].append(index)
-    best = _choose(costs, own, limit=limit)
+    best = _find_best_index(costs, own, limit=limit)
     by_kind: dict[str, int] = {}
     for name, indices in kinds.items():
-        chosen = _choose(costs, indices, limit=limit)
-        by_kind[name] = _smallest(costs, indices) if chosen is None else chosen
-    fastest, closest = _fastest(costs, order, limit=None), None
-    in_twice = _fastest(costs, order, limit=2 * costs.hardware.device_bytes_limit)
+        chosen = _find_best_index(costs, indices, limit=limit)
+        by_kind[name] = _find_smallest_index(costs, indices) if chosen is None else chosen
+    fastest, closest = _find_fastest_index(costs, order, limit=None), None
+    in_twice = _find_fastest_index(costs, order, limit=2 * costs.hardware.device_bytes_limit)
     if best is None:
         closest = min((costs.plan(index) for index in by_kind.values()), key=_memory_shortfall_sort_key)
     assert fastest is not None, "something was considered"
@@ -140,13 +140,13 @@ def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
         by_strategy={name: costs.plan(index) for name, index in by_kind.items()},
         limit_bytes=limit,
         considered=len(own),
-        predicted=costs.predicted,
+        predicted=costs.predicted_count,
     )
 
 
-def _choose(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int) -> int | None:
+def _find_best_index(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int) -> int | None:
     """Returns the best of these candidates, by [Note: the choice], or None if none fits `limit` bytes."""
-    fastest = _fastest(costs, order, limit=limit)
+    fastest = _find_fastest_index(costs, order, limit=limit)
     if fastest is None:
         return None
     if len({costs.candidates[index].tier for index in order}) > 1:
@@ -155,7 +155,7 @@ def _choose(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: in
         plainest = next(i for i in near if costs.fits(i, limit) and costs.seconds(i) <= slowest)
         tier = costs.candidates[plainest].tier
         order = [index for index in order if costs.candidates[index].tier == tier]
-        fastest = _fastest(costs, order, limit=limit)
+        fastest = _find_fastest_index(costs, order, limit=limit)
         assert fastest is not None, "the plainest fits"
     slowest = costs.seconds(fastest) * (1 + SAME_SPEED)
     near = [index for index in order if costs.least_seconds[index] <= slowest and costs.fits(index, limit)]
@@ -166,7 +166,9 @@ def _choose(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: in
     return next(index for index in small if costs.seconds(index) <= slowest)
 
 
-def _fastest(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int | None) -> int | None:
+def _find_fastest_index(
+    costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int | None
+) -> int | None:
     """Returns the fastest candidate that fits `limit` bytes (None: any). `order`: by bounds on time."""
     best = None
     for index in order:
@@ -178,7 +180,7 @@ def _fastest(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: i
     return best
 
 
-def _smallest(costs: candidates.CandidateCosts, indices: Iterable[int]) -> int:
+def _find_smallest_index(costs: candidates.CandidateCosts, indices: Iterable[int]) -> int:
     """Returns the candidate that needs the fewest bytes of the device; of equals, the plainest."""
     best: tuple[int, int] | None = None
     for bound, index in sorted((costs.least_bytes(index), index) for index in indices):
@@ -201,16 +203,16 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
         return PlanError(
             f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
             got=f"closest: {format_plan(closest)} -> {format_bytes(prediction.host_bytes_per_rank)}",
-            fix="; or ".join(_iterate_host_memory_changes(closest)),
+            fix="; or ".join(_iterate_changes_to_fit_host_memory(closest)),
         )
     largest, count = max(prediction.memory.terms().items(), key=lambda term: term[1])
-    changes = chain(iterate_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
+    changes = chain(iterate_runs_with_setting_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
     no_margin = candidates.run_with_settings(run, {"plan": {"memory_margin": 0.0}})
     ways = [
-        _first_that_fits(
+        _first_fitting_change_text(
             spec, [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
         ),
-        _first_that_fits(spec, changes) or "a shorter data.sequence_length, or a smaller model",
+        _first_fitting_change_text(spec, changes) or "a shorter data.sequence_length, or a smaller model",
         _suggest_offload_target(spec, hardware, run=run),
     ]
     free = f" with {100 * run.memory_margin:g} % of it left free" if run.memory_margin else ""
@@ -223,7 +225,7 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
     )
 
 
-def _first_that_fits(spec: ModelSpec, changes: Iterable[tuple[str, Run, Hardware]]) -> str | None:
+def _first_fitting_change_text(spec: ModelSpec, changes: Iterable[tuple[str, Run, Hardware]]) -> str | None:
     """Returns the first of the (change, run, hardware) on which a plan fits, as text; None if none does."""
     for change, run, hardware in changes:
         if (best := search(spec, hardware, run).best) is not None:
@@ -247,7 +249,7 @@ def format_plan(plan: Plan) -> str:
     )
 
 
-def _iterate_host_memory_changes(plan: Plan) -> Iterator[str]:
+def _iterate_changes_to_fit_host_memory(plan: Plan) -> Iterator[str]:
     """Yields changes, as text, with which `plan`, which fits its device, may fit host memory."""
     prediction, section = candidates.require_prediction(plan), plan.run.offload
     if section.host_bytes is not None:
@@ -300,7 +302,7 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
             yield f"{more.world_size} ranks{grown}", wider, more
 
 
-def iterate_unpinned(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, Hardware]]:
+def iterate_runs_with_setting_unpinned(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, Hardware]]:
     """Yields (change as text, run, hardware) with a pinned microbatch, recompute or sharding left open."""
     free = {"strategy": "auto", "shard_degree": None}
     is_sharding_pinned = run.sharding.strategy != "auto" or run.sharding.shard_degree is not None

@@ -177,7 +177,7 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
         attention_backward=curves_by_dtype(backward),
         attention_by_head_dim=known_kernel["forward_by_head_dim"],
         attention_backward_by_head_dim=known_kernel["backward_by_head_dim"],
-        grouped_matmul=_grouped_matmul_parts(known["bf16"]) if chip.grouped_matmul else None,
+        grouped_matmul=_grouped_matmul_efficiency_curve(known["bf16"]) if chip.grouped_matmul else None,
         grouped_tile_rows=table["grouped_matmul"]["tile_rows"] if chip.grouped_matmul else 0.0,
         memory=memory,
         optimizer=memory,
@@ -208,7 +208,7 @@ def _rate_curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
     return tuple(RatePoint(round_to_four_digits(size), round_to_four_digits(rate)) for size, rate in points)
 
 
-def _grouped_matmul_parts(peak: float) -> Curve:
+def _grouped_matmul_efficiency_curve(peak: float) -> Curve:
     points = read_machine_tables("rates")["grouped_matmul"]["curve"]
     return tuple(RatePoint(round_to_four_digits(seconds * peak), part) for seconds, part in points)
 

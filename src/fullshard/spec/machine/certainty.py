@@ -1,4 +1,4 @@
-"""Certainty of predicted speeds: how far they were from published ones, by size and number of nodes."""
+"""SpeedDeviation of predicted speeds: how far they were from published ones, by size and number of nodes."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 
 
-class Certainty(NamedTuple):
+class SpeedDeviation(NamedTuple):
     """Expected deviation of a predicted speed from a measured one, `low` to `high` as fractions.
 
     grounds: the rows that it is from, as text
@@ -24,12 +24,14 @@ class Certainty(NamedTuple):
         return f"predicted {low} to {high}, as are {self.grounds}"
 
 
-def certainty_of(spec: ModelSpec, hardware: Hardware) -> Certainty | None:
-    """Returns the expected deviation of the predicted speed of a model, as `speed_certainty` does."""
-    return speed_certainty(spec.numel, hardware, mixture=spec.is_mixture)
+def speed_deviation_of_model(spec: ModelSpec, hardware: Hardware) -> SpeedDeviation | None:
+    """Returns the expected deviation of a model's predicted speed, as `expected_speed_deviation` does."""
+    return expected_speed_deviation(spec.numel, hardware, mixture=spec.is_mixture)
 
 
-def speed_certainty(numel: int, hardware: Hardware, *, mixture: bool = False) -> Certainty | None:
+def expected_speed_deviation(
+    numel: int, hardware: Hardware, *, mixture: bool = False
+) -> SpeedDeviation | None:
     """Returns the expected deviation of a predicted speed of a model of `numel` parameters; None on a CPU.
 
     Of a size or chip without published rows, it is the worst of all rows, which may still be too little.
@@ -47,10 +49,14 @@ def speed_certainty(numel: int, hardware: Hardware, *, mixture: bool = False) ->
             f"the worst two of {every['rows']} published rows of other models (only {few['rows']} of "
             "mixtures were compared, with evenly chosen experts)"
         )
-        return Certainty(min(every["low"], few["low"]), max(every["high"], few["high"]), grounds)
+        return SpeedDeviation(min(every["low"], few["low"]), max(every["high"], few["high"]), grounds)
     if is_known and numel >= table["parameters"]:
         spread = table["one_node" if hardware.nodes == 1 else "several_nodes"]
         where = "one node" if hardware.nodes == 1 else "several nodes"
-        return Certainty(spread["low"], spread["high"], f"90 % of {spread['rows']} published rows on {where}")
+        return SpeedDeviation(
+            spread["low"], spread["high"], f"90 % of {spread['rows']} published rows on {where}"
+        )
     why = "too few of such models" if is_known else f"none on {hardware.chip.name}"
-    return Certainty(every["low"], every["high"], f"the worst two of {every['rows']} published rows ({why})")
+    return SpeedDeviation(
+        every["low"], every["high"], f"the worst two of {every['rows']} published rows ({why})"
+    )

@@ -134,11 +134,11 @@ class CollectiveRate(FrozenModel):
     curve: Curve | None = None
     curve_ranks: PositiveInt | None = None
 
-    def predict_seconds(self, count: float, ranks: int) -> float:
-        """Returns the duration of a collective of `count` unsharded bytes."""
+    def predict_seconds(self, unsharded_bytes: float, ranks: int) -> float:
+        """Returns the duration of a collective of `unsharded_bytes`."""
         if ranks <= 1:
             return 0.0
-        moved = count * (ranks - 1) / ranks
+        moved = unsharded_bytes * (ranks - 1) / ranks
         if self.curve is not None and self.curve_ranks is not None and moved > 0:
             measured = moved / interpolate_rate(self.curve, moved)
             return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0)

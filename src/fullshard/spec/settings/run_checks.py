@@ -35,7 +35,7 @@ def check_settings_work_together(run: Run) -> None:
             got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
             fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
         )
-    degree, unsupported = run.sharding.tensor_degree, first_setting_without_tensor_parallel(run)
+    degree, unsupported = run.sharding.tensor_degree, first_setting_that_excludes_tensor_parallel(run)
     if degree > 1 and unsupported is not None:
         raise PlanError(
             "these settings do not work together.",
@@ -44,7 +44,7 @@ def check_settings_work_together(run: Run) -> None:
         )
 
 
-def first_setting_without_tensor_parallel(run: Run) -> str | None:
+def first_setting_that_excludes_tensor_parallel(run: Run) -> str | None:
     """Returns the first setting of `run` that does not work together with tensor parallelism, if any."""
     model, experts = run.model, run.sharding.expert_degree
     styles = bool(run.sharding.tensor_parallel_styles)
@@ -184,10 +184,10 @@ def unused_setting_notes(run: Run) -> list[str]:
 TRACKERS_OF_EXTRAS = ("tensorboard", "wandb")
 
 
-def _names_kernel_repository(options: Mapping[str, Any]) -> bool:
+def _loads_kernels_from_repository(options: Mapping[str, Any]) -> bool:
     """Returns whether transformers would load kernels, which are code, from a repository `owner/name`."""
     return any(
-        _names_kernel_repository(cast(Mapping[str, Any], value))
+        _loads_kernels_from_repository(cast(Mapping[str, Any], value))
         if isinstance(value, Mapping)
         else "implementation" in key and "/" in str(value)
         for key, value in options.items()
@@ -199,7 +199,7 @@ CODE_SETTINGS: Mapping[str, Callable[[Any], bool]] = {
     "model.python": bool,
     "model.trust_remote_code": bool,
     "model.attention": lambda name: "/" in name,
-    "model.options": _names_kernel_repository,
+    "model.options": _loads_kernels_from_repository,
     "data.factory": bool,
     "data.trust_remote_code": bool,
     "train.loss": bool,
