@@ -288,10 +288,12 @@ def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path 
 def _check_no_foreign_checkpoints(saved_to: str) -> None:
     """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own."""
     from fullshard.checkpoint.location import location_of  # imports torch, which the launcher's checks avoid
-    from fullshard.distributed.agreement import run_alone_or_raise
+    from fullshard.distributed.agreement import run_raising_checkpoint_error
 
     place = location_of(saved_to)
-    steps = run_alone_or_raise(place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}")
+    steps = run_raising_checkpoint_error(
+        place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}"
+    )
     if steps:
         raise CheckpointError(
             f"{saved_to} holds the checkpoints of another run.",

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.distributed.agreement import world_size
-from fullshard.distributed.ranges import OwnClock, OwnSeconds
+from fullshard.distributed.ranges import OwnWorkClock, OwnWorkSeconds
 from fullshard.observe.memory import MEMORY_FIGURES
 from fullshard.observe.run_log import RunLog
 from fullshard.quantities import format_seconds
@@ -172,10 +172,10 @@ class StragglerWatch:
     count. The gathering runs beside the next step: no rank waits for it. All ranks judge alike.
     """
 
-    def __init__(self, clock: OwnClock, *, log: RunLog, device: torch.device) -> None:
+    def __init__(self, clock: OwnWorkClock, *, log: RunLog, device: torch.device) -> None:
         self.every = min(max(log.every, LEAST_WINDOW), MOST_WINDOW)
         self._clock, self._log, self._is_on_host = clock, log, device.type == "cpu"
-        self._recent: deque[tuple[float, OwnSeconds]] = deque(maxlen=self.every)
+        self._recent: deque[tuple[float, OwnWorkSeconds]] = deque(maxlen=self.every)
         self._saves: deque[float] = deque(maxlen=_SAVES)
         self._has_new_save, self._profiled = False, dict[str, float]()
         self._gathering: _Gathering | None = None

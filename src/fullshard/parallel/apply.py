@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
-from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
+from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, attach_unit_order_recorder
 from fullshard.errors import ShardError
 from fullshard.parallel import compile as block_compiler
 from fullshard.parallel.fp8 import (
@@ -107,7 +107,7 @@ def prepare_sharding(
     return PreparedSharding(plan, plan.device, methods, found, repeated, meshes, fp8, split or {})
 
 
-def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> UnitOrder:
+def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> UnitOrderRecorder:
     """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. Returns the order of its units.
 
     All shards are on the meta device.
@@ -124,14 +124,14 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
     block_compiler.set_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     names: list[UnitNames] = []
-    order = UnitOrder(names)
+    order = UnitOrderRecorder(names)
     for unit in units:
         mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
         names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
         _reduce_gradients_of_all_experts(unit)
     names.append(UnitNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0]))
-    set_unit_order(model, order)
+    attach_unit_order_recorder(model, order)
     model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)

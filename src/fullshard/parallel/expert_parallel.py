@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.distributed.collectives import exchange_directly, exchange_parts_directly
+from fullshard.distributed.collectives import all_to_all_pairwise, all_to_all_parts_pairwise
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
@@ -53,7 +53,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
     """
     with TimedRange(EXCHANGE_COUNTS):
         if counts.device.type == "cpu":
-            return exchange_directly(counts, group_of_name(group))
+            return all_to_all_pairwise(counts, group_of_name(group))
         each = [1] * len(counts)
         return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_to_all_single(counts, each, each, group))
 
@@ -73,7 +73,7 @@ def exchange_rows(  # signature: torch's
     with TimedRange(EXCHANGE_ROWS):
         if rows.device.type == "cpu":
             result = rows.new_empty((sum(received), rows.shape[1]))
-            exchange_parts_directly(rows.split(sent), result.split(received), group=group_of_name(group))
+            all_to_all_parts_pairwise(rows.split(sent), result.split(received), group=group_of_name(group))
         else:
             result = _FUNCTIONAL.all_to_all_single(rows.contiguous(), received, sent, group)
             result = _FUNCTIONAL.wait_tensor(result)

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.distributed.tensors import find_product, set_product
+from fullshard.distributed.tensors import find_linear_function, set_linear_function
 from fullshard.errors import MissingExtraError, PlanError, ShardError
 from fullshard.parallel.matmul_split import multiply_by_own_weight
 from fullshard.parallel.units import Unit
@@ -228,8 +228,9 @@ def convert_linears_to_fp8(choice: Fp8Choice, *, device: DeviceType) -> None:
     """Replaces the `forward` of the chosen modules. On a CPU, matmuls in fp8 are emulated in fp32."""
     product = partial(_multiply_in_fp8, matmul=_matmul(choice.scaling, emulated=device == "cpu"))
     for module in choice.linears.values():
-        has_product = find_product(module) is not None  # tensor parallelism calls it in a forward of its own
-        set_product(module, product)
+        # Tensor parallelism calls the function in a forward of its own.
+        has_product = find_linear_function(module) is not None
+        set_linear_function(module, product)
         if not has_product:
             module.forward = partial(multiply_by_own_weight, module)
 

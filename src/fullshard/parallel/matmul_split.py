@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import gather_sequence, indivisible_length_error, reduce_sequence
-from fullshard.distributed.tensors import find_product, set_product
+from fullshard.distributed.tensors import find_linear_function, set_linear_function
 from fullshard.errors import ShardError
 from fullshard.models.deferred_logits import DividedHead, VocabularyPart, set_divided_head
 
@@ -173,19 +173,19 @@ def parts_of_linear(linear: Any) -> tuple[Any, list[Any], list[Any]]:
 
 def _replace_forward(linear: Any, *, rows: list[slice] | None = None, adds_bias: bool = True) -> None:
     """Makes a linear module compute with its local weight, or only with these `rows` of a whole weight."""
-    if find_product(linear) is None:
-        set_product(linear, multiply_gathered)
+    if find_linear_function(linear) is None:
+        set_linear_function(linear, multiply_gathered)
     linear.forward = partial(multiply_by_own_weight, linear, rows=rows, adds_bias=adds_bias)
 
 
 def multiply_by_own_weight(  # signature: nn.Linear's, after the module
     linear: Any, input: Tensor, *, rows: list[slice] | None = None, adds_bias: bool = True
 ) -> Tensor:
-    """Multiplies by the weight of `linear`, or these `rows` of it, with the function from `set_product`."""
+    """Multiplies by the weight of `linear`, or these `rows` of it, with its `LinearFunction`."""
     weight, bias = linear.weight, linear.bias if adds_bias else None
     if rows is not None:
         weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)
-    product = find_product(linear)
+    product = find_linear_function(linear)
     assert product is not None, "set with this forward"
     return product(input, weight, bias=bias)
 

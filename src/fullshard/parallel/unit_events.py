@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import storage_key
-from fullshard.distributed.unit_order import UnitNames, UnitOrder, find_unit_order
+from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, find_unit_order_recorder
 from fullshard.errors import ShardError, TrainError
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import (
@@ -38,7 +38,7 @@ from fullshard.torch_private.tensors import local_part, storage_address, tree_le
 
 def check_shards(model: nn.Module) -> None:
     """Raises ShardError for parameters (not scalars) added or replaced after `shard`, or whose `data` was."""
-    known = {} if (order := find_unit_order(model)) is None else order.shards
+    known = {} if (order := find_unit_order_recorder(model)) is None else order.shards
     changed = list[str]()
     for name, one in model.named_parameters() if known else ():
         storage, local, _ = known.get(one, (None, 0, False))
@@ -56,7 +56,7 @@ def check_shards(model: nn.Module) -> None:
         )
 
 
-def reshard_after_evaluation(model: nn.Module, order: UnitOrder) -> None:
+def reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder) -> None:
     """Makes forwards without gradients reshard `model`. See [Note: gathered after a validation].
 
     Notes the shards for `check_shards`, which these forwards call.
@@ -90,7 +90,9 @@ def reshard_unsharded_units(model: nn.Module) -> None:
             module.reshard()
 
 
-def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrder) -> UnitNames:
+def record_unit_events(
+    modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrderRecorder
+) -> UnitNames:
     """Makes FSDP2 note in `order` what it does for the unit of `modules`. Returns the names of the unit.
 
     The unit then raises ShardError in a forward that changes its parameters. See [Note: changes in forward].
@@ -108,7 +110,7 @@ def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, or
     return UnitNames(name, parameters)
 
 
-def _record_gathers(group: Any, *, unit: int, order: UnitOrder) -> None:
+def _record_gathers(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
     if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
         return  # nothing is gathered
     unshard = group.unshard
@@ -169,7 +171,7 @@ def _sum_of_bits(value: Tensor | None) -> Tensor | None:
     return None if kind is None else value.detach().view(kind).sum(dtype=torch.int64)
 
 
-def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
+def _record_reductions(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
     """Notes the unit's reductions, and completes its sums over replicas.
 
     FSDP2 keeps what it has reduced over shards, but not over replicas, in one tensor, and adds to it in the

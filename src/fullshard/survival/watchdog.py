@@ -276,8 +276,8 @@ class _Watchdog:
             place=_user_frame_text(self._trainer),
             collective=_last_collective_text(),
             stacks=_all_stacks_text(),
-            wait="" if clock is None else clock.current_wait(),
-            unit=self._where.last_unit(),
+            wait="" if clock is None else clock.current_wait_name(),
+            unit=self._where.last_unit_name(),
         )
 
     def _report_and_exit(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.tensors import storage_key
-from fullshard.distributed.unit_order import find_unit_order
+from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL
 from fullshard.models.loss import Loss, sum_and_count
@@ -41,7 +41,7 @@ class ModelBetweenSteps:
     def __init__(self, state: TrainState) -> None:
         self._state, self._parameters = state, list[tuple[int, ...]]()
         reshard_unsharded_units(state.model)
-        if (order := find_unit_order(state.model)) is not None:
+        if (order := find_unit_order_recorder(state.model)) is not None:
             order.is_trained = True
         if not state.model.training:
             state.model.train()
@@ -99,7 +99,7 @@ def _warn_of_trained_parameters(state: TrainState) -> None:
             "trainable parameters that are not in the optimizer are never updated: %s",
             join_names(left, most=3),
         )
-    order = find_unit_order(state.model)
+    order = find_unit_order_recorder(state.model)
     masters = {one.dtype for one, (_, _, was) in (order.shards if order else {}).items() if was}
     late = [name for name, one in trained.items() if one.itemsize < 4 and one.dtype not in masters]
     if late and rank() == 0:
@@ -128,7 +128,7 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
     """Context in which `model` is in evaluation mode. At its end, reshards units and restores all modes."""
     modes = module_modes(model)
     model.eval()
-    order = find_unit_order(model)
+    order = find_unit_order_recorder(model)
     if order is not None:
         order.is_evaluated = True
     try:

@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
-from fullshard.distributed.unit_order import find_unit_order
+from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, sum_and_count
 from fullshard.offload.adamw import StreamingAdamW
@@ -114,8 +114,8 @@ def average_scalar_gradients(model: nn.Module) -> None:
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     if world_size() == 1 or not any(one.requires_grad for one in scalars):
         return
-    if (order := find_unit_order(model)) is not None:
-        order.note_scalars(without=[i for i, one in enumerate(scalars) if one.grad is None])
+    if (order := find_unit_order_recorder(model)) is not None:
+        order.note_scalar_reduction(without=[i for i, one in enumerate(scalars) if one.grad is None])
     none = torch.zeros((), device=scalars[0].device)
     flat = torch.stack([none if one.grad is None else one.grad.float() for one in scalars])
     with TimedRange("all_reduce"):

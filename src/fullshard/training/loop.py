@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from fullshard.data.batches import MicrobatchSource, RowSource
 from fullshard.distributed.agreement import all_gather_object, all_ranks_have, rank
 from fullshard.distributed.sequence_parts import cut_sequences
-from fullshard.distributed.unit_order import find_unit_order
+from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, next_token_loss
 from fullshard.spec.plan import Plan
@@ -184,8 +184,8 @@ def _begin_run(state: TrainState, plan: Plan) -> None:
     elif state.loss_scale.window == 0:  # else a checkpoint of the same precision brought a scale
         state.loss_scale = LossScale(2.0**16, window=2000)
     state.phase.step = state.step
-    if (order := find_unit_order(state.model)) is not None:
-        state.phase.last_unit = order.last_unit
+    if (order := find_unit_order_recorder(state.model)) is not None:
+        state.phase.last_unit_name = order.last_unit_name
 
 
 def _launch_step(

@@ -35,7 +35,7 @@ from torch.profiler import record_function
 
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.unit_order import UnitEvents, find_unit_order, take_unit_events
+from fullshard.distributed.unit_order import UnitEvents, find_unit_order_recorder, take_unit_events
 from fullshard.errors import TrainError
 from fullshard.models.experts import Router
 from fullshard.models.loss import Loss, sum_and_count
@@ -242,7 +242,7 @@ def _run_microbatches(
 @contextmanager
 def _without_backward(model: nn.Module) -> Generator[None]:
     """Context in which the backward of a unit of `model` raises TrainError."""
-    order = find_unit_order(model)
+    order = find_unit_order_recorder(model)
     if order is None:
         yield
         return
