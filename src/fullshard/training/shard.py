@@ -121,7 +121,9 @@ def build_streaming_adamw(
     gradients = adamw.HostGradients(offloaded.engine) if settings.has_gpu else None
     on_device = None
     if plan.run.offload.update == "device":
-        on_device = adamw.DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
+        on_device = adamw.DeviceGroupUpdater(
+            offloaded.groups, device=settings.device, moments=settings.moments
+        )
     return adamw.StreamingAdamW(
         groups,
         offloaded,

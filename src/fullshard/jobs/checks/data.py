@@ -13,7 +13,7 @@ from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
-from fullshard.jobs.checks.model_trial import IGNORED, plain_run
+from fullshard.jobs.checks.model_trial import IGNORED, make_eager_fp32_cpu_run
 from fullshard.models.build import find_vocabulary_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
@@ -71,7 +71,7 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
         if time.monotonic() > deadline:
             raise _TokenizingTakesLong
 
-    run, attempt = plain_run(plan.run, rows=_ROWS, microbatch=_MICROBATCH), ErrorCapture()
+    run, attempt = make_eager_fp32_cpu_run(plan.run, rows=_ROWS, microbatch=_MICROBATCH), ErrorCapture()
     with attempt:
         data = build_data(run, alive=stop_when_late)
         trial = DataTrial(
@@ -157,7 +157,7 @@ def check_labels(trial: DataTrial) -> Finding:
 def check_duplicates(trial: DataTrial) -> Finding:
     """Hashes rows of the first steps: ranks must not get the same, and few rows may repeat."""
     by_rank: dict[int, list[bytes]] = {}
-    run = plain_run(trial.run, rows=_MICROBATCH * trial.ranks, microbatch=_MICROBATCH)
+    run = make_eager_fp32_cpu_run(trial.run, rows=_MICROBATCH * trial.ranks, microbatch=_MICROBATCH)
     own = DataTrial(trial.data, run, trial.ranks, trial.vocabulary)
     total = trial.data.training_sequences or 10**9
     steps = max(1, min(_STEPS, total // (_MICROBATCH * trial.ranks)))
