@@ -214,7 +214,7 @@ def _report_compilation_and_return_seconds(job: TrainJob, step: Step) -> float:
     done, forwards = job.compiler.compilations, find_compiled_forwards(job.state.model)
     if forwards and done > job.reported_compilations:
         again = f"compiled again in step {step.index}; so far " if job.reported_compilations else "compiled "
-        job.log.print_message(again + job.compiler.of_blocks(forwards).format_text())
+        job.log.print_message(again + job.compiler.compilation_of_blocks(forwards).format_text())
         job.reported_compilations = done
     before, job.reported_compile_seconds = job.reported_compile_seconds, job.compiler.seconds
     return job.compiler.seconds - before
@@ -304,7 +304,7 @@ def _make_measurement(job: TrainJob) -> Measurement:
         peak_bytes=job.peak_bytes,
         step_seconds=_profile_scaled_to_mean_step(job),
         startup_seconds=job.startup_seconds,
-        compilation=job.compiler.of_blocks(compiled) if compiled else None,
+        compilation=job.compiler.compilation_of_blocks(compiled) if compiled else None,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
     )
 

@@ -81,12 +81,12 @@ def exchange_rows(  # signature: torch's
 
 
 @exchange_counts.register_fake
-def _counts_shape(counts: Tensor, group: str) -> Tensor:  # signature: torch's
+def _fake_exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
     return torch.empty_like(counts)
 
 
 @exchange_rows.register_fake
-def _balanced_shape(  # signature: torch's
+def _fake_exchange_rows(  # signature: torch's
     rows: Tensor, sizes: Tensor, scale: float, gradient_scale: float, group: str, *, returns: bool
 ) -> Tensor:
     return torch.empty_like(rows)
@@ -100,13 +100,13 @@ def _save_sizes(  # signature: torch's
 
 
 @partial(exchange_rows.register_autograd, setup_context=_save_sizes)
-def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+def _exchange_rows_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     sizes = ctx.sizes.flip(0)
     back = exchange_rows(gradient.contiguous(), sizes, ctx.scale, 1.0, ctx.group, returns=not ctx.returns)
     return back, None, None, None, None
 
 
-def use_expert_parallel(model: nn.Module, plan: Plan, *, group: str = "") -> dict[str, int]:
+def divide_experts_and_return_split_dims(model: nn.Module, plan: Plan, *, group: str = "") -> dict[str, int]:
     """Divides the experts of `model` over ranks. Returns the dim in which each parameter of them is divided.
 
     The parameters themselves are divided when the model is sharded. If only matmuls are divided, the experts

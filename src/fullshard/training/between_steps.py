@@ -18,8 +18,8 @@ from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL
 from fullshard.models.loss import Loss, sum_and_count
-from fullshard.parallel.fp8 import reuse_weight_scales
-from fullshard.parallel.unit_events import check_shards, reshard_unsharded_units
+from fullshard.parallel.fp8 import make_scale_reuse_context
+from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import update_reduce_dtypes
 from fullshard.torch_private.tensors import gradient_hooks
@@ -77,7 +77,7 @@ class ModelBetweenSteps:
             )
         if _identities(parameters) != self._parameters:
             reshard_unsharded_units(model)
-            check_shards(model)
+            check_parameters_not_replaced(model)
             self._parameters = _identities(model.parameters())
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -153,7 +153,7 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
     """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with evaluation_mode(model), reuse_weight_scales(model):
+    with evaluation_mode(model), make_scale_reuse_context(model):
         for batch in microbatches:
             batch = move_batch_to_device(batch, device)
             value = loss(model, batch)

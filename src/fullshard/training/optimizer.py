@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
-from fullshard.parallel.unit_events import check_shards, reshard_unsharded_units
+from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.train_section import OptimizerSection
@@ -85,7 +85,7 @@ def _check_sharded(model: nn.Module) -> None:
             fix="model = fullshard.shard(model, plan), then the optimizer",
         )
     reshard_unsharded_units(model)  # an optimizer of gathered parameters would never update the shards
-    check_shards(model)
+    check_parameters_not_replaced(model)
 
 
 def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ from fullshard.errors import TrainError
 from fullshard.models.experts import Router
 from fullshard.models.loss import Loss, sum_and_count
 from fullshard.parallel.apply import explain_ungathered_parameters
-from fullshard.parallel.fp8 import reuse_weight_scales
+from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.survival import fingerprint
@@ -100,7 +100,7 @@ def run_step(
     issued = count_issued_collectives(device)
     sums = torch.zeros(_SUMS - 1, dtype=torch.float64, device=device)  # without the stop requests
     rates = set_learning_rates(state.optimizer, plan.run, step=state.step)
-    with reuse_weight_scales(state.model):
+    with make_scale_reuse_context(state.model):
         nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums)
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
