@@ -98,11 +98,11 @@ def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
 def _newest_step_and_rows(run: Run) -> tuple[int, int]:
     """Returns the step of the run's newest checkpoint, and the rows that its steps took; else (0, 0)."""
     from fullshard.checkpoint.location import iterate_complete_checkpoints, location_of
-    from fullshard.training.state import rows_in_values
+    from fullshard.training.state import rows_taken_by_saved_state
 
     place = location_of(run.checkpoint.dir or Path(run.run.dir, CHECKPOINTS))
     for _, manifest in iterate_complete_checkpoints(place):
-        rows = rows_in_values(manifest.state_values)
+        rows = rows_taken_by_saved_state(manifest.state_values)
         return manifest.step, manifest.step * run.train.global_batch if rows is None else rows
     return 0, 0
 

@@ -41,9 +41,9 @@ from fullshard.training.loop import Step
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.resume import (
     check_can_continue,
-    continue_run,
     find_pretrained_directory,
     restore_train_state,
+    set_next_row_and_describe_changes,
 )
 from fullshard.training.shard import discard_offloaded_files, rank_offload_directory, shard
 from fullshard.training.state import TrainState
@@ -301,7 +301,7 @@ def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None
         log.print_message(attempt.resume_message(job.ranks.world_size, step=step, steps=steps))
     elif resume:
         log.print_message(f"resumed at step {step} of {steps}")
-    for line in continue_run(job.state, job.plan):
+    for line in set_next_row_and_describe_changes(job.state, job.plan):
         log.print_message(line)
 
 

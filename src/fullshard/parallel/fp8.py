@@ -47,7 +47,7 @@ from fullshard.parallel.units import Unit
 from fullshard.spec.model import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
 from fullshard.system.dotted import import_quietly
-from fullshard.torch_private.fsdp import engine_parameters, shard_data
+from fullshard.torch_private.fsdp import engine_parameters, flat_padded_shard
 from fullshard.torch_private.tensors import foreach_norm, local_part
 
 _MULTIPLE = 16  # of rows and columns, as fp8 matmuls need
@@ -278,7 +278,7 @@ class WeightScales:
             if id(engine_parameter) not in self._scales:
                 self.compute()
             scale = self._scales[id(engine_parameter)]
-            shard = shard_data(engine_parameter).view(engine_parameter.padded_sharded_param_size)
+            shard = flat_padded_shard(engine_parameter).view(engine_parameter.padded_sharded_param_size)
             largest = torch.finfo(torch.float8_e4m3fn).max
             data = (shard * scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
             return (data.view(torch.uint8),), scale
@@ -298,7 +298,7 @@ class WeightScales:
     def compute(self) -> None:
         """Computes the scales of all weights. Collective."""
         for groups, parameters in self._groups.items():
-            shards = [shard_data(one) for one in parameters]
+            shards = [flat_padded_shard(one) for one in parameters]
             largest = torch.stack(list(foreach_norm(shards, float("inf"))))
             for group in groups:
                 if dist.get_world_size(group) > 1:

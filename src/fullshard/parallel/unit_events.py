@@ -28,7 +28,7 @@ from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, find_
 from fullshard.errors import ShardError, TrainError
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import (
-    cast_first_gradients,
+    cast_late_gradients_to_kept_dtype,
     gathered_parameter,
     parameter_groups,
     pending_gather,
@@ -195,7 +195,7 @@ def _install_reduction_recording(group: Any, *, unit: int, order: UnitOrderRecor
         if not group.reduce_grads:
             post_backward(*args)
             return
-        cast_first_gradients(group)
+        cast_late_gradients_to_kept_dtype(group)
         has_some, without, frozen = _has_gradients_and_missing_and_frozen(group)
         sums_now = group.all_reduce_grads
         if sums_later and without and (has_some or sums_now):

@@ -75,21 +75,21 @@ class ModelBetweenSteps:
                 why="register_hook is for gradients of autograd; FSDP2 sets those of shards",
                 fix="register_post_accumulate_grad_hook, which is called with the sharded parameter",
             )
-        if _identities(parameters) != self._parameters:
+        if _ids_storages_and_requires_grad(parameters) != self._parameters:
             reshard_unsharded_units(model)
             check_parameters_not_replaced(model)
-            self._parameters = _identities(model.parameters())
+            self._parameters = _ids_storages_and_requires_grad(model.parameters())
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     update_reduce_dtypes(module)
-            _warn_of_trained_parameters(self._state)
+            _warn_of_not_updated_or_half_precision_parameters(self._state)
 
 
-def _identities(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
+def _ids_storages_and_requires_grad(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
     return [(id(one), storage_key(one), one.requires_grad) for one in parameters]
 
 
-def _warn_of_trained_parameters(state: TrainState) -> None:
+def _warn_of_not_updated_or_half_precision_parameters(state: TrainState) -> None:
     """Logs trained parameters that the optimizer lacks, or in half precision since they were frozen once."""
     updated = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
     trained = {name: one for name, one in state.model.named_parameters() if one.requires_grad}
