@@ -124,8 +124,7 @@ def train(
 
     After a `break`, another `train` of the same state continues where it stopped. A plain iterable as
     `state.data` ends training on all ranks as soon as it ends on any, which is logged; the next `train`
-    begins it anew. Only `data.batches.MicrobatchSource` resumes exactly. Settings other than those that the
-    state was trained with before are logged.
+    begins it anew. Only `data.batches.MicrobatchSource` resumes exactly. Changed settings are logged.
 
     Raises TrainError without data for one step, for different batches on ranks that share sequences, for a
     loss that depends on trained parameters outside the model, for gradients that the loop leaves, after
