@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.distributed.agreement import all_gather_object
-from fullshard.distributed.ranges import OwnClock, run_own_clock
+from fullshard.distributed.ranges import OwnWorkClock, run_own_clock
 from fullshard.observe.run_log import RunLog
 from fullshard.observe.stragglers import StragglerCause, StragglerWatch
 from fullshard.parallel.mesh import process_group
@@ -133,7 +133,7 @@ def run_windows(
     state = TrainState(model, optimizer, data=Rows(delay))
     state.phase = PhaseTracker()
     named: list[list[tuple[int, str]]] = []
-    with run_own_clock(OwnClock(delay.now) if simulated else None) as clock:
+    with run_own_clock(OwnWorkClock(delay.now) if simulated else None) as clock:
         state.phase.clock = clock
         watch = StragglerWatch(clock, log=RunLog(every=WINDOW), device=torch.device("cpu"))
         steps = train(state, plan, loss=lambda m, x: m(x).square().mean())

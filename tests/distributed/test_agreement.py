@@ -5,9 +5,9 @@ import torch.distributed as dist
 
 from fullshard.distributed.agreement import (
     all_gather_object,
-    run_alone_or_raise,
     run_on_all_ranks,
     run_on_rank_zero,
+    run_raising_checkpoint_error,
 )
 from fullshard.errors import CheckpointError, DataError
 
@@ -46,4 +46,4 @@ def test_an_interrupt_is_raised_at_once():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_alone_or_raise(interrupted, doing="anything")
+        run_raising_checkpoint_error(interrupted, doing="anything")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fullshard.distributed.ranges import OwnClock, TimedRange, run_own_clock
+from fullshard.distributed.ranges import OwnWorkClock, TimedRange, run_own_clock
 
 
 class Hands:
@@ -14,8 +14,8 @@ class Hands:
     def __init__(self) -> None:
         self.now = self.queued = 0
 
-    def clock(self) -> OwnClock:
-        return OwnClock(lambda: self.now, lambda: self.queued)
+    def clock(self) -> OwnWorkClock:
+        return OwnWorkClock(lambda: self.now, lambda: self.queued)
 
 
 def test_busy_seconds_exclude_waiting_the_run_queue_and_collections():
@@ -26,14 +26,14 @@ def test_busy_seconds_exclude_waiting_the_run_queue_and_collections():
         with TimedRange("gather_sequence"), TimedRange("all_gather"):  # within it: counted once
             hands.now += 30
             hands.queued += 5
-            assert clock.current_wait() == "wait for gather of sequences"
-            clock.note_collection("start", {})
+            assert clock.current_wait_name() == "wait for gather of sequences"
+            clock.count_garbage_collection("start", {})
             hands.now += 2
-            clock.note_collection("stop", {})
-        assert clock.current_wait() == ""
-        clock.note_collection("start", {})
+            clock.count_garbage_collection("stop", {})
+        assert clock.current_wait_name() == ""
+        clock.count_garbage_collection("start", {})
         hands.now += 7
-        clock.note_collection("stop", {})
+        clock.count_garbage_collection("stop", {})
         hands.now += 20
         hands.queued += 4
         clock.enter_phase("backward")
@@ -79,5 +79,5 @@ def test_the_hosts_clock_runs_and_sees_collections():
         own = clock.take_seconds()
     assert own.garbage > 0
     assert own.by_phase[""] >= 0
-    assert clock.note_collection not in gc.callbacks
+    assert clock.count_garbage_collection not in gc.callbacks
     assert TimedRange.clock is None

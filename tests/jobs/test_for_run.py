@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from fullshard.errors import CheckpointError, PlanError, SpecError
-from fullshard.jobs.for_run import available_bytes, choose_fitting_settings, request_with_plan
+from fullshard.jobs.for_run import (
+    fitting_settings_text_on_hardware,
+    largest_fitting_predicted_bytes,
+    request_with_plan,
+)
 from fullshard.launch.detect import detect_hardware
 from fullshard.launch.request import LaunchRequest
 from fullshard.planner.describe.describe_run import describe_run
@@ -222,7 +226,7 @@ def test_the_named_settings_need_less_than_the_rank_had():
     spec, hardware, run = decoder_spec(SHAPE), hardware_of(), run_for(SHAPE, "train.global_batch=64")
     failed = plan(spec, hardware, run)
     needed = prediction_of(failed).memory.total
-    text = choose_fitting_settings(
+    text = fitting_settings_text_on_hardware(
         spec, hardware, run=run, plan=failed, failures=[failure(held=needed // 2, requested=needed // 8)]
     )
     assert "(was " in text
@@ -236,9 +240,11 @@ def test_a_rank_that_needed_twice_the_plan_leaves_half_of_its_memory_to_plan_wit
     prediction = prediction_of(failed)
     total, beside = prediction.memory.total, prediction.required_device_bytes - prediction.memory.total
     less_available = failure(held=total // 2, requested=total // 4)
-    assert available_bytes(prediction, less_available) == total // 2 + beside
+    assert largest_fitting_predicted_bytes(prediction, less_available) == total // 2 + beside
     twice_as_large = failure(held=total, requested=total)
-    assert available_bytes(prediction, twice_as_large) == pytest.approx(total // 2 + beside, abs=1)
+    assert largest_fitting_predicted_bytes(prediction, twice_as_large) == pytest.approx(
+        total // 2 + beside, abs=1
+    )
 
 
 def test_where_no_open_setting_helps_the_pinned_one_is_named():
@@ -251,7 +257,7 @@ def test_where_no_open_setting_helps_the_pinned_one_is_named():
     spec, hardware, run = decoder_spec(SHAPE), hardware_of(), run_for(SHAPE, *pins)
     failed = plan(spec, hardware, run)
     held = prediction_of(failed).memory.total // 2
-    text = choose_fitting_settings(
+    text = fitting_settings_text_on_hardware(
         spec, hardware, run=run, plan=failed, failures=[failure(held=held, requested=None)]
     )
     assert text.startswith("no plan of this run fits into the ")

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.errors import PlanError
-from fullshard.jobs.run_directory import LaunchId, LaunchRecord, RunDirectory, open_run_directory
+from fullshard.jobs.run_directory import LastAttemptRecord, LaunchId, RunDirectory, open_run_directory
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.run_files import LAUNCH, METRICS
@@ -91,7 +91,7 @@ def test_two_ranks_of_one_agent_see_the_same(ranks) -> None:
 def test_invalid_launch_record_is_none(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"version": "0.2.0", "configurations": []}', '{"world_size": 2}'):
         (tmp_path / LAUNCH).write_text(text)
-        assert LaunchRecord.load(tmp_path / LAUNCH) is None
+        assert LastAttemptRecord.load(tmp_path / LAUNCH) is None
 
 
 def train(directory: str, steps: int, world_size: int) -> tuple[int, bool]:

@@ -8,7 +8,7 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
 from fullshard.jobs.run_directory import (
-    LaunchRecord,
+    LastAttemptRecord,
     check_directory_is_free,
     open_run_directory,
     parse_run_directory,
@@ -31,7 +31,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ran_in(root: Path) -> Path:
     """Leaves what a run leaves."""
     (root / "checkpoints" / "step-00000001").mkdir(parents=True)
-    LaunchRecord(jobs=("one",)).save(root / "launch.json")
+    LastAttemptRecord(jobs=("one",)).save(root / "launch.json")
     (root / "slurm-1.out").touch()
     return root
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from fullshard.jobs.run_directory import LaunchRecord
+from fullshard.jobs.run_directory import LastAttemptRecord
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import read_events
@@ -34,7 +34,7 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
     straight, hit = tmp_path / "straight", tmp_path / "hit"
     ranks(2).run(undisturbed, str(straight))
     hit.mkdir()
-    LaunchRecord(jobs=("another",), world_size=2).save(hit / "launch.json")
+    LastAttemptRecord(jobs=("another",), world_size=2).save(hit / "launch.json")
 
     settings = (f"train.steps={STEPS}", "run.restarts=1", "checkpoint.every=4")
     command = Command("tests.launch.command", ["killed_once", str(hit), *settings], environment=os.environ)

@@ -6,7 +6,7 @@ from typing import TextIO
 
 import pytest
 
-from fullshard.observe.progress import Progress, RunProgress
+from fullshard.observe.progress import ProgressPrinter, RunProgress
 from fullshard.observe.step_metrics import StepMetrics
 
 
@@ -33,8 +33,8 @@ def metrics(
     )
 
 
-def progress(steps: int, *, every: int, world_size: int = 1, file: TextIO) -> Progress:
-    return Progress(RunProgress(steps=steps, world_size=world_size), every=every, file=file)
+def progress(steps: int, *, every: int, world_size: int = 1, file: TextIO) -> ProgressPrinter:
+    return ProgressPrinter(RunProgress(steps=steps, world_size=world_size), every=every, file=file)
 
 
 def test_lines_are_few():

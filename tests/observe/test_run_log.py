@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
-from fullshard.observe.progress import Progress, RunProgress
+from fullshard.observe.progress import ProgressPrinter, RunProgress
 from fullshard.observe.run_log import RunLog, open_run_log
 from fullshard.observe.trackers import TrackerThread
 from fullshard.spec.records.run_files import METRICS
@@ -87,7 +87,7 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
 
 def test_failed_tracker_is_reported_once():
     file = io.StringIO()
-    shown = Progress(RunProgress(steps=9, world_size=1), every=9, file=file)
+    shown = ProgressPrinter(RunProgress(steps=9, world_size=1), every=9, file=file)
     lost, other = Remembering(lost_after=1), Remembering()
     log = RunLog(
         every=1, progress=shown, trackers=[TrackerThread("lost", lost), TrackerThread("other", other)]

@@ -10,7 +10,7 @@ from fullshard.observe.stragglers import (
     RankWindow,
     StragglerCause,
     find_stragglers,
-    spread_figures,
+    quartiles,
 )
 
 STEP = 0.5
@@ -65,7 +65,7 @@ def test_a_window_of_few_steps_is_not_judged():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20))
 def test_figures_are_in_order_and_survive_the_exchange(values: list[float]):
-    low, middle, high = spread_figures(values)
+    low, middle, high = quartiles(values)
     assert min(values) <= low <= middle <= high <= max(values)
     one = window(forward=(low, middle, high))
     assert RankWindow.from_figures(one.to_figures()) == one

@@ -55,7 +55,7 @@ def values(unit: int, *, update: int = 0) -> Tensor:
 
 
 def publish(shards: DriveShards, unit: int, *, update: int = 0) -> None:
-    shards.publish_shard_elements(str(unit), 0, values=values(unit, update=update))
+    shards.write_shard_elements(str(unit), 0, values=values(unit, update=update))
 
 
 def is_given(shards: DriveShards, unit: int, *, update: int = 0) -> bool:
@@ -102,7 +102,7 @@ def test_a_unit_that_is_read_ahead_while_an_update_begins_is_read_again(tmp_path
         assert all(is_given(shards, one) for one in (*range(UNITS), 0))
         armed.set()
         assert is_given(shards, 1)  # while it is gathered, 2 is read ahead, as it came next the last time
-        shards.announce_update()
+        shards.prepare_for_update()
         for one in range(UNITS):
             publish(shards, one, update=1)
         published.set()
@@ -121,8 +121,8 @@ def test_a_failed_write_is_raised_before_its_memory_is_used_again(tmp_path: Path
 
 def test_a_shard_of_an_interrupted_load_is_published_anew(tmp_path: Path) -> None:
     with shards_on(tmp_path, SYSTEM) as shards:
-        shards.publish_shard_elements("0", 0, values=values(0)[: ELEMENTS // 2])
-        shards.announce_update()
+        shards.write_shard_elements("0", 0, values=values(0)[: ELEMENTS // 2])
+        shards.prepare_for_update()
         for unit in range(UNITS):
             publish(shards, unit, update=1)
         shards.wait_for_writes()
@@ -154,7 +154,7 @@ class Update:
     )
 
     def __post_init__(self) -> None:
-        self.shards.announce_update()
+        self.shards.prepare_for_update()
         self.thread = threading.Thread(target=self._make)
         self.thread.start()
 

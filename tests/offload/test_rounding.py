@@ -113,7 +113,7 @@ def test_the_triton_kernel_has_the_cpus_results_bit_for_bit():
 
 def compare() -> None:
     """Updates in both ways: an odd number of elements, in several programs, from within a shard."""
-    from fullshard.offload.rounding import update_scalars
+    from fullshard.offload.rounding import adamw_update_factors
     from fullshard.offload.rounding_kernel import launch_update
 
     for count, key, begin, master in ((2501, 2**62 + 12345, 64, torch.bfloat16), (3, 5, 0, torch.float32)):
@@ -122,7 +122,7 @@ def compare() -> None:
         seed = RoundingSeed(key, begin)
         adamw_with_stochastic_rounding(ours[:3], ours[3], step=7, options=OPTIONS, seed=seed)
         launch_update(
-            kernel[:3], kernel[3], scalars=update_scalars(7, OPTIONS), key=seed.key, begin=seed.begin
+            kernel[:3], kernel[3], scalars=adamw_update_factors(7, OPTIONS), key=seed.key, begin=seed.begin
         )
         for name, one, other in zip(("value", "m", "v"), ours, kernel, strict=False):
             assert one.isnan().equal(other.isnan()), name

@@ -207,13 +207,13 @@ def test_equal_blocks_share_a_graph_and_another_shape_is_a_recompilation() -> No
         for rows, graphs, again in ((5, 1, 0), (7, 2, 1)):
             gradients = run(blocks, rows=rows)
             torch.testing.assert_close(gradients, expected[rows > 5])
-            counts = tally.of_blocks(forwards)
+            counts = tally.compilation_of_blocks(forwards)
             assert (counts.blocks, counts.graphs, counts.recompilations) == (3, graphs, again)
             assert counts.graph_breaks == 0
             assert counts.seconds > 0
         with torch.no_grad():  # in yet another shape: no graph is compiled for it
             blocks(torch.randn(9, WIDTH, dtype=torch.float64))
-        assert tally.of_blocks(forwards) == counts
+        assert tally.compilation_of_blocks(forwards) == counts
 
 
 def test_too_many_shapes_run_eagerly_with_a_warning() -> None:
@@ -233,7 +233,7 @@ def test_graph_breaks_are_counted() -> None:
     forwards = compile_blocks(list(blocks), pieces=set(blocks))
     with count_compilation() as tally:
         torch.testing.assert_close(run(blocks), expected)
-    counts = tally.of_blocks(forwards)
+    counts = tally.compilation_of_blocks(forwards)
     assert (counts.blocks, counts.eager_blocks) == (3, 0)
     assert counts.graph_breaks > 0
     assert "graph break" in counts.format_text()

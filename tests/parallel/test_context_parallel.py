@@ -76,7 +76,7 @@ def test_parts_of_queries(
     gradients = [torch.zeros_like(one) for one in inputs]
     weights = torch.arange(expected.numel(), dtype=torch.float64).view_as(expected).cos()
     for part in parts:
-        begins = part.begins(length)
+        begins = part.piece_starts(length)
         own = part_of(inputs, begins, length // ranks // 2)
         if kernel == "cpu":
             y = attend_within_documents(own, bounds_of(), window=window, begins=begins)

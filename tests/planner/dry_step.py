@@ -29,9 +29,9 @@ from fullshard.distributed.tensors import (
 )
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.apply import apply_recompute_and_fsdp, prepare_sharding
-from fullshard.parallel.fp8 import gather_in_fp8
+from fullshard.parallel.fp8 import set_up_fp8_gathers
 from fullshard.parallel.mesh import build_axis_group, forget_groups
-from fullshard.parallel.model_parallel import divide_model
+from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
 from fullshard.parallel.model_parameters import replace_by_id
 from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.planner.describe.operations import OpCall, run_on_fake_tensors, transient_kernel_bytes
@@ -173,7 +173,9 @@ def fake_ranks(world_size: int) -> Generator[None]:
 
 
 def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, fakes: FakeTensorMode) -> None:
-    split = divide_model(model, plan, rank=0, group_name=lambda axis: build_axis_group(plan, axis).group_name)
+    split = divide_model_and_return_split_dims(
+        model, plan, rank=0, group_name=lambda axis: build_axis_group(plan, axis).group_name
+    )
     prepared = replace(prepare_sharding(model, plan, split=split), device=device)
     apply_recompute_and_fsdp(model, prepared)
     for module in model.modules():
@@ -187,7 +189,7 @@ def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, fakes: FakeTe
             torch.utils.swap_tensors(old, nn.Parameter(data, requires_grad=old.requires_grad))
         replace_by_id(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
         if prepared.fp8 is not None:
-            gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
+            set_up_fp8_gathers(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
 
 
 def run_step(model: nn.Module, plan: Plan, *, optimizer: torch.optim.Optimizer) -> None:

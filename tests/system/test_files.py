@@ -9,7 +9,7 @@ import pytest
 
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.errors import FullshardError
-from fullshard.jobs.run_directory import LaunchRecord, check_unlocked, open_run_directory
+from fullshard.jobs.run_directory import LastAttemptRecord, check_unlocked, open_run_directory
 from fullshard.observe.run_log import MetricsLog
 from fullshard.offload.directories import lock_directory, replace_file_atomically
 from fullshard.offload.drive import SYSTEM, DriveFile
@@ -69,7 +69,7 @@ def test_no_file_of_a_run_is_written_through_a_link_and_no_fifo_is_waited_for(
     (root / "checkpoints").mkdir()
     (target := tmp_path / "precious").write_text("x" * 4096)
     (root / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    LaunchRecord().save(root / "launch.json")
+    LastAttemptRecord().save(root / "launch.json")
     (root / name).unlink(missing_ok=True)
     (root / name).symlink_to(target) if kind == "link" else os.mkfifo(root / name)
     with suppress(FullshardError, OSError):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.cli.main import main
-from fullshard.observe.progress import Progress, RunProgress
+from fullshard.observe.progress import ProgressPrinter, RunProgress
 from fullshard.report.comparison import show_measurement
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.system.terminal import (
@@ -59,7 +59,7 @@ def test_logs_progress_and_tables_are_escaped(tmp_path: Path, capsys, caplog) ->
     logging.getLogger("fullshard").warning("passing over %s", EVIL)
     assert_shown(caplog.messages[-1])
     out = io.StringIO()
-    Progress(RunProgress(steps=1, world_size=1), every=1, file=out).print_line(EVIL)
+    ProgressPrinter(RunProgress(steps=1, world_size=1), every=1, file=out).print_line(EVIL)
     assert_shown(out.getvalue())
     show_labelled_lines([(EVIL, "")])
     assert_shown(capsys.readouterr().out)

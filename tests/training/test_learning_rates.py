@@ -17,8 +17,8 @@ from fullshard.training.learning_rates import (
     rates_set_by_others,
     restore_rates_set_by_others,
     set_learning_rates,
-    warn_of_schedule,
     warn_of_unused_settings,
+    warn_that_schedule_multiplies_rates,
 )
 from fullshard.training.loop import train
 from fullshard.training.schedule import learning_rate_factor, warmup_warning
@@ -102,9 +102,11 @@ def test_schedule_that_multiplies_the_users_rates_is_logged(caplog: pytest.LogCa
     """ReduceLROnPlateau is not seen before it reduces a rate, which then is left alone."""
     _, optimizer = two_groups(0.5, 0.1)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    warn_of_schedule(optimizer, run_of("schedule.kind=constant", "schedule.warmup_steps=0"))
+    warn_that_schedule_multiplies_rates(
+        optimizer, run_of("schedule.kind=constant", "schedule.warmup_steps=0")
+    )
     assert not caplog.records
-    warn_of_schedule(optimizer, FALLING)
+    warn_that_schedule_multiplies_rates(optimizer, FALLING)
     assert "multiplies the optimizer's learning rates (0.5, 0.1)" in caplog.text
     set_learning_rates(optimizer, FALLING, step=0)
     for _ in range(2):

@@ -15,7 +15,7 @@ from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.survival.spikes import WINDOW, RecentSteps
 from fullshard.training.loop import train
-from fullshard.training.resume import continue_run
+from fullshard.training.resume import set_next_row_and_describe_changes
 from tests.fakes.data import Rows
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
@@ -74,7 +74,7 @@ def waits_of_steps(more: tuple[str, ...], data: Any = None, loss: Any = mean_squ
 
 def _waits(state: Any, plan: Plan, loss: Any) -> list[list[str]]:
     steps, found = train(state, plan, loss=loss), []
-    continue_run(state, plan)  # ranks agree on their settings over gloo, before any step
+    set_next_row_and_describe_changes(state, plan)  # ranks agree on their settings over gloo, before any step
     with FakeDevice() as device:
         for _ in range(plan.run.train.steps):
             device.waits.clear()

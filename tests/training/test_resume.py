@@ -16,9 +16,14 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import changed_settings, check_can_continue, continue_run, result_settings
+from fullshard.training.resume import (
+    changed_settings,
+    check_can_continue,
+    set_next_row_and_describe_changes,
+    settings_that_affect_results,
+)
 from fullshard.training.shard import shard
-from fullshard.training.state import TrainState, rows_in_values
+from fullshard.training.state import TrainState, rows_taken_by_saved_state
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
 from tests.training.runs import WIDTH, Regression, mean_square, meta, run_of, sharded, whole
@@ -142,10 +147,10 @@ def rows_used(
     save(state, directory)  # without the plan
     other, new_plan = sharded(run_of(*after), data=kind())
     load(other, directory)
-    messages = continue_run(other, new_plan)
+    messages = set_next_row_and_describe_changes(other, new_plan)
     steps = train(other, new_plan, loss=mean_square)
     next(steps), next(steps)
-    assert continue_run(other, new_plan) == []
+    assert set_next_row_and_describe_changes(other, new_plan) == []
     return state.data.used + other.data.used, messages
 
 
@@ -188,10 +193,10 @@ def seen_again(directory: Path) -> list[str]:
     save(state, directory)
     steps.close()  # type: ignore[attr-defined]
     load(state, directory)
-    assert continue_run(state, plan) == [], "its iterator continues"
+    assert set_next_row_and_describe_changes(state, plan) == [], "its iterator continues"
     fresh, _ = sharded(run_of(), data=state.data)
     load(fresh, directory)
-    return continue_run(fresh, plan)
+    return set_next_row_and_describe_changes(fresh, plan)
 
 
 def test_iterable_that_starts_anew_is_reported(ranks: Any, tmp_path: Path) -> None:
@@ -203,18 +208,23 @@ def test_only_settings_that_change_results_are_compared() -> None:
     run = Run.load(overrides=["precision.mode=bf16"])
     same = ["run.dir=x", "run.ranks=3", "sharding.strategy=zero1", "train.microbatch=1", "data.cache=x"]
     before = run.model_dump(mode="json")
-    assert changed_settings(before, result_settings(run.with_overrides([*same, "precision.mode=auto"]))) == {}
+    assert (
+        changed_settings(
+            before, settings_that_affect_results(run.with_overrides([*same, "precision.mode=auto"]))
+        )
+        == {}
+    )
     others = ["run.seed=1", "data.sequence_length=32", "schedule.kind=linear", "model.layers=3"]
-    assert changed_settings(before, result_settings(run.with_overrides(others))).keys() == {
+    assert changed_settings(before, settings_that_affect_results(run.with_overrides(others))).keys() == {
         one.partition("=")[0] for one in others
     }
 
 
 def test_checkpoints_that_count_batches_are_placed_by_the_batch_of_their_run() -> None:
     values = {"step": 5, "data_offset": 2}
-    assert rows_in_values(values) is None
-    assert rows_in_values({**values, "run": {"train": {"global_batch": 8}}}) == 56
-    assert rows_in_values({**values, "rows": 40}) == 40
+    assert rows_taken_by_saved_state(values) is None
+    assert rows_taken_by_saved_state({**values, "run": {"train": {"global_batch": 8}}}) == 56
+    assert rows_taken_by_saved_state({**values, "rows": 40}) == 40
 
 
 def test_a_run_with_another_model_or_optimizer_is_refused_by_its_settings() -> None:
@@ -223,7 +233,7 @@ def test_a_run_with_another_model_or_optimizer_is_refused_by_its_settings() -> N
     def check(*now: str, saved_shape: tuple[int, ...] = shape) -> None:
         manifest = Manifest(
             step=3,
-            values={"run": result_settings(run)},
+            values={"run": settings_that_affect_results(run)},
             tensors={"model.head.weight": SavedTensor(shape=saved_shape, dtype="float32")},
             files={},
             world_size=1,

@@ -18,8 +18,8 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.training.extra_state import (
+    empty_generator_states_to_fill,
     generator_states,
-    saved_generator_states,
     seed_generators,
     set_generator_states,
 )
@@ -274,7 +274,7 @@ def draw_after_resume_on_more_ranks() -> tuple[float, float, float]:
     seed_generators(Plan.from_run(run_of(), world_size=2))
     saved = {f"{name[:-1]}0": state for name, state in generator_states().items()}
     draw()
-    read = {name: saved[name] for name in saved_generator_states(saved)}
+    read = {name: saved[name] for name in empty_generator_states_to_fill(saved)}
     set_generator_states(read)
     return draw()
 

@@ -50,7 +50,7 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.value import FrozenModel
-from fullshard.torch_private.tensors import stored_piece
+from fullshard.torch_private.tensors import make_dcp_storage_info
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class DcpCheckpointWriter(StorageWriter):
             )
             pieces, self.written = write_shards(self.draft, name, shards=shards, check=self.check)
             for item, piece in zip(plan.items, pieces, strict=True):
-                info = stored_piece(filesystem, name, offset=piece.offset, length=piece.length)
+                info = make_dcp_storage_info(filesystem, name, offset=piece.offset, length=piece.length)
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
         return _completed_future(results)
 

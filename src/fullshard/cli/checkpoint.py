@@ -170,14 +170,14 @@ def _find_checkpoints_root(directory: str) -> "CheckpointLocation":
     Raises CheckpointError if neither exists.
     """
     from fullshard.checkpoint.location import location_of
-    from fullshard.distributed.agreement import run_alone_or_raise
+    from fullshard.distributed.agreement import run_raising_checkpoint_error
     from fullshard.errors import CheckpointError
 
     inner = directory if "://" in directory else Path(directory) / "checkpoints"
     place = location_of(inner)
-    if not run_alone_or_raise(place.exists, doing=f"looking at {place}"):
+    if not run_raising_checkpoint_error(place.exists, doing=f"looking at {place}"):
         place = location_of(directory)
-        if not run_alone_or_raise(place.exists, doing=f"looking at {place}"):
+        if not run_raising_checkpoint_error(place.exists, doing=f"looking at {place}"):
             fix = "the run's directory, such as runs/default"
             raise CheckpointError(f"{place} is not a directory.", fix=fix)
     return place

@@ -130,7 +130,7 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
     return results[0]
 
 
-def run_alone_or_raise(act: Callable[[], T], *, doing: str) -> T:
+def run_raising_checkpoint_error(act: Callable[[], T], *, doing: str) -> T:
     """Runs `act()` on this rank only, without any collective. Raises CheckpointError for any exception."""
     attempt = ErrorCapture()
     with attempt:

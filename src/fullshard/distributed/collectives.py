@@ -79,17 +79,17 @@ class DirectAllGather:
         return last
 
 
-def exchange_directly(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_to_all_pairwise(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all for gloo, whose own frees both tensors late. Returns the parts that all ranks sent this one.
 
     sent: (ranks, ...), contiguous, with the part for each rank; the result is shaped alike
     """
     received = torch.empty_like(sent)
-    exchange_parts_directly(sent.unbind(), received.unbind(), group=group)
+    all_to_all_parts_pairwise(sent.unbind(), received.unbind(), group=group)
     return received
 
 
-def exchange_parts_directly(
+def all_to_all_parts_pairwise(
     sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup
 ) -> None:
     """Exchanges parts of any sizes between all ranks over gloo. Empty parts are not sent.

@@ -25,7 +25,7 @@ _WRITE = "write"
 
 
 @dataclass(frozen=True)
-class OwnSeconds:
+class OwnWorkSeconds:
     """Seconds of a rank in a step, by what it did. See [Note: own seconds]."""
 
     by_phase: dict[str, float]
@@ -33,7 +33,7 @@ class OwnSeconds:
     waiting: float
 
 
-class OwnClock:
+class OwnWorkClock:
     """A clock of the thread that trains, which stands still while the rank waits for others, or for a core.
 
     now: the time in ns
@@ -56,18 +56,18 @@ class OwnClock:
         self._by_phase[self._phase] = self._by_phase.get(self._phase, 0) + own
         self._phase, self._phase_since = phase, moment
 
-    def take_seconds(self) -> OwnSeconds:
+    def take_seconds(self) -> OwnWorkSeconds:
         """Returns the seconds since the last call."""
         self.enter_phase(self._phase)
         by_phase = {phase: ns * 1e-9 for phase, ns in self._by_phase.items()}
-        taken = OwnSeconds(by_phase, self._garbage * 1e-9, self._waiting * 1e-9)
+        taken = OwnWorkSeconds(by_phase, self._garbage * 1e-9, self._waiting * 1e-9)
         self._by_phase = {}
         # Moments of `_read` are less by both sums until here.
         self._phase_since += self._garbage + self._waiting
         self._garbage = self._waiting = 0
         return taken
 
-    def current_wait(self) -> str:
+    def current_wait_name(self) -> str:
         """Returns the name of the span in which the rank waits for others, or an empty text."""
         kind = self._wait  # another thread asks
         return COLLECTIVES[kind][1] if kind else ""
@@ -92,7 +92,7 @@ class OwnClock:
             self._waiting += self._read() - self._waiting_since
             self._wait = ""
 
-    def note_collection(self, phase: str, info: dict[str, Any]) -> None:
+    def count_garbage_collection(self, phase: str, info: dict[str, Any]) -> None:
         """Notes a garbage collection; for `gc.callbacks`."""
         if threading.get_ident() != self._thread:
             return
@@ -113,7 +113,7 @@ class TimedRange:
     name: name of the profiler's range, if it contains more than the collective
     """
 
-    clock: ClassVar[OwnClock | None] = None
+    clock: ClassVar[OwnWorkClock | None] = None
     """The clock of this process, set by `run_own_clock`."""
 
     __slots__ = ("_is_timed", "_kind", "_profiled")
@@ -136,7 +136,7 @@ class TimedRange:
 
 
 @contextmanager
-def run_own_clock(clock: OwnClock | None = None) -> Generator[OwnClock]:
+def run_own_clock(clock: OwnWorkClock | None = None) -> Generator[OwnWorkClock]:
     """Context in which the calling thread's own seconds are counted, by `clock` or a new one."""
     try:
         file: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -146,15 +146,15 @@ def run_own_clock(clock: OwnClock | None = None) -> Generator[OwnClock]:
     def queued_ns() -> int:
         return 0 if file is None else int(os.pread(file, 64, 0).split()[1])
 
-    clock = clock or OwnClock(queued=queued_ns)
+    clock = clock or OwnWorkClock(queued=queued_ns)
     before, TimedRange.clock = TimedRange.clock, clock
-    gc.callbacks.append(clock.note_collection)
+    gc.callbacks.append(clock.count_garbage_collection)
     try:
         yield clock
     finally:
         TimedRange.clock = before
         with suppress(ValueError):
-            gc.callbacks.remove(clock.note_collection)
+            gc.callbacks.remove(clock.count_garbage_collection)
         if file is not None:
             os.close(file)
             file = None  # a phase may still be entered

@@ -48,7 +48,7 @@ class SequencePart:
         ranks = plan.context_parallel
         return cls(ranks, rank // plan.tensor_parallel % ranks)
 
-    def begins(self, length: int) -> list[int]:
+    def piece_starts(self, length: int) -> list[int]:
         """Returns where this rank's pieces begin in a sequence of `length` tokens."""
         piece = length // (self.ranks * PIECES)
         return [self.rank * piece, (2 * self.ranks - 1 - self.rank) * piece]
@@ -57,7 +57,7 @@ class SequencePart:
         """Returns this rank's part of `whole` (rows, sequence, ...)."""
         length = whole.shape[1]
         piece = length // (self.ranks * PIECES)
-        return torch.cat([whole[:, begin : begin + piece] for begin in self.begins(length)], dim=1)
+        return torch.cat([whole[:, begin : begin + piece] for begin in self.piece_starts(length)], dim=1)
 
     def cut_batch(self, batch: Any) -> dict[str, Any]:
         """Returns this rank's part of a batch of whole sequences.
@@ -202,17 +202,17 @@ def reduce_over_ranks(x: Tensor, maximum: bool, group: str) -> Tensor:  # signat
 
 
 @reduce_over_ranks.register_fake
-def _reduced_like(x: Tensor, maximum: bool, group: str) -> Tensor:  # signature: torch's
+def _fake_reduce_over_ranks(x: Tensor, maximum: bool, group: str) -> Tensor:  # signature: torch's
     return torch.empty_like(x)
 
 
 @gather_sequence.register_fake
-def _gathered_shape(part: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
+def _fake_gather_sequence(part: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
     return part.new_empty((*part.shape[:-2], ranks * part.shape[-2], part.shape[-1]))
 
 
 @reduce_sequence.register_fake
-def _reduced_shape(whole: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
+def _fake_reduce_sequence(whole: Tensor, ranks: int, pieces: int, group: str) -> Tensor:  # signature: torch's
     return whole.new_empty((*whole.shape[:-2], whole.shape[-2] // ranks, whole.shape[-1]))
 
 
@@ -221,17 +221,19 @@ def _save_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: 
 
 
 @partial(gather_sequence.register_autograd, setup_context=_save_arguments)
-def _reduce_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+def _gather_sequence_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     return (reduce_sequence(gradient, *ctx.rest), None, None, None)
 
 
 @partial(reduce_sequence.register_autograd, setup_context=_save_arguments)
-def _gather_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+def _reduce_sequence_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     return (gather_sequence(gradient, *ctx.rest), None, None, None)
 
 
 @partial(reduce_over_ranks.register_autograd, setup_context=_save_arguments)
-def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+def _reduce_over_ranks_backward(
+    ctx: Any, gradient: Tensor
+) -> tuple[Tensor | None, ...]:  # signature: torch's
     maximum, group = ctx.rest
     assert not maximum, "the maximum has no gradient"
     return (reduce_over_ranks(gradient.contiguous(), False, group), None, None)

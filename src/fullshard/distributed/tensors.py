@@ -74,19 +74,19 @@ def find_unusable_number(tensor: Tensor, *, infinite_ok: bool, negative_ok: bool
 _ATTRIBUTE = "_fullshard_product"
 
 
-class LinearProduct(Protocol):
+class LinearFunction(Protocol):
     """A function that returns x @ weight.T + bias, for x (..., in features), weight (out, in), bias (out)."""
 
     def __call__(self, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor: ...
 
 
-def set_product(linear: nn.Module, product: LinearProduct) -> None:
-    setattr(linear, _ATTRIBUTE, product)
+def set_linear_function(linear: nn.Module, function: LinearFunction) -> None:
+    setattr(linear, _ATTRIBUTE, function)
 
 
-def find_product(linear: nn.Module) -> LinearProduct | None:
-    """Returns the product that `set_product` gave `linear`; None if it was given no product."""
-    return cast(LinearProduct | None, vars(linear).get(_ATTRIBUTE))
+def find_linear_function(linear: nn.Module) -> LinearFunction | None:
+    """Returns the function that `set_linear_function` gave `linear`; None if it was given none."""
+    return cast(LinearFunction | None, vars(linear).get(_ATTRIBUTE))
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -44,9 +44,9 @@ class UnitEvents:
     def checksum(self) -> int:
         return zlib.crc32(self.numbers)
 
-    def first_different_texts(self, others: Sequence["array[int]"]) -> list[str]:
+    def first_differing_event_texts(self, others: Sequence["array[int]"]) -> list[str]:
         """Returns for each of `others`, the `numbers` of several ranks, a text of the first that differs."""
-        split = [_attach_missing_parameters(numbers) for numbers in others]
+        split = [_split_into_events(numbers) for numbers in others]
         pairs = enumerate(zip(*split, strict=False))
         at = next((i for i, events in pairs if len(set(events)) > 1), min(map(len, split)))
         return [self._event_text(events[at]) if at < len(events) else "no further unit" for events in split]
@@ -60,8 +60,8 @@ class UnitEvents:
         return f"reduces {names.unit}" + (f" without gradients of {without}" if without else "")
 
 
-class UnitOrder:
-    """The units that this rank has gathered and reduced since `take_events`, in order.
+class UnitOrderRecorder:
+    """Records the units that this rank has gathered and reduced since `take_events`, in order.
 
     is_in_loss: whether the loss of a step is computed, in which no backward may run
     is_evaluated: whether the model is evaluated by this package, which reshards it once, at the end
@@ -85,7 +85,7 @@ class UnitOrder:
         self._numbers.append(2 * unit + 1)
         self._numbers.extend(-1 - index for index in without)
 
-    def note_scalars(self, *, without: Iterable[int]) -> None:
+    def note_scalar_reduction(self, *, without: Iterable[int]) -> None:
         """Notes a reduction of the parameters that are in no unit, the last of the names."""
         self.note_reduction(len(self._names) - 1, without=without)
 
@@ -95,30 +95,30 @@ class UnitOrder:
         self._numbers.clear()
         return events
 
-    def last_unit(self) -> str:
+    def last_unit_name(self) -> str:
         """Returns the name of the unit that was gathered or reduced last, or an empty text."""
         numbers = self._numbers.copy()  # the watchdog's thread calls this, while a step may continue
         last = next((number for number in reversed(numbers) if number >= 0), None)
         return "" if last is None else self._names[last // 2].unit
 
 
-def set_unit_order(model: nn.Module, order: UnitOrder) -> None:
-    """Makes `find_unit_order` of the model return `order`."""
+def attach_unit_order_recorder(model: nn.Module, order: UnitOrderRecorder) -> None:
+    """Makes `find_unit_order_recorder` of the model return `order`."""
     setattr(model, _ATTRIBUTE, order)
 
 
-def find_unit_order(model: nn.Module) -> UnitOrder | None:
-    """Returns the order of the units of a sharded model; None for any other model."""
+def find_unit_order_recorder(model: nn.Module) -> UnitOrderRecorder | None:
+    """Returns the recorder of the units of a sharded model; None for any other model."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def take_unit_events(model: nn.Module) -> UnitEvents:
     """Returns the events of the model's units since the last call; none if it is not sharded."""
-    order = find_unit_order(model)
+    order = find_unit_order_recorder(model)
     return UnitEvents((), array("q")) if order is None else order.take_events()
 
 
-def _attach_missing_parameters(numbers: "array[int]") -> list[tuple[int, ...]]:
+def _split_into_events(numbers: "array[int]") -> list[tuple[int, ...]]:
     """Returns the events: each number of a unit, with the missing parameters that follow it."""
     found: list[tuple[int, ...]] = []
     for number in numbers:

@@ -56,7 +56,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         there is no state to train on.
         """
         state.wait_for_updates()
-        skipped = state.counts.up_to_date().skipped_in_a_row
+        skipped = state.counts.wait_and_count_unread().skipped_in_a_row
         if skipped and not self.postponed:
             were = "step was" if skipped == 1 else f"{skipped} steps were"
             after = "saved after the next step that is not"
@@ -88,7 +88,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
             if isinstance(cause := error.__cause__, OffloadError):
                 raise type(cause)(error.what, got=error.got, why=error.why, fix=error.fix) from error
             raise
-        if state.offloaded and state.counts.up_to_date().skipped_in_a_row:
+        if state.offloaded and state.counts.wait_and_count_unread().skipped_in_a_row:
             state.offloaded.withdraw_generation()
         self._report_saved(path, step=state.step, started=started)
 

@@ -98,11 +98,11 @@ def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
 def _newest_step_and_rows(run: Run) -> tuple[int, int]:
     """Returns the step of the run's newest checkpoint, and the rows that its steps took; else (0, 0)."""
     from fullshard.checkpoint.location import iterate_complete_checkpoints, location_of
-    from fullshard.training.state import rows_in_values
+    from fullshard.training.state import rows_taken_by_saved_state
 
     place = location_of(run.checkpoint.dir or Path(run.run.dir, CHECKPOINTS))
     for _, manifest in iterate_complete_checkpoints(place):
-        rows = rows_in_values(manifest.state_values)
+        rows = rows_taken_by_saved_state(manifest.state_values)
         return manifest.step, manifest.step * run.train.global_batch if rows is None else rows
     return 0, 0
 
@@ -275,12 +275,12 @@ def fitting_settings_text(run: Run, plan: Plan, *, failures: Sequence[RunEvent])
         run = run.model_copy(update=settings)
         hardware = _detect_hardware_of_ranks(plan)
         spec = describe_run(run, hardware.device, attention_kernel=hardware.attention_kernel)
-        return choose_fitting_settings(spec, hardware, run=run, plan=plan, failures=failures)
+        return fitting_settings_text_on_hardware(spec, hardware, run=run, plan=plan, failures=failures)
     except (PlanError, SpecError, TraceError, MemoryError):
         return None
 
 
-def choose_fitting_settings(
+def fitting_settings_text_on_hardware(
     spec: ModelSpec, hardware: Hardware, *, run: Run, plan: Plan, failures: Sequence[RunEvent]
 ) -> str:
     """Returns the settings of the fastest plan of `run` that fits into the ranks' memory, or the error's fix.
@@ -289,7 +289,7 @@ def choose_fitting_settings(
     """
     prediction = plan.prediction
     assert prediction is not None, "the caller has checked it"
-    capacity = min(available_bytes(prediction, one) for one in failures)
+    capacity = min(largest_fitting_predicted_bytes(prediction, one) for one in failures)
     found = search(spec, hardware, run, capacity_bytes=capacity)
     if found.best is None:
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity})
@@ -305,7 +305,7 @@ def choose_fitting_settings(
     return f"{text}: {format_bytes(needed.required_device_bytes)} of {format_bytes(capacity)}{price}"
 
 
-def available_bytes(prediction: Prediction, failure: RunEvent) -> int:
+def largest_fitting_predicted_bytes(prediction: Prediction, failure: RunEvent) -> int:
     """Returns the bytes that a plan's prediction may have at most, so that it fits where this plan failed.
 
     If the rank needed more than the plan expected, other plans are assumed to need more by the same factor.

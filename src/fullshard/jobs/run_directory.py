@@ -50,7 +50,7 @@ _ANOTHER = "run.dir = a directory of its own, such as runs/1"
 _PATIENCE_SECONDS = 20.0
 
 
-class LaunchRecord(FrozenModel):
+class LastAttemptRecord(FrozenModel):
     """The file launch.json: the last attempt to train in a run's directory. See `LaunchId` for the fields.
 
     ended: how the attempt ended; None while it runs, and if it was killed
@@ -120,16 +120,16 @@ class LaunchId:
         agents = frozenset[str]().union(*(one.agents for one in launches))
         return replace(launches[0], agents=agents, world_size=len(launches))
 
-    def make_record(self) -> LaunchRecord:
+    def make_record(self) -> LastAttemptRecord:
         agents, jobs = tuple(sorted(self.agents)), tuple(sorted(self.jobs))
-        return LaunchRecord(agents=agents, jobs=jobs, world_size=self.world_size)
+        return LastAttemptRecord(agents=agents, jobs=jobs, world_size=self.world_size)
 
-    def find_earlier_attempt(self, path: Path) -> LaunchRecord | None:
+    def find_earlier_attempt(self, path: Path) -> LastAttemptRecord | None:
         """Returns the record at `path` if an attempt of this launch wrote it, or else None.
 
         A name alone may belong to an older launch, so a finished run is never resumed by name.
         """
-        record = LaunchRecord.load(path)
+        record = LastAttemptRecord.load(path)
         if record is None:
             return None
         by_agent = not self.agents.isdisjoint(record.agents)
@@ -165,11 +165,11 @@ class RunDirectory:
     root: Path
     checkpoints: Path | str
     previous_run: Path | None = None
-    previous_attempt: LaunchRecord | None = None
+    previous_attempt: LastAttemptRecord | None = None
 
     def record_run_end(self, *, interrupted: bool) -> None:
         """Writes into launch.json whether the run was interrupted or is finished, and so never resumed."""
-        record = LaunchRecord.load(self.root / run_files.LAUNCH)
+        record = LastAttemptRecord.load(self.root / run_files.LAUNCH)
         if record is not None:
             ended = "interrupted" if interrupted else "finished"
             record.model_copy(update={"ended": ended}).save(self.root / run_files.LAUNCH)
@@ -288,10 +288,12 @@ def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path 
 def _check_no_foreign_checkpoints(saved_to: str) -> None:
     """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own."""
     from fullshard.checkpoint.location import location_of  # imports torch, which the launcher's checks avoid
-    from fullshard.distributed.agreement import run_alone_or_raise
+    from fullshard.distributed.agreement import run_raising_checkpoint_error
 
     place = location_of(saved_to)
-    steps = run_alone_or_raise(place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}")
+    steps = run_raising_checkpoint_error(
+        place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}"
+    )
     if steps:
         raise CheckpointError(
             f"{saved_to} holds the checkpoints of another run.",
@@ -302,7 +304,7 @@ def _check_no_foreign_checkpoints(saved_to: str) -> None:
 
 def _has_run_record(root: Path) -> bool:
     """Returns whether `root` holds a launch record or a plan. Other programs write a launch.json, too."""
-    if LaunchRecord.load(root / run_files.LAUNCH) is not None:
+    if LastAttemptRecord.load(root / run_files.LAUNCH) is not None:
         return True
     with suppress(SpecError):
         Plan.load(root / run_files.PLAN)

@@ -22,7 +22,7 @@ from fullshard.models.adapters import log_adapted_and_frozen_modules
 from fullshard.models.loss import Loss, choose_loss
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
-from fullshard.observe.run_log import RunLog, open_run_log, record_start
+from fullshard.observe.run_log import RunLog, open_run_log, record_attempt_start
 from fullshard.observe.stragglers import StragglerWatch
 from fullshard.offload.directories import SavedRunState, find_saved_run_state
 from fullshard.parallel.compile import CompilerTally, count_compilation
@@ -41,9 +41,9 @@ from fullshard.training.loop import Step
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.resume import (
     check_can_continue,
-    continue_run,
     find_pretrained_directory,
     restore_train_state,
+    set_next_row_and_describe_changes,
 )
 from fullshard.training.shard import discard_offloaded_files, rank_offload_directory, shard
 from fullshard.training.state import TrainState
@@ -120,7 +120,7 @@ def prepare_job(
     loss = choose_loss(run, model)
     weights = find_pretrained_directory(run)
     saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
-    left = _check_saved_state(plan, model, saved=saved, must_resume=resume)
+    left = _check_checkpoint_and_find_unusable_state(plan, model, saved=saved, must_resume=resume)
     if saved is None:
         discard_offloaded_files(plan)
     compiler = stack.enter_context(count_compilation())
@@ -168,7 +168,7 @@ def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
     return model
 
 
-def _check_saved_state(
+def _check_checkpoint_and_find_unusable_state(
     plan: Plan, model: nn.Module, *, saved: Path | str | None, must_resume: bool
 ) -> SavedRunState | None:
     """Returns offloaded state that the run cannot use. Collective.
@@ -301,7 +301,7 @@ def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None
         log.print_message(attempt.resume_message(job.ranks.world_size, step=step, steps=steps))
     elif resume:
         log.print_message(f"resumed at step {step} of {steps}")
-    for line in continue_run(job.state, job.plan):
+    for line in set_next_row_and_describe_changes(job.state, job.plan):
         log.print_message(line)
 
 
@@ -354,5 +354,5 @@ def open_directory_on_rank_zero(
             offload_path=run.offload.path,
         )
         found.append(stack.enter_context(own))
-        record_start(found[0].root, run, ranks=ranks)
+        record_attempt_start(found[0].root, run, ranks=ranks)
     return run_on_rank_zero(lambda: found[0], doing="opening the run's directory")

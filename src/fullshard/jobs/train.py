@@ -61,34 +61,34 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
                 resume=resume,
                 started=command_started,
             )
-            interrupted = _train_and_save(job)
+            interrupted = _train_save_and_return_if_interrupted(job)
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
 
-def _train_and_save(job: TrainJob) -> bool:
+def _train_save_and_return_if_interrupted(job: TrainJob) -> bool:
     """Trains, and saves at the end. Returns True if a signal ended training early."""
     # Signals are only noted until everything is saved, because ranks must agree on how to react.
     with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
-        interrupted = _train_until_done_or_interrupted(job)
+        interrupted = _train_and_return_if_interrupted(job)
         save_and_report_end(job, interrupted=interrupted)
         close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)
     return interrupted
 
 
-def _train_until_done_or_interrupted(job: TrainJob) -> bool:
+def _train_and_return_if_interrupted(job: TrainJob) -> bool:
     """Runs the steps. Returns True if a signal ended training before the last step."""
     try:
-        interrupted = _iterate_and_record_steps(job)
+        interrupted = _record_steps_and_return_if_interrupted(job)
     except TrainError:
         with suppress(TrainError):  # its figures may be what failed
-            _record_last_step(job)
+            _record_last_step_if_unrecorded(job)
         raise
-    _record_last_step(job)
+    _record_last_step_if_unrecorded(job)
     return interrupted
 
 
-def _iterate_and_record_steps(job: TrainJob) -> bool:
+def _record_steps_and_return_if_interrupted(job: TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.step_count)
     job.slowed.add(metered)
@@ -102,7 +102,7 @@ def _iterate_and_record_steps(job: TrainJob) -> bool:
             job.slowed.add(index)
             with job.profiler.profile_step(index):
                 step = next(steps, None)
-            _note_profiled(job)
+            _note_seconds_of_profiled_step(job)
         else:
             step = next(steps, None)
         if step is None:
@@ -115,11 +115,11 @@ def _iterate_and_record_steps(job: TrainJob) -> bool:
             return True
 
 
-def _note_profiled(job: TrainJob) -> None:
+def _note_seconds_of_profiled_step(job: TrainJob) -> None:
     """Notes the seconds of the profiled step on the rank that waited least. Collective."""
     own = job.profiler.last
     if own is not None:
-        job.stragglers.note_profiled(own)
+        job.stragglers.note_profiled_step(own)
     # Only the rank that waited least counts, because the other ranks waited for it.
     every = [one for one in all_gather_object(None if own is None else own.terms()) if one is not None]
     if every:
@@ -144,7 +144,7 @@ def _try_roll_back(job: TrainJob, step: Step) -> bool:
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
-    job.stragglers.forget()
+    job.stragglers.drop_window_steps()
     job.log.record_skip(step)
     figures = {"loss": step.loss, "grad_norm": step.grad_norm}
     job.log.record_event("rollback", step=step.index, details={"to_step": job.state.step, **figures})
@@ -160,9 +160,9 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
     """
     memory = read_memory_figures(job.ranks.device)
     job.stragglers.observe_step(step.index, memory=memory)
-    _record_last_step(job)
+    _record_last_step_if_unrecorded(job)
     job.unrecorded_memory = memory
-    job.unrecorded_compile_seconds = _report_compilation(job, step)
+    job.unrecorded_compile_seconds = _report_compilation_and_return_seconds(job, step)
     job.last = job.unrecorded = step
     train_section, last = job.plan.run.train, step.index == job.plan.run.train.step_count
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
@@ -175,7 +175,7 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
     due = every and step.index % every == 0
     save = bool(due or job.checkpoints.postponed) and not last and not step.stopping
     if validate or save or step.result.is_read or job.startup_seconds is None:
-        _record_last_step(job, validation_loss=job.validation if validate else None)
+        _record_last_step_if_unrecorded(job, validation_loss=job.validation if validate else None)
     job.checkpoints.report_finished_saves()
     if save:
         job.state.phase.enter(RunPhase.SAVING)
@@ -183,7 +183,7 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
 
 
-def _record_last_step(job: TrainJob, *, validation_loss: float | None = None) -> None:
+def _record_last_step_if_unrecorded(job: TrainJob, *, validation_loss: float | None = None) -> None:
     """Records the last step, after waiting for it, unless it is recorded."""
     step, job.unrecorded = job.unrecorded, None
     if step is None:
@@ -209,12 +209,12 @@ def _record_last_step(job: TrainJob, *, validation_loss: float | None = None) ->
     )
 
 
-def _report_compilation(job: TrainJob, step: Step) -> float:
+def _report_compilation_and_return_seconds(job: TrainJob, step: Step) -> float:
     """Prints what the compiler did so far, if it compiled in this step. Returns its seconds in the step."""
     done, forwards = job.compiler.compilations, find_compiled_forwards(job.state.model)
     if forwards and done > job.reported_compilations:
         again = f"compiled again in step {step.index}; so far " if job.reported_compilations else "compiled "
-        job.log.print_message(again + job.compiler.of_blocks(forwards).format_text())
+        job.log.print_message(again + job.compiler.compilation_of_blocks(forwards).format_text())
         job.reported_compilations = done
     before, job.reported_compile_seconds = job.reported_compile_seconds, job.compiler.seconds
     return job.compiler.seconds - before
@@ -304,7 +304,7 @@ def _make_measurement(job: TrainJob) -> Measurement:
         peak_bytes=job.peak_bytes,
         step_seconds=_profile_scaled_to_mean_step(job),
         startup_seconds=job.startup_seconds,
-        compilation=job.compiler.of_blocks(compiled) if compiled else None,
+        compilation=job.compiler.compilation_of_blocks(compiled) if compiled else None,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
     )
 

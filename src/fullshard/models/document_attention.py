@@ -107,7 +107,7 @@ class ContextParallel:
     def gather_keys_and_values(self, inputs: QueryKeyValue) -> tuple[QueryKeyValue, list[int]]:
         """Returns this rank's queries with keys and values of whole sequences, and where its pieces begin."""
         key, value = (gather_sequence(one, self.part.ranks, PIECES, self.group) for one in inputs[1:])
-        return inputs._replace(key=key, value=value), self.part.begins(key.shape[2])
+        return inputs._replace(key=key, value=value), self.part.piece_starts(key.shape[2])
 
 
 def attend_causally(

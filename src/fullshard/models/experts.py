@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fullshard.distributed.sequence_parts import reduce_over_ranks
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.torch_private.fake_tensors import FakeTensor
-from fullshard.torch_private.tensors import grouped_matmul
+from fullshard.torch_private.tensors import find_grouped_matmul
 
 _ALIGNED_BYTES = 16
 _LEAST_CAPABILITY = (8, 0)  # of GPUs with grouped matmuls
@@ -166,7 +166,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     ends: int32 (groups,), where each group of rows ends
     """
     if _has_grouped_matmul_kernel(rows, matrices):
-        return grouped_matmul()(rows, matrices, offs=ends)
+        return find_grouped_matmul()(rows, matrices, offs=ends)
     return multiply_groups_in_turn(rows, matrices, ends)
 
 
@@ -180,7 +180,7 @@ def _has_grouped_matmul_kernel(rows: Tensor, matrices: Tensor) -> bool:
         return False
     aligned = all(width * rows.itemsize % _ALIGNED_BYTES == 0 for width in matrices.shape[1:])
     if (
-        grouped_matmul() is None
+        find_grouped_matmul() is None
         or not aligned
         or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32)
     ):

@@ -160,7 +160,7 @@ def measure_peak_memory(
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             yield peak
-            _read_cuda_peak(peak, device, storages=read_storages(), gradients=gradients)
+            _fill_in_cuda_peak(peak, device, storages=read_storages(), gradients=gradients)
             return
         older = {address: size for part in read_storages().values() for address, size in part.items()}
         # Kineto prints each start on stderr, unless this variable is set before the first one of a process.
@@ -266,7 +266,7 @@ def _split_peak(
     return MemoryParts(**{name: sum(live[one].size for one in part) for name, part in parts.items()})
 
 
-def _read_cuda_peak(
+def _fill_in_cuda_peak(
     peak: PeakMemory, device: torch.device, *, storages: Mapping[str, Storages], gradients: Sequence[Storages]
 ) -> None:
     stats = torch.cuda.memory_stats(device)

@@ -73,7 +73,7 @@ class RunProgress:
         return texts
 
 
-class Progress:
+class ProgressPrinter:
     """Prints the progress of a run: the first and last step, every `every`-th step, and skipped steps.
 
     If the terminal or the reader is gone, the run continues.

@@ -13,7 +13,7 @@ from typing import TextIO
 import torch
 
 from fullshard.errors import SpecError, TrainError
-from fullshard.observe.progress import Progress, RunProgress
+from fullshard.observe.progress import ProgressPrinter, RunProgress
 from fullshard.observe.step_metrics import StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
@@ -88,7 +88,7 @@ class MetricsLog:
         )
 
 
-def record_start(directory: Path, run: Run, *, ranks: RankInfo) -> None:
+def record_attempt_start(directory: Path, run: Run, *, ranks: RankInfo) -> None:
     """Appends the `start` of another attempt to train `run`. Raises SpecError if it cannot be written."""
     path = directory / EVENTS
     details = {
@@ -122,7 +122,7 @@ class RunLog:
         *,
         every: int,
         peak_tokens_per_second: float | None = None,
-        progress: Progress | None = None,
+        progress: ProgressPrinter | None = None,
         metrics: MetricsLog | None = None,
         events: Path | None = None,
         trackers: Iterable[TrackerThread] = (),
@@ -174,7 +174,7 @@ class RunLog:
             for one in self._trackers:
                 one.log(step.index, figures)
             self._tracked = {}
-        self._print_thread_messages()
+        self._print_tracker_messages()
         if self._progress is not None:
             self._progress.show_step_if_due(metrics)
         if validation_loss is not None:
@@ -214,10 +214,10 @@ class RunLog:
     def close_trackers(self, *, exit_code: int = 0) -> None:
         """Closes the trackers, and passes them the `exit_code` of the run. Waits at most CLOSE_SECONDS."""
         close_trackers(self._trackers, exit_code=exit_code)
-        self._print_thread_messages()
+        self._print_tracker_messages()
         self._trackers.clear()
 
-    def _print_thread_messages(self) -> None:
+    def _print_tracker_messages(self) -> None:
         for one in self._trackers:
             for message in one.take_messages():
                 self.print_message(f"{message}\n  the run does not need it; metrics.jsonl has everything")
@@ -248,7 +248,7 @@ def open_run_log(
         return
     with closing(MetricsLog(run.run.dir, after_step=after_step)) as metrics:
         course = RunProgress(steps=steps, world_size=world_size)
-        shown = Progress(course, every=every, file=file or sys.stderr)
+        shown = ProgressPrinter(course, every=every, file=file or sys.stderr)
         trackers = open_trackers(run, after_step=after_step, say=shown.print_line)
         log = RunLog(
             every=every,

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.distributed.agreement import world_size
-from fullshard.distributed.ranges import OwnClock, OwnSeconds
+from fullshard.distributed.ranges import OwnWorkClock, OwnWorkSeconds
 from fullshard.observe.memory import MEMORY_FIGURES
 from fullshard.observe.run_log import RunLog
 from fullshard.quantities import format_seconds
@@ -118,7 +118,7 @@ class RankWindow:
         return cls(int(steps), step_seconds, waiting_seconds, own)
 
 
-def spread_figures(values: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns (lower quartile, median, upper quartile); of under four values (least, median, greatest)."""
     if not values:
         return 0.0, 0.0, 0.0
@@ -138,7 +138,7 @@ def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
     step = median(one.step_seconds for one in windows)
     largest: dict[int, tuple[float, StragglerCause]] = {}
     for cause in StragglerCause:
-        for rank, excess in _excesses([one.own[cause] for one in windows], step=step):
+        for rank, excess in _outlier_ranks_and_seconds([one.own[cause] for one in windows], step=step):
             largest[rank] = max(largest.get(rank, (0.0, cause)), (excess, cause))
     return [
         Straggler(rank, cause, excess, excess / step if step else 0.0)
@@ -146,7 +146,9 @@ def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
     ]
 
 
-def _excesses(figures: Sequence[tuple[float, float, float]], *, step: float) -> Iterable[tuple[int, float]]:
+def _outlier_ranks_and_seconds(
+    figures: Sequence[tuple[float, float, float]], *, step: float
+) -> Iterable[tuple[int, float]]:
     """Yields (rank, seconds) of the ranks whose figures of one cause stand out."""
     medians = [middle for _, middle, _ in figures]
     highest, second = sorted(medians)[-1], sorted(medians)[-2]
@@ -172,10 +174,10 @@ class StragglerWatch:
     count. The gathering runs beside the next step: no rank waits for it. All ranks judge alike.
     """
 
-    def __init__(self, clock: OwnClock, *, log: RunLog, device: torch.device) -> None:
+    def __init__(self, clock: OwnWorkClock, *, log: RunLog, device: torch.device) -> None:
         self.every = min(max(log.every, LEAST_WINDOW), MOST_WINDOW)
         self._clock, self._log, self._is_on_host = clock, log, device.type == "cpu"
-        self._recent: deque[tuple[float, OwnSeconds]] = deque(maxlen=self.every)
+        self._recent: deque[tuple[float, OwnWorkSeconds]] = deque(maxlen=self.every)
         self._saves: deque[float] = deque(maxlen=_SAVES)
         self._has_new_save, self._profiled = False, dict[str, float]()
         self._gathering: _Gathering | None = None
@@ -198,7 +200,7 @@ class StragglerWatch:
             self._has_new_save = True
         if not self._is_active:
             return None
-        named = None if self._gathering is None else self._judge_gathered(self._gathering)
+        named = None if self._gathering is None else self._find_and_record_stragglers(self._gathering)
         self._gathering = None
         if step % self.every == 0:
             own_memory = [(memory or {}).get(name, math.nan) for name in MEMORY_FIGURES]
@@ -208,11 +210,11 @@ class StragglerWatch:
             self._has_new_save, self._profiled = False, {}
         return named
 
-    def note_profiled(self, step: ProfiledStep) -> None:
+    def note_profiled_step(self, step: ProfiledStep) -> None:
         """Notes the GPU's seconds in a profiled step, for the present window. On the CPU, notes nothing."""
         self._profiled = {} if self._is_on_host else step.seconds_by_name()
 
-    def forget(self) -> None:
+    def drop_window_steps(self) -> None:
         """Drops the steps of the present window, because the run repeats steps. Saves still count."""
         self._recent.clear()
 
@@ -220,17 +222,17 @@ class StragglerWatch:
         owns = [own for _, own in self._recent]
         causes = {StragglerCause.DATA: (RunPhase.DATA,)} | (_COMPUTING if self._is_on_host else {})
         figures = {
-            cause: spread_figures([sum(one.by_phase.get(phase, 0.0) for phase in phases) for one in owns])
+            cause: quartiles([sum(one.by_phase.get(phase, 0.0) for phase in phases) for one in owns])
             for cause, phases in causes.items()
         }
         if self._profiled:
             figures |= {
-                cause: spread_figures([sum(self._profiled.get(name, 0.0) for name in names)])
+                cause: quartiles([sum(self._profiled.get(name, 0.0) for name in names)])
                 for cause, names in _DEVICE_WORK.items()
             }
-        figures[StragglerCause.GARBAGE] = spread_figures([one.garbage for one in owns])
+        figures[StragglerCause.GARBAGE] = quartiles([one.garbage for one in owns])
         if self._has_new_save and len(self._saves) >= _LEAST_SAVES:
-            figures[StragglerCause.SAVING] = spread_figures(self._saves)
+            figures[StragglerCause.SAVING] = quartiles(self._saves)
         return RankWindow(
             steps=len(owns),
             step_seconds=median([seconds for seconds, _ in self._recent]),
@@ -238,7 +240,7 @@ class StragglerWatch:
             own=figures,
         )
 
-    def _judge_gathered(self, gathering: _Gathering) -> tuple[Straggler, ...]:
+    def _find_and_record_stragglers(self, gathering: _Gathering) -> tuple[Straggler, ...]:
         """Returns the stragglers of a window. Records its figures, and which stragglers are new or over."""
         last_step, figures, work = gathering
         if work is not None:

@@ -85,7 +85,7 @@ class DeviceUpdateStreams(NamedTuple):
     out: WorkStream
 
 
-class DeviceUpdate:
+class DeviceGroupUpdater:
     """Updates `groups` through buffers in the memory of `device`: see [Note: two buffers].
 
     moments: dtype of the moments; None for the masters' dtype
@@ -264,7 +264,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         gradients: HostGradients | None,
         defaults: rounding.AdamOptions,
         seed: int = 0,
-        on_device: DeviceUpdate | None = None,
+        on_device: DeviceGroupUpdater | None = None,
     ) -> None:
         lr, *betas, eps, decay = defaults
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": decay})
@@ -358,7 +358,7 @@ class StreamingAdamW(torch.optim.Optimizer):
 
 
 def _update_group_on_device(  # signature: as `_update_group`
-    jobs: _Jobs, group: OffloadGroup, parts: MasterAndMoments, *, on_device: DeviceUpdate, factor: float
+    jobs: _Jobs, group: OffloadGroup, parts: MasterAndMoments, *, on_device: DeviceGroupUpdater, factor: float
 ) -> None:
     def update_piece(piece: GroupPieceOnDevice) -> None:
         _update_group(jobs, piece.group, piece.state, factor=factor, gradient=piece.gradient)

@@ -113,11 +113,11 @@ class GatherSource(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def announce_update(self) -> None:
+    def prepare_for_update(self) -> None:
         """Drops shards that were read ahead, because an update now writes all shards in gather order."""
         ...
 
-    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         """Sets elements of the flat shard, from `begin` on, to `values`, which have the master's dtype."""
         ...
 
@@ -147,7 +147,7 @@ class _InMemorySource:
 
     host_bytes = 0
 
-    def announce_update(self) -> None: ...
+    def prepare_for_update(self) -> None: ...
 
     def wait_for_writes(self) -> None: ...
 
@@ -161,7 +161,7 @@ class MasterCastingSource(_InMemorySource):
     def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
         self._masters, self._engine = masters, engine
 
-    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None: ...
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None: ...
 
     def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         one, master = self._engine[name], self._masters[name]
@@ -200,7 +200,7 @@ class ShardCopies(_InMemorySource):
         self._events: dict[str, Any] = {}
         self._staged = torch.empty(0)
 
-    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         target = self.tensors[name][begin : begin + values.numel()]
         if self._stream is None:
             target.copy_(values)
@@ -242,7 +242,7 @@ class OffloadedFrozenParameters:
         """Stores the shards of frozen parameters in `values`, which are a unit's flat shards by name."""
         for name, value in values.items():
             if name in self.engine and value.numel():
-                self.shards.publish_shard_elements(name, 0, values=value)
+                self.shards.write_shard_elements(name, 0, values=value)
 
     def parameter_dtensor(self, name: str) -> DTensor:
         """Returns a parameter's values as a DTensor, not to be changed. From a drive, each use reads them."""
@@ -250,7 +250,7 @@ class OffloadedFrozenParameters:
 
     def iterate_tensors_to_fill(self) -> Iterator[dict[str, Tensor]]:
         """Yields tensors to fill with values, unit by unit, like `OffloadedState.iterate_tensors_to_fill`."""
-        self.shards.announce_update()
+        self.shards.prepare_for_update()
         for own in self._units.values():
             new = {
                 name: torch.empty(fsdp.shard_shape(one).numel(), dtype=master_dtype(one))
@@ -350,14 +350,14 @@ class DriveShards:
     def host_bytes(self) -> int:
         return sum(one.memory.nbytes for one in self._buffers) + self._made.nbytes
 
-    def announce_update(self) -> None:
+    def prepare_for_update(self) -> None:
         self._following.start_step()
         self._due = {number for number, unit in self._units.items() if unit.elements}
         self._made_unit = self._in_use = None
         for buffer in self._buffers:
             buffer.unit = None
 
-    def publish_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         number = self._unit_of[name]
         unit = self._units[number]
         if self._made_unit != number:

@@ -263,7 +263,9 @@ def _allocate_missing_files(
 ) -> None:
     """Allocates missing data and payload files. Raises OffloadError if they do not fit on the drive."""
     missing = [
-        slot for slot in directories.SLOTS if not _keep_or_remove_data(directory, slot, size_bytes=size_bytes)
+        slot
+        for slot in directories.SLOTS
+        if not _has_data_of_size_else_remove(directory, slot, size_bytes=size_bytes)
     ]
     payloads = [slot for slot in directories.SLOTS if not directories.payload_path(directory, slot).exists()]
     needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
@@ -282,7 +284,7 @@ def _allocate_missing_files(
         raise directories.no_space_error(directory, needed_bytes=needed, free_bytes=free) from error
 
 
-def _keep_or_remove_data(directory: Path, slot: int, *, size_bytes: int) -> bool:
+def _has_data_of_size_else_remove(directory: Path, slot: int, *, size_bytes: int) -> bool:
     """Returns True if a slot's data file has this size. Otherwise removes its manifest, and then the file."""
     path, manifest = directories.data_path(directory, slot), directories.manifest_path(directory, slot)
     found = path.stat().st_size if path.exists() else None

@@ -101,7 +101,7 @@ def adamw_with_stochastic_rounding(
     """
     if not gradient.numel():
         return
-    scalars = update_scalars(step, options)
+    scalars = adamw_update_factors(step, options)
     tensors = (*state, gradient)
     if gradient.is_cuda and _has_triton() and seed.begin % 2 == 0 and all(map(_fits_kernel, tensors)):
         from fullshard.offload.rounding_kernel import launch_update
@@ -119,7 +119,7 @@ def adamw_with_stochastic_rounding(
         _update_chunk((value, first, second), g, scalars=scalars, seed=own)
 
 
-def update_scalars(step: int, options: AdamOptions) -> tuple[float, ...]:
+def adamw_update_factors(step: int, options: AdamOptions) -> tuple[float, ...]:
     """Returns (keep, β₁, 1 - β₁, β₂, 1 - β₂, 1 - β₂^step, ε, rate), the factors of one update.
 
     m = β₁ m + (1 - β₁) g

@@ -62,7 +62,7 @@ def launch_update(
 ) -> None:
     """Updates contiguous `state`, in bf16 or fp32, in place: see `rounding.adamw_with_stochastic_rounding`.
 
-    scalars: as `rounding.update_scalars` returns them
+    scalars: as `rounding.adamw_update_factors` returns them
     key, begin: of a `RoundingSeed`; `begin` is even
     """
     count = gradient.numel()

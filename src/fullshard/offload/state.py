@@ -138,7 +138,7 @@ class OffloadedState:
             self.updates.unusable = not_loaded_error
             self.updates.frozen_unusable = not_loaded_error if self.frozen.engine else None
         else:
-            self._filling = _InitialValueWriter(self.store, self._publish_segment)
+            self._filling = _InitialValueWriter(self.store, self._write_segment_to_shard)
 
     def offload_unit_shards(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Stores a unit's values, if set, and makes FSDP2 gather them from there. Called in order of use."""
@@ -170,14 +170,14 @@ class OffloadedState:
         self.settings.traffic.mark_update_start()
         self._release = release
         left = Counter(self._units[segment.name] for group in self._own for segment in group.segments)
-        self.shards.announce_update()
+        self.shards.prepare_for_update()
 
         @torch.no_grad()
         def update_all_groups() -> None:
             for group, parts in self.store.stream_for_update():
                 function(group, parts)
                 for segment in group.segments:
-                    self._publish_segment(segment, parts)
+                    self._write_segment_to_shard(segment, parts)
                     unit = self._units[segment.name]
                     left[unit] -= 1
                     if not left[unit]:
@@ -213,7 +213,7 @@ class OffloadedState:
         """
         self.wait_for_update(to_load=True)
         self.updates.unusable = half_loaded_error
-        self.shards.announce_update()
+        self.shards.prepare_for_update()
         stream = self.store.stream_for_update(fresh=True)
         for portion in groups.join_groups_of_split_parameters(self.groups):
             names = dict.fromkeys(name for group in portion for name in group.names)
@@ -223,7 +223,7 @@ class OffloadedState:
                 group, parts = next(stream)
                 for segment in group.segments:
                     _copy_segment(new[segment.name], parts, segment=segment)
-                    self._publish_segment(segment, parts)
+                    self._write_segment_to_shard(segment, parts)
         next(stream, None)
         self.updates.wait_for_all_work(to_load=True)
         self.updates.unusable = None
@@ -235,10 +235,10 @@ class OffloadedState:
 
     def rewrite_shards_from_masters(self, *, verify: bool) -> None:
         """Rewrites all shards from the masters, which makes the state usable. `verify`: checks digests."""
-        self.shards.announce_update()
+        self.shards.prepare_for_update()
         for group, parts in self.store.stream_read_only(verify=verify):
             for segment in group.segments:
-                self._publish_segment(segment, parts)
+                self._write_segment_to_shard(segment, parts)
         self.updates.unusable = None
 
     def _make_stores_and_thread(self, frozen: Mapping[str, Any]) -> None:
@@ -279,9 +279,9 @@ class OffloadedState:
             parts = MasterAndMoments(*(torch.empty(0, dtype=dtype) for dtype in dtypes))
         return {key: gather_source.dtensor_like(one, part) for key, part in parts._asdict().items()}
 
-    def _publish_segment(self, segment: groups.ShardSegment, parts: MasterAndMoments) -> None:
+    def _write_segment_to_shard(self, segment: groups.ShardSegment, parts: MasterAndMoments) -> None:
         values = parts.master[segment.slice_in_group]
-        self.shards.publish_shard_elements(segment.name, segment.begin, values=values)
+        self.shards.write_shard_elements(segment.name, segment.begin, values=values)
 
     @torch.no_grad()
     def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:

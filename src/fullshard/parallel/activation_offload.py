@@ -198,7 +198,7 @@ class SavedStorage:
     pending_fetch: "PendingCopyToDevice | None" = None  # the copy back, if computing has not waited for it
     overwritten: bool = False  # whether it was changed in place after it was saved
 
-    def record_overwrite(self) -> None:
+    def set_overwritten_if_changed(self) -> None:
         """Sets `overwritten` if the source was changed in place after it was saved."""
         if self.source is not None and version(self.source) != self.version:
             self.overwritten = True
@@ -323,7 +323,7 @@ class ActivationOffloader:
                 raise _overwritten_tensor_error(saved.tensor)
             return saved.tensor
         storage = saved.storage
-        storage.record_overwrite()
+        storage.set_overwritten_if_changed()
         if storage.source is None and storage.copy is None:
             self._start_copy_to_device([storage], saved.call)
         self._wait_for_copy_to_device(storage)
@@ -398,7 +398,7 @@ def _live_storage_records(call: BlockForwardCall) -> Iterator[SavedStorage]:
 
 
 def _drop_device_source(storage: SavedStorage) -> None:
-    storage.record_overwrite()
+    storage.set_overwritten_if_changed()
     storage.source = None
 
 

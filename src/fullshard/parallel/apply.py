@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
-from fullshard.distributed.unit_order import UnitNames, UnitOrder, set_unit_order
+from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, attach_unit_order_recorder
 from fullshard.errors import ShardError
 from fullshard.parallel import compile as block_compiler
 from fullshard.parallel.fp8 import (
@@ -36,7 +36,7 @@ from fullshard.parallel.mesh import build_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.model_parameters import TORCH_DTYPE, persistent_buffers
 from fullshard.parallel.recompute import apply_recompute
-from fullshard.parallel.unit_events import record_unit_events
+from fullshard.parallel.unit_events import install_unit_event_recording
 from fullshard.parallel.units import (
     Predicate,
     Unit,
@@ -70,10 +70,10 @@ class PreparedSharding:
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
         """Returns the mesh of a unit's parameters."""
-        return self.meshes[_kind_of_mesh(unit, self.plan)]
+        return self.meshes[_is_on_expert_mesh_and_is_sharded(unit, self.plan)]
 
 
-def _kind_of_mesh(unit: Unit, plan: Plan) -> tuple[bool, bool]:
+def _is_on_expert_mesh_and_is_sharded(unit: Unit, plan: Plan) -> tuple[bool, bool]:
     return unit.has_experts and plan.has_expert_mesh, unit.is_sharded
 
 
@@ -99,15 +99,16 @@ def prepare_sharding(
     repeated = find_recompute_blocks(model, units=found)
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
-    kinds = sorted({_kind_of_mesh(unit, plan) for unit in found})  # all ranks build them in one order
+    # All ranks build them in one order.
+    kinds = sorted({_is_on_expert_mesh_and_is_sharded(unit, plan) for unit in found})
     meshes = {kind: build_mesh(plan, of_experts=kind[0], is_sharded=kind[1]) for kind in kinds}
     check_fp8_device(plan)
-    _check_batch_norms(model, found, plan=plan)
+    _check_batch_norm_dtypes_on_cpu(model, found, plan=plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
     return PreparedSharding(plan, plan.device, methods, found, repeated, meshes, fp8, split or {})
 
 
-def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> UnitOrder:
+def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> UnitOrderRecorder:
     """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. Returns the order of its units.
 
     All shards are on the meta device.
@@ -121,18 +122,20 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
     if prepared.fp8 is not None:
         convert_linears_to_fp8(prepared.fp8, device=device)
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
-    block_compiler.set_compiled_forwards(model, compiled)
+    block_compiler.store_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     names: list[UnitNames] = []
-    order = UnitOrder(names)
+    order = UnitOrderRecorder(names)
     for unit in units:
         mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
-        names.append(record_unit_events(unit.modules, unit=len(names), name=unit.name, order=order))
-        _reduce_gradients_of_all_experts(unit)
+        names.append(install_unit_event_recording(unit.modules, unit=len(names), name=unit.name, order=order))
+        _reduce_unreached_experts_as_zeros(unit)
     names.append(UnitNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0]))
-    set_unit_order(model, order)
-    model.forward = _explain_ungathered_parameters(_name_buffers_of_own_batches(model, model.forward))
+    attach_unit_order_recorder(model, order)
+    model.forward = _wrap_forward_to_explain_ungathered(
+        _log_buffers_changed_in_first_forward(model, model.forward)
+    )
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)
     return order
@@ -150,7 +153,7 @@ def _check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def _check_batch_norms(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
+def _check_batch_norm_dtypes_on_cpu(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """Raises ShardError for a batch norm whose parameters are gathered in a dtype that CPUs do not take."""
     norms = {
         module.weight: module.running_mean.dtype
@@ -221,7 +224,7 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
                 cast_forward_inputs=dtypes.cast_inputs,
             ),
             ignored_params=scalars or None,
-            shard_placement_fn=partial(_shard_experts, degree=settings.shard_degree)
+            shard_placement_fn=partial(_expert_placement, degree=settings.shard_degree)
             if settings.shards_any_dim
             else None,
         )
@@ -245,14 +248,14 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
         replace_gloo_collectives(engine_module)
 
 
-def _shard_experts(parameter: nn.Parameter, *, degree: int) -> Shard:
+def _expert_placement(parameter: nn.Parameter, *, degree: int) -> Shard:
     """Returns the placement of stacked experts over `degree` ranks."""
     return Shard(expert_shard_dim(tuple(local_tensor(parameter).shape), degree))
 
 
-def _reduce_gradients_of_all_experts(unit: Unit) -> None:
+def _reduce_unreached_experts_as_zeros(unit: Unit) -> None:
     """Makes each rank reduce the gradients of experts that none of its tokens reached, as zeros."""
-    if not unit.holds_experts:
+    if not unit.may_lack_gradients:
         return
     engine_module = cast(FSDPModule, unit.modules[0])
     if hasattr(engine_module, "set_reduce_scatter_unused_params"):
@@ -275,11 +278,11 @@ def explain_ungathered_parameters(what: str, *, why: str, fix: str) -> Generator
         raise ShardError(what, got=str(error).splitlines()[0], why=why, fix=fix) from error
 
 
-def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_forward_to_explain_ungathered(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `forward` so that a parameter that is not gathered raises ShardError, not torch's error."""
 
     @wraps(forward)
-    def explaining_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+    def forward_explaining_ungathered(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
         with explain_ungathered_parameters(
             "the model computes with a parameter that is not gathered at the time.",
             why="a unit is gathered while its modules run; the line above reads a weight elsewhere",
@@ -288,10 +291,12 @@ def _explain_ungathered_parameters(forward: Callable[..., Any]) -> Callable[...,
         ):
             return forward(*args, **kwargs)
 
-    return explaining_forward
+    return forward_explaining_ungathered
 
 
-def _name_buffers_of_own_batches(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _log_buffers_changed_in_first_forward(
+    model: nn.Module, forward: Callable[..., Any]
+) -> Callable[..., Any]:
     """Wraps `forward` so that the first one in training mode logs the buffers that it changes.
 
     Each rank changes them by its own batch, and a checkpoint has those of one rank.
@@ -299,7 +304,7 @@ def _name_buffers_of_own_batches(model: nn.Module, forward: Callable[..., Any]) 
     is_first = world_size() > 1 and rank() == 0
 
     @wraps(forward)
-    def naming_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+    def forward_logging_changed_buffers(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
         nonlocal is_first
         if not (is_first and model.training):
             return forward(*args, **kwargs)
@@ -316,7 +321,7 @@ def _name_buffers_of_own_batches(model: nn.Module, forward: Callable[..., Any]) 
             )
         return result
 
-    return naming_forward
+    return forward_logging_changed_buffers
 
 
 def sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

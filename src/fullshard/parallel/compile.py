@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.parallel.recompute import FoundBuffers, is_recomputed
+from fullshard.parallel.recompute import BufferSnapshot, is_recomputed
 from fullshard.spec.records.measurement import Compilation
 from fullshard.torch_private.compiler import dynamo, functorch_config
 
@@ -88,28 +88,29 @@ class CompiledForward:
             self.is_eager = True
         if self.is_eager or not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
-        result = self._run_whole(args, kwargs) if self.whole else self._run_pieces(args, kwargs)
+        run = self._run_as_one_graph if self.whole else self._run_in_several_graphs
+        result = run(args, kwargs)
         self._has_run = True
         return result
 
-    def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_as_one_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph; eagerly from now on, if that fails, or it is recomputed and changes buffers."""
         is_first = self._recomputed and not self._has_run
-        buffers = FoundBuffers(self._block) if is_first else None
+        buffers = BufferSnapshot(self._block) if is_first else None
         try:
             result = self._compiled(*args, **kwargs)
-            changed = [] if buffers is None else [name for _, name in buffers.of_changed(statistics=False)]
+            changed = [] if buffers is None else [*buffers.copies_of_changed_buffers(statistics=False)]
             if buffers is None or not changed:
                 return result
             buffers.restore()
-            self._warn_once(f"it is recomputed, and its forward changes the buffer {changed[0]!r}")
+            self._warn_once(f"it is recomputed, and its forward changes the buffer {changed[0][1]!r}")
         except _COMPILER_ERRORS as error:
             failure = error.__cause__ if isinstance(error, dynamo.exc.FailOnRecompileLimitHit) else error
             self._warn_once(_shorten(f"{type(failure or error).__name__}: {failure or error}"))
         self.is_eager = True
         return self.eager(*args, **kwargs)
 
-    def _run_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_several_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _config.patch(suppress_errors=True):
             if self._has_run:
                 return self._compiled(*args, **kwargs)
@@ -150,7 +151,7 @@ class CompilerTally:
     seconds: float = 0.0
     _first: dict[str, int] = field(default_factory=lambda: _count_graphs_and_breaks())
 
-    def of_blocks(self, forwards: Sequence[CompiledForward]) -> Compilation:
+    def compilation_of_blocks(self, forwards: Sequence[CompiledForward]) -> Compilation:
         """Returns the counts so far, with the number of blocks that run compiled and eagerly."""
         now, eager = _count_graphs_and_breaks(), sum(one.is_eager for one in forwards)
         return Compilation(
@@ -195,7 +196,7 @@ def _count_graphs_and_breaks() -> dict[str, int]:
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
-def set_compiled_forwards(model: nn.Module, forwards: list[CompiledForward]) -> None:
+def store_compiled_forwards(model: nn.Module, forwards: list[CompiledForward]) -> None:
     """Stores the compiled forwards as an attribute of their model, for `find_compiled_forwards`."""
     if forwards:
         setattr(model, _ATTRIBUTE, forwards)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.distributed.collectives import exchange_directly, exchange_parts_directly
+from fullshard.distributed.collectives import all_to_all_pairwise, all_to_all_parts_pairwise
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
@@ -53,7 +53,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
     """
     with TimedRange(EXCHANGE_COUNTS):
         if counts.device.type == "cpu":
-            return exchange_directly(counts, group_of_name(group))
+            return all_to_all_pairwise(counts, group_of_name(group))
         each = [1] * len(counts)
         return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_to_all_single(counts, each, each, group))
 
@@ -73,7 +73,7 @@ def exchange_rows(  # signature: torch's
     with TimedRange(EXCHANGE_ROWS):
         if rows.device.type == "cpu":
             result = rows.new_empty((sum(received), rows.shape[1]))
-            exchange_parts_directly(rows.split(sent), result.split(received), group=group_of_name(group))
+            all_to_all_parts_pairwise(rows.split(sent), result.split(received), group=group_of_name(group))
         else:
             result = _FUNCTIONAL.all_to_all_single(rows.contiguous(), received, sent, group)
             result = _FUNCTIONAL.wait_tensor(result)
@@ -81,12 +81,12 @@ def exchange_rows(  # signature: torch's
 
 
 @exchange_counts.register_fake
-def _counts_shape(counts: Tensor, group: str) -> Tensor:  # signature: torch's
+def _fake_exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
     return torch.empty_like(counts)
 
 
 @exchange_rows.register_fake
-def _balanced_shape(  # signature: torch's
+def _fake_exchange_rows(  # signature: torch's
     rows: Tensor, sizes: Tensor, scale: float, gradient_scale: float, group: str, *, returns: bool
 ) -> Tensor:
     return torch.empty_like(rows)
@@ -100,13 +100,13 @@ def _save_sizes(  # signature: torch's
 
 
 @partial(exchange_rows.register_autograd, setup_context=_save_sizes)
-def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+def _exchange_rows_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     sizes = ctx.sizes.flip(0)
     back = exchange_rows(gradient.contiguous(), sizes, ctx.scale, 1.0, ctx.group, returns=not ctx.returns)
     return back, None, None, None, None
 
 
-def use_expert_parallel(model: nn.Module, plan: Plan, *, group: str = "") -> dict[str, int]:
+def divide_experts_and_return_split_dims(model: nn.Module, plan: Plan, *, group: str = "") -> dict[str, int]:
     """Divides the experts of `model` over ranks. Returns the dim in which each parameter of them is divided.
 
     The parameters themselves are divided when the model is sharded. If only matmuls are divided, the experts

@@ -9,7 +9,7 @@ makes torchao's fp8 tensor of what was gathered. Its bytes are sent as uint8, wh
 
 [Note: one reduction of scales]
 A weight's scale depends on its largest absolute value on all ranks. When the model's forward begins, one
-all-reduce finds it for all weights. While `reuse_weight_scales` is active, only the first forward does this,
+all-reduce finds it for all weights. In a `make_scale_reuse_context`, only the first forward does this,
 because the weights do not change. The scales follow from the weights alone, so a checkpoint needs none.
 With tensor parallelism, a second all-reduce gives all parts of a weight the scale of the whole. Inputs and
 gradients that are divided over these ranks have scales of their own on each.
@@ -40,14 +40,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.distributed.tensors import find_product, set_product
+from fullshard.distributed.tensors import find_linear_function, set_linear_function
 from fullshard.errors import MissingExtraError, PlanError, ShardError
 from fullshard.parallel.matmul_split import multiply_by_own_weight
 from fullshard.parallel.units import Unit
 from fullshard.spec.model import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
 from fullshard.system.dotted import import_quietly
-from fullshard.torch_private.fsdp import engine_parameters, shard_data
+from fullshard.torch_private.fsdp import engine_parameters, flat_padded_shard
 from fullshard.torch_private.tensors import foreach_norm, local_part
 
 _MULTIPLE = 16  # of rows and columns, as fp8 matmuls need
@@ -69,7 +69,7 @@ class Fp8Choice:
 
 
 @dataclass(frozen=True)
-class _Matmul:
+class _Fp8Matmul:
     """torchao's matmul of a linear module, with its configuration.
 
     function: an autograd function
@@ -205,7 +205,7 @@ def import_float8() -> ModuleType:
 
 
 @cache
-def _matmul(scaling: Fp8Scaling, *, emulated: bool) -> _Matmul:
+def _make_fp8_matmul(scaling: Fp8Scaling, *, emulated: bool) -> _Fp8Matmul:
     float8: Any = import_float8()
     recipe = replace(float8.Float8LinearConfig.from_recipe_name(scaling), emulate=emulated)
     matmuls = [
@@ -221,20 +221,21 @@ def _matmul(scaling: Fp8Scaling, *, emulated: bool) -> _Matmul:
     def make_weight(data: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
         return float8.Float8TrainingTensor(data, scale, dtype, configs[0], gemm_input_role=role)
 
-    return _Matmul(function, recipe, configs, make_weight)
+    return _Fp8Matmul(function, recipe, configs, make_weight)
 
 
 def convert_linears_to_fp8(choice: Fp8Choice, *, device: DeviceType) -> None:
     """Replaces the `forward` of the chosen modules. On a CPU, matmuls in fp8 are emulated in fp32."""
-    product = partial(_multiply_in_fp8, matmul=_matmul(choice.scaling, emulated=device == "cpu"))
+    product = partial(_multiply_in_fp8, matmul=_make_fp8_matmul(choice.scaling, emulated=device == "cpu"))
     for module in choice.linears.values():
-        has_product = find_product(module) is not None  # tensor parallelism calls it in a forward of its own
-        set_product(module, product)
+        # Tensor parallelism calls the function in a forward of its own.
+        has_product = find_linear_function(module) is not None
+        set_linear_function(module, product)
         if not has_product:
             module.forward = partial(multiply_by_own_weight, module)
 
 
-def _multiply_in_fp8(x: Tensor, weight: Tensor, *, bias: Tensor | None, matmul: _Matmul) -> Tensor:
+def _multiply_in_fp8(x: Tensor, weight: Tensor, *, bias: Tensor | None, matmul: _Fp8Matmul) -> Tensor:
     config = matmul.configs[x.numel() // x.shape[-1] % _MULTIPLE != 0]
     output = matmul.function.apply(x, weight.t(), config, matmul.recipe)
     return output if bias is None else output + bias.to(output.dtype)
@@ -247,7 +248,7 @@ def fake_fp8_weight(shape: Sequence[int], *, device: DeviceType, dtype: torch.dt
     dtype: the dtype of its gradient
     """
     data = torch.empty(tuple(shape), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    make_weight = _matmul("tensorwise", emulated=device == "cpu").make_weight
+    make_weight = _make_fp8_matmul("tensorwise", emulated=device == "cpu").make_weight
     return nn.Parameter(make_weight(data, torch.empty(()), dtype=dtype))
 
 
@@ -264,7 +265,7 @@ class WeightScales:
         self._scales: dict[int, Tensor] = {}
         self._reuses = False
 
-    def add_parameter(self, engine_parameter: Any, matmul: _Matmul) -> None:
+    def add_parameter(self, engine_parameter: Any, matmul: _Fp8Matmul) -> None:
         """Makes FSDP2 gather a parameter, which has values, in fp8. `engine_parameter`: FSDP2's object."""
         engine_parameter.reset_sharded_param()  # pads the shard, which now stays the same tensor
         sharded = engine_parameter.sharded_param
@@ -277,7 +278,7 @@ class WeightScales:
             if id(engine_parameter) not in self._scales:
                 self.compute()
             scale = self._scales[id(engine_parameter)]
-            shard = shard_data(engine_parameter).view(engine_parameter.padded_sharded_param_size)
+            shard = flat_padded_shard(engine_parameter).view(engine_parameter.padded_sharded_param_size)
             largest = torch.finfo(torch.float8_e4m3fn).max
             data = (shard * scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
             return (data.view(torch.uint8),), scale
@@ -297,7 +298,7 @@ class WeightScales:
     def compute(self) -> None:
         """Computes the scales of all weights. Collective."""
         for groups, parameters in self._groups.items():
-            shards = [shard_data(one) for one in parameters]
+            shards = [flat_padded_shard(one) for one in parameters]
             largest = torch.stack(list(foreach_norm(shards, float("inf"))))
             for group in groups:
                 if dist.get_world_size(group) > 1:
@@ -320,7 +321,9 @@ class WeightScales:
             self._scales, self._reuses = {}, False
 
 
-def gather_in_fp8(model: nn.Module, choice: Fp8Choice, *, device: DeviceType, methods: Sequence[str]) -> None:
+def set_up_fp8_gathers(
+    model: nn.Module, choice: Fp8Choice, *, device: DeviceType, methods: Sequence[str]
+) -> None:
     """Makes FSDP2 gather the chosen modules' weights in fp8, if they have one scale per tensor.
 
     model: the sharded model, whose shards have values
@@ -330,7 +333,7 @@ def gather_in_fp8(model: nn.Module, choice: Fp8Choice, *, device: DeviceType, me
     setattr(model, _ATTRIBUTE, scales)
     if choice.scaling != "tensorwise":
         return
-    matmul = _matmul(choice.scaling, emulated=device == "cpu")
+    matmul = _make_fp8_matmul(choice.scaling, emulated=device == "cpu")
     weights = {id(module.weight) for module in choice.linears.values()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -357,7 +360,7 @@ def find_weight_scales(model: nn.Module) -> WeightScales | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def reuse_weight_scales(model: nn.Module) -> Any:
+def make_scale_reuse_context(model: nn.Module) -> Any:
     """Returns a context in which the model's weights do not change, so that scales are computed once."""
     scales = find_weight_scales(model)
     return nullcontext() if scales is None else scales.reuse()

@@ -389,7 +389,7 @@ def _write_through_parametrizations(
         for key, parametrizations in cast(nn.ModuleDict, module.parametrizations).items()
     }
     with parametrize.cached() if lists else nullcontext():
-        computed = {place: _compute_with_buffers_as_they_are(one) for place, one in lists.items()}
+        computed = {place: _parametrized_tensor_with_unchanged_buffers(one) for place, one in lists.items()}
         tensors.parametrization_cache().update(
             {(id(module), key): value for (module, key), value in computed.items()}
         )
@@ -399,7 +399,7 @@ def _write_through_parametrizations(
                 lists[module, key].right_inverse(value)
 
 
-def _compute_with_buffers_as_they_are(parametrizations: parametrize.ParametrizationList) -> Tensor:
+def _parametrized_tensor_with_unchanged_buffers(parametrizations: parametrize.ParametrizationList) -> Tensor:
     """Returns the tensor, on meta if its parameters are. Spectral norm would change its buffers."""
     is_meta = any(parameter.is_meta for parameter in parametrizations.parameters())
     buffers = [

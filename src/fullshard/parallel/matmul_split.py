@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import gather_sequence, indivisible_length_error, reduce_sequence
-from fullshard.distributed.tensors import find_product, set_product
+from fullshard.distributed.tensors import find_linear_function, set_linear_function
 from fullshard.errors import ShardError
 from fullshard.models.deferred_logits import DividedHead, VocabularyPart, set_divided_head
 
@@ -39,12 +39,12 @@ class MatmulSplit:
     gathers_again: bool
     dims: dict[int, int] = field(default_factory=dict[int, int])
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor) -> Tensor:
         if self.gathers_again:
             return gather_for_matmuls(x, ranks=self.ranks, group=self.group)
         return gather_sequence(x, self.ranks, 1, self.group)
 
-    def reduce(self, x: Tensor) -> Tensor:
+    def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
         return reduce_sequence(x, self.ranks, 1, self.group)
 
     def gather_output(self, module: Any) -> None:
@@ -53,13 +53,15 @@ class MatmulSplit:
 
         def gathering_forward(*args: Any, **kwargs: Any) -> Any:  # signature: the module's own
             output = forward(*args, **kwargs)
-            return (self.gather(output[0]), *output[1:]) if isinstance(output, tuple) else self.gather(output)
+            if isinstance(output, tuple):
+                return (self.gather_tokens(output[0]), *output[1:])
+            return self.gather_tokens(output)
 
         module.forward = gathering_forward
 
     def gather_input(self, module: Any) -> None:
         """Makes `module`, which gets this rank's tokens, compute with those of all ranks."""
-        _replace_hidden_states(module, self.gather)
+        _transform_input_hidden_states(module, self.gather_tokens)
 
     def cut_input(self, module: Any) -> None:
         """Makes `module`, which gets the tokens of all ranks, compute with this rank's."""
@@ -68,22 +70,22 @@ class MatmulSplit:
             length = whole.shape[-2] // self.ranks
             return whole.narrow(-2, self.rank * length, length)
 
-        _replace_hidden_states(module, cut)
+        _transform_input_hidden_states(module, cut)
 
-    def divide_columns(self, linear: Any) -> None:
+    def make_column_parallel(self, linear: Any) -> None:
         """Divides the rows of the weight of `linear`, and of its adapters' second matrices."""
-        base, firsts, seconds = parts_of_linear(linear)
+        base, firsts, seconds = linear_and_adapter_matrices(linear)
         for one in (base, *seconds):
             self.dims |= {id(parameter): 0 for parameter in one.parameters()}
         for one in (base, *firsts):
             _replace_forward(one)
 
-    def divide_row(self, linear: Any, *, cuts_input: bool = False) -> None:
+    def make_row_parallel(self, linear: Any, *, cuts_input: bool = False) -> None:
         """Divides the columns of the weight of `linear`, and of its adapters' first matrices.
 
         cuts_input: whether its input has all columns, not this rank's
         """
-        base, firsts, _ = parts_of_linear(linear)
+        base, firsts, _ = linear_and_adapter_matrices(linear)
         self.dims |= {id(one.weight): 1 for one in (base, *firsts)}
         columns = base.in_features // self.ranks
         _replace_forward(base, adds_bias=False)
@@ -92,7 +94,7 @@ class MatmulSplit:
         def reducing_forward(x: Tensor) -> Tensor:
             if cuts_input:
                 x = x.narrow(-1, self.rank * columns, columns)
-            y = self.reduce(add(x))
+            y = self.reduce_scatter_tokens(add(x))
             return y if base.bias is None else y + base.bias
 
         linear.forward = reducing_forward
@@ -100,21 +102,21 @@ class MatmulSplit:
     def divide_kv_projection(self, projection: Any, *, kv_heads: int) -> None:
         """Divides the heads of keys or values. If they are fewer than ranks, several ranks compute each."""
         if kv_heads % self.ranks == 0:
-            self.divide_columns(projection)
+            self.make_column_parallel(projection)
             return
         rows = projection.out_features // kv_heads
         begin = self.rank // (self.ranks // kv_heads) * rows
-        self.use_rows(projection, [slice(begin, begin + rows)])
+        self.compute_with_rows_only(projection, [slice(begin, begin + rows)])
 
-    def rows_of_parts(self, linear: Any, *, parts: int) -> list[slice]:
+    def own_rows_of_packed_weight(self, linear: Any, *, parts: int) -> list[slice]:
         """Returns this rank's rows of each of the equal `parts` of a packed weight."""
         whole = linear.out_features // parts
         own = whole // self.ranks
         return [slice(p * whole + self.rank * own, p * whole + (self.rank + 1) * own) for p in range(parts)]
 
-    def use_rows(self, linear: Any, rows: list[slice]) -> None:
+    def compute_with_rows_only(self, linear: Any, rows: list[slice]) -> None:
         """Makes `linear`, whose weight is whole on each rank, compute with these rows of it."""
-        base, firsts, seconds = parts_of_linear(linear)
+        base, firsts, seconds = linear_and_adapter_matrices(linear)
         for one in (base, *seconds):
             _replace_forward(one, rows=rows)
         for one in firsts:
@@ -140,14 +142,14 @@ class MatmulSplit:
             finally:
                 embedding.padding_idx = padding
             # (batch, sequence, width): not 0 on one rank
-            cut = self.reduce(torch.where(own.unsqueeze(-1), values, 0.0))
-            return cut if scatters else self.gather(cut)
+            cut = self.reduce_scatter_tokens(torch.where(own.unsqueeze(-1), values, 0.0))
+            return cut if scatters else self.gather_tokens(cut)
 
         embedding.forward = embed
 
     def divide_head(self, head: Any) -> None:
         """Divides the vocabulary of the head. Called directly, the head returns whole logits."""
-        self.divide_columns(head)
+        self.make_column_parallel(head)
         part = self._vocabulary_part(head.out_features)
         own: Callable[[Tensor], Tensor] = head.forward
         set_divided_head(head, DividedHead(part, own))
@@ -157,7 +159,7 @@ class MatmulSplit:
         return VocabularyPart(size, self.ranks, self.rank, self.group)
 
 
-def parts_of_linear(linear: Any) -> tuple[Any, list[Any], list[Any]]:
+def linear_and_adapter_matrices(linear: Any) -> tuple[Any, list[Any], list[Any]]:
     """Returns (linear module, first matrices of its adapters, second matrices)."""
     if not hasattr(linear, "base_layer"):
         return linear, [], []
@@ -173,19 +175,19 @@ def parts_of_linear(linear: Any) -> tuple[Any, list[Any], list[Any]]:
 
 def _replace_forward(linear: Any, *, rows: list[slice] | None = None, adds_bias: bool = True) -> None:
     """Makes a linear module compute with its local weight, or only with these `rows` of a whole weight."""
-    if find_product(linear) is None:
-        set_product(linear, multiply_gathered)
+    if find_linear_function(linear) is None:
+        set_linear_function(linear, multiply_gathered)
     linear.forward = partial(multiply_by_own_weight, linear, rows=rows, adds_bias=adds_bias)
 
 
 def multiply_by_own_weight(  # signature: nn.Linear's, after the module
     linear: Any, input: Tensor, *, rows: list[slice] | None = None, adds_bias: bool = True
 ) -> Tensor:
-    """Multiplies by the weight of `linear`, or these `rows` of it, with the function from `set_product`."""
+    """Multiplies by the weight of `linear`, or these `rows` of it, with its `LinearFunction`."""
     weight, bias = linear.weight, linear.bias if adds_bias else None
     if rows is not None:
         weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)
-    product = find_product(linear)
+    product = find_linear_function(linear)
     assert product is not None, "set with this forward"
     return product(input, weight, bias=bias)
 
@@ -194,7 +196,7 @@ def _select_rows(whole: Tensor, rows: list[slice]) -> Tensor:
     return whole[rows[0]] if len(rows) == 1 else torch.cat([whole[one] for one in rows])
 
 
-def _replace_hidden_states(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+def _transform_input_hidden_states(module: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Applies `change` to the hidden states that `module` gets: its first argument, or `hidden_states`."""
     forward = module.forward
 
@@ -207,7 +209,7 @@ def _replace_hidden_states(module: Any, change: Callable[[Tensor], Tensor]) -> N
 
 
 # See [Note: gathered again] #
-class _Backward:
+class _GatherSharedInBackward:
     """The gathered tensor while backward needs it."""
 
     def __init__(self, ranks: int, group: str) -> None:
@@ -225,32 +227,34 @@ class _Backward:
         return whole
 
 
-class _Source(NamedTuple):
+class _GatheredPart(NamedTuple):
     """The part that a gathered tensor was gathered from, and its state in backward."""
 
     part: Tensor
-    backward: _Backward
+    backward: _GatherSharedInBackward
 
 
 def gather_for_matmuls(part: Tensor, *, ranks: int, group: str) -> Tensor:
     """Returns whole sequences (..., sequence, channels), of which `multiply_gathered` saves only `part`."""
     whole = gather_sequence(part, ranks, 1, group)
     if torch.is_grad_enabled():
-        setattr(whole, _ATTRIBUTE, _Source(part.detach(), _Backward(ranks, group)))
+        setattr(whole, _ATTRIBUTE, _GatheredPart(part.detach(), _GatherSharedInBackward(ranks, group)))
     return whole
 
 
 def multiply_gathered(x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
     """Returns F.linear(x, weight, bias). If `x` is from `gather_for_matmuls`, backward gathers it again."""
-    source: _Source | None = getattr(x, _ATTRIBUTE, None)
+    source: _GatheredPart | None = getattr(x, _ATTRIBUTE, None)
     if source is None or not weight.requires_grad:
         return F.linear(x, weight, bias)
-    return _GatherAgain.apply(x, weight, bias, source)  # pyright: ignore[reportReturnType]
+    return _LinearRegatheringInBackward.apply(x, weight, bias, source)  # pyright: ignore[reportReturnType]
 
 
-class _GatherAgain(torch.autograd.Function):
+class _LinearRegatheringInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, weight: Tensor, bias: Tensor | None, source: _Source) -> Tensor:
+    def forward(
+        ctx: Any, whole: Tensor, weight: Tensor, bias: Tensor | None, source: _GatheredPart
+    ) -> Tensor:
         ctx.save_for_backward(source.part, weight)
         ctx.gathered = source.backward
         ctx.gathered.readers += 1

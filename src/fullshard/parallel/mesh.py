@@ -25,7 +25,7 @@ from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
-from fullshard.torch_private.tensors import set_allocator
+from fullshard.torch_private.tensors import set_allocator_settings
 
 REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "tp"
 EXPERT_SHARD_AXIS, EXPERT_AXIS = "dp_mod_ep", "ep"
@@ -107,7 +107,7 @@ def _use_expandable_segments() -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        set_allocator(EXPANDABLE_SEGMENTS)
+        set_allocator_settings(EXPANDABLE_SEGMENTS)
 
 
 def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:

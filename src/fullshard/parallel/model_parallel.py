@@ -31,10 +31,10 @@ from fullshard.models.document_attention import DECLARED, ContextParallel, set_d
 from fullshard.models.experts import Router
 from fullshard.models.huggingface import has_balance_loss, is_causal_lm
 from fullshard.models.loss import windows_by_layer_kind
-from fullshard.parallel.expert_parallel import use_expert_parallel
+from fullshard.parallel.expert_parallel import divide_experts_and_return_split_dims
 from fullshard.parallel.mesh import split_inner_axis
 from fullshard.parallel.model_parameters import replace_by_id
-from fullshard.parallel.tensor_parallel import use_tensor_parallel
+from fullshard.parallel.tensor_parallel import divide_matmuls_and_return_split_dims
 from fullshard.parallel.units import Unit
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import Plan
@@ -62,7 +62,7 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
             elif isinstance(module, Router):
                 module.compute_balance_loss_over_ranks(context.part.ranks, context_group=group)
         return
-    _check_transformers_model(model)
+    _check_only_attention_mixes_tokens(model)
     config: Any = cast(Any, model.config).get_text_config()
     if not set_document_attention_if_supported(model, context=context):
         kind = str(getattr(model.config, "_attn_implementation", "eager"))
@@ -77,7 +77,7 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
         raise _unsupported_error(model, why="transformers lets no other code replace its attention")
 
 
-def _check_transformers_model(model: nn.Module) -> None:
+def _check_only_attention_mixes_tokens(model: nn.Module) -> None:
     """Raises ShardError unless `model` is a causal language model whose only layers over tokens attend."""
     if not is_causal_lm(model):
         raise _unsupported_error(model, why="its attention is not that of a causal language model")
@@ -118,7 +118,7 @@ SplitDims = Mapping[str, int | None]
 """Parameter name -> the dim that the inner axis splits, or None if each of its ranks has all of it."""
 
 
-def divide_model(
+def divide_model_and_return_split_dims(
     model: nn.Module, plan: Plan, *, rank: int, group_name: Callable[[SharedAxis], str]
 ) -> dict[str, int | None]:
     """Makes `model` compute as global rank `rank` of `plan` does. Returns the divided dims of its parameters.
@@ -129,16 +129,16 @@ def divide_model(
     group_name: returns the name of this rank's process group of an axis; all ranks call it for the same axes
         in the same order
 
-    Raises ShardError and PlanError as `use_context_parallel`, `use_tensor_parallel` and `use_expert_parallel`
-    do.
+    Raises ShardError and PlanError as `use_context_parallel`, `divide_matmuls_and_return_split_dims` and
+    `divide_experts_and_return_split_dims` do.
     """
     dims = dict[str, int | None]()
     if plan.context_parallel > 1:
         use_context_parallel(model, plan, rank=rank, group=group_name("context"))
     if plan.tensor_parallel > 1:
-        dims |= use_tensor_parallel(model, plan, rank=rank, group=group_name("tensor"))
+        dims |= divide_matmuls_and_return_split_dims(model, plan, rank=rank, group=group_name("tensor"))
     if plan.has_expert_mesh:
-        dims |= use_expert_parallel(
+        dims |= divide_experts_and_return_split_dims(
             model, plan, group=group_name("expert") if plan.expert_parallel > 1 else ""
         )
     return dims

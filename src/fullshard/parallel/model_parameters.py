@@ -49,7 +49,7 @@ def check_parameters(model: nn.Module) -> None:
             raise ShardError(f"{kind} cannot be sharded.", got=join_names(names), why=why, fix=fix)
     _check_memory_is_not_shared(parameters)
     _check_attributes_hold_no_parameters(model, parameters)
-    _check_embeddings(model)
+    _refuse_max_norm_and_sparse_embeddings(model)
     double = [name for name, one in parameters.items() if one.dtype == torch.float64 and one.requires_grad]
     if double and rank() == 0:
         logger.warning(
@@ -92,7 +92,7 @@ _REFUSED: dict[str, tuple[Callable[[nn.Parameter], bool], str, str]] = {
 }
 
 
-def _check_embeddings(model: nn.Module) -> None:
+def _refuse_max_norm_and_sparse_embeddings(model: nn.Module) -> None:
     """Raises ShardError for embeddings with max_norm, or sparse or frequency-scaled gradients."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -127,12 +127,12 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
     names = {id(one): name for name, one in parameters.items()}
     places = defaultdict[int, list[tuple[int, int, str]]](list)
     for name, one in parameters.items():
-        for storage, begin, end in _places_in_memory(one):
+        for storage, begin, end in _storage_byte_ranges(one):
             places[storage].append((begin, end, name))
 
     def names_of(one: Any) -> Iterable[str]:
         yield from [names[id(one)]] if id(one) in names else []
-        for storage, begin, end in _places_in_memory(one):
+        for storage, begin, end in _storage_byte_ranges(one):
             yield from (name for first, last, name in places[storage] if first < end and begin < last)
 
     for path, module in model.named_modules():
@@ -141,7 +141,7 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
                 continue  # recurrent layers renew this list when a parameter is replaced
             if f"{key}_orig" in registered_parameters(module):
                 continue  # torch's spectral norm computes it from that parameter before each forward
-            found = next((name for one in _iterate_inside(value) for name in names_of(one)), None)
+            found = next((name for one in _iterate_contained_objects(value) for name in names_of(one)), None)
             if found is not None:
                 raise ShardError(
                     f"an attribute of {path or type(model).__name__} holds a parameter of the model.",
@@ -153,7 +153,7 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
                 )
 
 
-def _iterate_inside(value: Any) -> Iterable[Any]:
+def _iterate_contained_objects(value: Any) -> Iterable[Any]:
     """Yields `value` and up to _MOST_OBJECTS in its containers, closures, attributes, not inside modules."""
     left, seen = [value], set[int]()
     while left and len(seen) < _MOST_OBJECTS:
@@ -169,12 +169,12 @@ def _iterate_inside(value: Any) -> Iterable[Any]:
         elif isinstance(one, partial):
             left += [one.func, *one.args, *one.keywords.values()]
         elif isinstance(one, FunctionType):
-            left += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+            left += [cell.cell_contents for cell in one.__closure__ or () if _is_closure_cell_filled(cell)]
         elif not isinstance(one, type | nn.Module | torch.Tensor) and hasattr(one, "__dict__"):
             left += vars(one).values()
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_closure_cell_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -184,7 +184,7 @@ def _is_filled(cell: Any) -> bool:
 def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises ShardError if contiguous parameters share elements, since each would get a copy of its own."""
     kept = {name: one for name, one in parameters.items() if one.is_contiguous()}
-    places = sorted((*place, name) for name, one in kept.items() for place in _places_in_memory(one))
+    places = sorted((*place, name) for name, one in kept.items() for place in _storage_byte_ranges(one))
     for (storage, _, end, name), (next_storage, begin, _, other) in itertools.pairwise(places):
         if storage == next_storage and begin < end:
             raise ShardError(
@@ -195,7 +195,7 @@ def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _places_in_memory(one: Any) -> list[tuple[int, int, int]]:
+def _storage_byte_ranges(one: Any) -> list[tuple[int, int, int]]:
     """Returns the storage of `one`, and where its bytes begin and end there; nothing if it has no storage."""
     if not isinstance(one, Tensor) or one.layout is not torch.strided or type(one.data) is not Tensor:
         return []
@@ -205,14 +205,14 @@ def _places_in_memory(one: Any) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class CarriedOver:
+class ParameterAttributesAndHooks:
     """Attributes and post-accumulate hooks of a model's parameters, by name."""
 
     attributes: Mapping[str, Mapping[str, Any]]
     hooks: Mapping[str, list[Callable[[Any], None]]]
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> "CarriedOver":
+    def of_model(cls, model: nn.Module) -> "ParameterAttributesAndHooks":
         named = dict(model.named_parameters())
         return cls(
             {name: dict(vars(one)) for name, one in named.items()},
@@ -302,14 +302,16 @@ def collect_rank0_values(model: nn.Module) -> Rank0Values:
         )
         for name, t in tensors.items()
     }
-    first = _agree_on_tensor_properties(own) if dist.get_world_size() > 1 else own
+    first = _broadcast_and_compare_tensor_properties(own) if dist.get_world_size() > 1 else own
     real = {name: given for name, given in first.items() if given.is_real}
     if dist.get_rank() == 0:
         return Rank0Values({name: tensors[name].detach() for name in real})
     return Rank0Values({n: torch.empty(g.shape, dtype=g.dtype, device="meta") for n, g in real.items()})
 
 
-def _agree_on_tensor_properties(own: dict[str, _TensorProperties]) -> dict[str, _TensorProperties]:
+def _broadcast_and_compare_tensor_properties(
+    own: dict[str, _TensorProperties],
+) -> dict[str, _TensorProperties]:
     """Returns rank 0's tensor properties. Raises ShardError on all ranks if any rank's own differ."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)

@@ -74,21 +74,21 @@ def apply_recompute(
     """
     if section.mode == "none":
         return
-    check_recomputed_blocks(section, len(blocks))
+    check_recomputed_block_count(section, len(blocks))
     chosen = [block for position, block in enumerate(blocks) if section.applies_to(position)]
     if section.mode == "offload":
         offload_activations(chosen, smallest=LEAST_OFFLOADED, device=device, copier=copier)
         return
     for block in chosen:
-        recomputed = partial(_checkpoint_with_buffers, block, block.forward, use_reentrant=False)
-        if section.mode == "selective" and not _changes_its_matmuls(block):
+        recomputed = partial(_run_torch_checkpoint_keeping_buffers, block, block.forward, use_reentrant=False)
+        if section.mode == "selective" and not _overwrites_matmul_results(block):
             # The compiler reads torch's contexts, and must see all operations.
             own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
             recomputed = partial(recomputed, context_fn=own)
         block.forward = recomputed
 
 
-class FoundBuffers:
+class BufferSnapshot:
     """Copies of the buffers of `block`, made before a forward to find those that it changes."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -99,7 +99,7 @@ class FoundBuffers:
         }  # modules that share a buffer share its copy
         self._before = {slot: (one, version(one), copies[id(one)]) for slot, one in own.items()}
 
-    def of_changed(self, *, statistics: bool) -> dict[tuple[nn.Module, str], Tensor | None]:
+    def copies_of_changed_buffers(self, *, statistics: bool) -> dict[tuple[nn.Module, str], Tensor | None]:
         """Returns the copies of buffers that have changed since, by module and name; None if it is new.
 
         statistics: also those that no forward reads in training, all of which count as changed
@@ -135,16 +135,16 @@ def _has_running_statistics(module: nn.Module) -> bool:
     return module.training and (getattr(module, "track_running_stats", False) or isinstance(module, Router))
 
 
-def _checkpoint_with_buffers(  # signature: torch's
+def _run_torch_checkpoint_keeping_buffers(  # signature: torch's
     block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Calls torch's `checkpoint`. See [Note: buffers of recomputed blocks]."""
     if torch.compiler.is_compiling():
         return checkpoint(forward, *args, **kwargs)
-    return checkpoint(_ForwardWithBuffers(block, forward), *args, **kwargs)
+    return checkpoint(_RepeatableForward(block, forward), *args, **kwargs)
 
 
-class _ForwardWithBuffers:
+class _RepeatableForward:
     """One forward of `block`, each later call of which repeats the first, and changes no buffer.
 
     See [Note: buffers of recomputed blocks].
@@ -159,9 +159,9 @@ class _ForwardWithBuffers:
         if self._found is None:
             if not torch.is_grad_enabled():
                 return self._forward(*args, **kwargs)
-            found = FoundBuffers(self._block)
+            found = BufferSnapshot(self._block)
             result = self._forward(*args, **kwargs)
-            self._found = found.of_changed(statistics=True)
+            self._found = found.copies_of_changed_buffers(statistics=True)
             return result
         later = {(module, name): getattr(module, name) for module, name in self._found}
         # Modules that share a buffer share its copy.
@@ -177,10 +177,10 @@ class _ForwardWithBuffers:
 
 def is_recomputed(block: nn.Module) -> bool:
     """Returns whether `apply_recompute` has made `block` recompute its activations."""
-    return getattr(block.forward, "func", None) is _checkpoint_with_buffers
+    return getattr(block.forward, "func", None) is _run_torch_checkpoint_keeping_buffers
 
 
-def check_recomputed_blocks(section: RecomputeSection, blocks: int) -> None:
+def check_recomputed_block_count(section: RecomputeSection, blocks: int) -> None:
     """Raises ShardError if more blocks are to recompute than there are."""
     if section.blocks is not None and section.blocks > blocks:
         raise ShardError(
@@ -190,7 +190,7 @@ def check_recomputed_blocks(section: RecomputeSection, blocks: int) -> None:
         )
 
 
-def _changes_its_matmuls(block: nn.Module) -> bool:
+def _overwrites_matmul_results(block: nn.Module) -> bool:
     """Returns whether a recurrent layer in `block` writes into the results of its matmuls.
 
     Such a result cannot be saved, and torch does not notice. The whole block is recomputed then.

@@ -70,12 +70,14 @@ from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel, Mixture
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.parallel.matmul_split import MatmulSplit, parts_of_linear
+from fullshard.parallel.matmul_split import MatmulSplit, linear_and_adapter_matrices
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import check_decoder_can_be_split
 
 
-def use_tensor_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str) -> dict[str, int | None]:
+def divide_matmuls_and_return_split_dims(
+    model: nn.Module, plan: Plan, *, rank: int, group: str
+) -> dict[str, int | None]:
     """Divides the matmuls of `model` over ranks. Returns the dim in which each parameter is divided, by name.
 
     The parameters themselves are divided when the model is sharded; None: each rank has the whole parameter.
@@ -115,10 +117,10 @@ def _divide_decoder(model: DecoderModel, split: MatmulSplit) -> None:
     for block in model.blocks:
         attention: Any = block.attention
         split.gather_output(block.attention_norm)
-        split.divide_columns(attention.query)
+        split.make_column_parallel(attention.query)
         for projection in (attention.key, attention.value):
             split.divide_kv_projection(projection, kv_heads=kv_heads)
-        split.divide_row(attention.output)
+        split.make_row_parallel(attention.output)
         feed_forward: Any = block.feed_forward
         if isinstance(feed_forward, Mixture):  # routes this rank's tokens, to whole experts
             feed_forward.router.compute_balance_loss_over_ranks(split.ranks, tensor_group=split.group)
@@ -129,8 +131,8 @@ def _divide_decoder(model: DecoderModel, split: MatmulSplit) -> None:
         else:
             split.gather_output(block.feed_forward_norm)
         for column in (feed_forward.gate, feed_forward.up):
-            split.divide_columns(column)
-        split.divide_row(feed_forward.down)
+            split.make_column_parallel(column)
+        split.make_row_parallel(feed_forward.down)
     split.divide_head(model.head)
 
 
@@ -159,9 +161,9 @@ _METHODS: dict[str, Callable[[MatmulSplit, Any], None]] = {
     "cut_input": MatmulSplit.cut_input,
     "gather_output": MatmulSplit.gather_output,
     "gather_input": MatmulSplit.gather_input,
-    "colwise": MatmulSplit.divide_columns,
-    "rowwise": MatmulSplit.divide_row,
-    _ROW_OF_WHOLE: partial(MatmulSplit.divide_row, cuts_input=True),
+    "colwise": MatmulSplit.make_column_parallel,
+    "rowwise": MatmulSplit.make_row_parallel,
+    _ROW_OF_WHOLE: partial(MatmulSplit.make_row_parallel, cuts_input=True),
     "head": MatmulSplit.divide_head,
 }
 StyledModule = tuple[Any, str]
@@ -194,7 +196,7 @@ def _apply_styles(styled: Iterable[StyledModule], split: MatmulSplit) -> None:
         elif style.startswith("colwise_heads_"):
             split.divide_kv_projection(module, kv_heads=int(number))
         elif style != _WHOLE:
-            split.use_rows(module, split.rows_of_parts(module, parts=int(number)))
+            split.compute_with_rows_only(module, split.own_rows_of_packed_weight(module, parts=int(number)))
 
 
 def _iterate_styled_modules(model: nn.Module, styles: Mapping[str, str]) -> Iterator[StyledModule]:
@@ -227,7 +229,7 @@ def _fits(module: Any, style: str) -> bool:
         return True
     is_counted = style.startswith("colwise_") and style.rpartition("_")[2].isdecimal()
     is_known = style in ("colwise", "rowwise", _ROW_OF_WHOLE, "head") or is_counted
-    return is_known and isinstance(parts_of_linear(module)[0], nn.Linear)
+    return is_known and isinstance(linear_and_adapter_matrices(module)[0], nn.Linear)
 
 
 def _check_sizes(
@@ -310,7 +312,7 @@ def divide_transformers_model(model: Any, split: MatmulSplit) -> None:
 
 def _styles_of_modules(model: Any) -> dict[str, str]:
     """Returns {module name within the base model: name of our style} for the modules within its layers."""
-    plan = _plan_with_attention(model)
+    plan = _tp_plan_with_attention_styles(model)
     patterns = {re.escape(one).replace(r"\*", r"\d+"): style for one, style in plan.items()}
     styles: dict[str, str] = {}
     adapted = tuple(
@@ -344,7 +346,7 @@ def _styles_of_modules(model: Any) -> dict[str, str]:
     return styles
 
 
-def _plan_with_attention(model: Any) -> dict[str, str]:
+def _tp_plan_with_attention_styles(model: Any) -> dict[str, str]:
     """Returns the plan of the model's config, with `_ATTENTION_STYLES` if it has none of attention."""
     plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     attentions = [m for name, m in model.base_model.named_modules() if name.endswith(".self_attn")]

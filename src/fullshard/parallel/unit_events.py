@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import storage_key
-from fullshard.distributed.unit_order import UnitNames, UnitOrder, find_unit_order
+from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, find_unit_order_recorder
 from fullshard.errors import ShardError, TrainError
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import (
-    cast_first_gradients,
+    cast_late_gradients_to_kept_dtype,
     gathered_parameter,
     parameter_groups,
     pending_gather,
@@ -36,9 +36,9 @@ from fullshard.torch_private.fsdp import (
 from fullshard.torch_private.tensors import local_part, storage_address, tree_leaves, version
 
 
-def check_shards(model: nn.Module) -> None:
+def check_parameters_not_replaced(model: nn.Module) -> None:
     """Raises ShardError for parameters (not scalars) added or replaced after `shard`, or whose `data` was."""
-    known = {} if (order := find_unit_order(model)) is None else order.shards
+    known = {} if (order := find_unit_order_recorder(model)) is None else order.shards
     changed = list[str]()
     for name, one in model.named_parameters() if known else ():
         storage, local, _ = known.get(one, (None, 0, False))
@@ -56,10 +56,10 @@ def check_shards(model: nn.Module) -> None:
         )
 
 
-def reshard_after_evaluation(model: nn.Module, order: UnitOrder) -> None:
+def install_reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder) -> None:
     """Makes forwards without gradients reshard `model`. See [Note: gathered after a validation].
 
-    Notes the shards for `check_shards`, which these forwards call.
+    Notes the shards for `check_parameters_not_replaced`, which these forwards call.
     """
     sharded = [one for one in model.parameters() if isinstance(one, DTensor)]
     order.shards = {one: (one.untyped_storage(), id(local_part(one)), one.requires_grad) for one in sharded}
@@ -77,7 +77,7 @@ def reshard_after_evaluation(model: nn.Module, order: UnitOrder) -> None:
         if not torch.is_grad_enabled():
             units = [module for module in model.modules() if isinstance(module, FSDPModule)]
             if not any(group.is_unsharded for unit in units for group in parameter_groups(unit)):
-                check_shards(model)
+                check_parameters_not_replaced(model)
 
     model.register_forward_hook(reshard)
     model.register_forward_pre_hook(check, prepend=True)  # before FSDP2's, which drops new parameters
@@ -90,7 +90,9 @@ def reshard_unsharded_units(model: nn.Module) -> None:
             module.reshard()
 
 
-def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrder) -> UnitNames:
+def install_unit_event_recording(
+    modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrderRecorder
+) -> UnitNames:
     """Makes FSDP2 note in `order` what it does for the unit of `modules`. Returns the names of the unit.
 
     The unit then raises ShardError in a forward that changes its parameters. See [Note: changes in forward].
@@ -102,13 +104,13 @@ def record_unit_events(modules: Sequence[nn.Module], *, unit: int, name: str, or
     for group in parameter_groups(cast(FSDPModule, modules[0])):
         names = [own.get(id(one.sharded_param), str(i)) for i, one in enumerate(group.fsdp_params)]
         parameters += names
-        _record_gathers(group, unit=unit, order=order)
-        _record_reductions(group, unit=unit, order=order)
-        _refuse_changes_in_forward(group, names)
+        _install_gather_recording(group, unit=unit, order=order)
+        _install_reduction_recording(group, unit=unit, order=order)
+        _install_check_of_changes_in_forward(group, names)
     return UnitNames(name, parameters)
 
 
-def _record_gathers(group: Any, *, unit: int, order: UnitOrder) -> None:
+def _install_gather_recording(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
     if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
         return  # nothing is gathered
     unshard = group.unshard
@@ -122,24 +124,24 @@ def _record_gathers(group: Any, *, unit: int, order: UnitOrder) -> None:
     group.unshard = recorded_unshard
 
 
-def _refuse_changes_in_forward(group: Any, names: Sequence[str]) -> None:
+def _install_check_of_changes_in_forward(group: Any, names: Sequence[str]) -> None:
     """Makes forward raise ShardError if it changes a parameter in place. See [Note: changes in forward]."""
     pre_forward, post_forward = group.pre_forward, group.post_forward
     before, sums_before, is_first = list[int](), list[Tensor | None](), True
 
-    def watched_pre_forward(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
+    def pre_forward_noting_versions(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
         nonlocal before, sums_before
         result = pre_forward(*args, **kwargs)
         values = [gathered_parameter(one) for one in group.fsdp_params]
-        before = [_version(value) for value in values]
+        before = [_version_or_zero(value) for value in values]
         sums_before = [_sum_of_bits(value) for value in values] if is_first else []
         return result
 
-    def watched_post_forward(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
+    def post_forward_raising_if_changed(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
         nonlocal before, sums_before, is_first
         values = [gathered_parameter(one) for one in group.fsdp_params]
         counts, before = before, []
-        changed = [i for i, count in enumerate(counts) if _version(values[i]) != count]
+        changed = [i for i, count in enumerate(counts) if _version_or_zero(values[i]) != count]
         for i, earlier in enumerate(sums_before):
             now = _sum_of_bits(values[i])
             if earlier is not None and now is not None and not torch.equal(earlier, now):
@@ -154,10 +156,10 @@ def _refuse_changes_in_forward(group: Any, names: Sequence[str]) -> None:
             )
         return post_forward(*args, **kwargs)
 
-    group.pre_forward, group.post_forward = watched_pre_forward, watched_post_forward
+    group.pre_forward, group.post_forward = pre_forward_noting_versions, post_forward_raising_if_changed
 
 
-def _version(value: Tensor | None) -> int:
+def _version_or_zero(value: Tensor | None) -> int:
     return 0 if value is None or value.is_inference() else version(value)
 
 
@@ -169,7 +171,7 @@ def _sum_of_bits(value: Tensor | None) -> Tensor | None:
     return None if kind is None else value.detach().view(kind).sum(dtype=torch.int64)
 
 
-def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
+def _install_reduction_recording(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
     """Notes the unit's reductions, and completes its sums over replicas.
 
     FSDP2 keeps what it has reduced over shards, but not over replicas, in one tensor, and adds to it in the
@@ -193,8 +195,8 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
         if not group.reduce_grads:
             post_backward(*args)
             return
-        cast_first_gradients(group)
-        has_some, without, frozen = _find_missing_gradients(group)
+        cast_late_gradients_to_kept_dtype(group)
+        has_some, without, frozen = _has_gradients_and_missing_and_frozen(group)
         sums_now = group.all_reduce_grads
         if sums_later and without and (has_some or sums_now):
             for index in without:
@@ -219,7 +221,7 @@ def _record_reductions(group: Any, *, unit: int, order: UnitOrder) -> None:
     group.post_backward = recorded_post_backward
 
 
-def _find_missing_gradients(group: Any) -> tuple[bool, list[int], list[int]]:
+def _has_gradients_and_missing_and_frozen(group: Any) -> tuple[bool, list[int], list[int]]:
     """Returns whether a unit has gradients to reduce, which trained parameters have none, and the frozen."""
     has_some, without, frozen = False, list[int](), list[int]()
     takes_zeros = getattr(group, "reduce_scatter_unused_params", False)

@@ -53,7 +53,7 @@ class Unit:
         return self.override is None or self.override.strategy is None
 
     @property
-    def holds_experts(self) -> bool:
+    def may_lack_gradients(self) -> bool:
         """True if some parameters may get no gradient on a rank whose tokens went to other experts."""
         return any("experts" in name.split(".") for name in self.parameters)
 
@@ -84,8 +84,8 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     _set_overrides(units, section.overrides)
     recomputed = {m for b in find_recompute_blocks(model, units=units) for m in b.modules()}
     for unit in units:
-        unit.is_embedding = _only_looks_up_rows(unit) and unit.modules[0] not in recomputed
-    experts = _ids_of_experts(model)
+        unit.is_embedding = _is_single_embedding(unit) and unit.modules[0] not in recomputed
+    experts = _expert_parameter_ids(model)
     for unit in units:
         held = {id(parameter) for parameter in unit.parameters.values()}
         unit.has_experts = bool(held) and held <= experts
@@ -94,7 +94,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
 
 def check_experts_are_separate(units: Iterable[Unit], model: nn.Module) -> None:
     """Raises ShardError if a unit has both experts and other parameters, since their meshes differ."""
-    experts = _ids_of_experts(model)
+    experts = _expert_parameter_ids(model)
     mixed = [
         unit
         for unit in units
@@ -110,11 +110,11 @@ def check_experts_are_separate(units: Iterable[Unit], model: nn.Module) -> None:
         )
 
 
-def _ids_of_experts(model: nn.Module) -> set[int]:
+def _expert_parameter_ids(model: nn.Module) -> set[int]:
     return {id(p) for module in model.modules() if is_experts(module) for p in module.parameters()}
 
 
-def _only_looks_up_rows(unit: Unit) -> bool:
+def _is_single_embedding(unit: Unit) -> bool:
     """Returns whether the unit is one embedding, whose gradient needs the tokens and not the table."""
     module = unit.modules[0]
     return (

@@ -105,7 +105,7 @@ def unit_mismatch_error(
     reported: Mapping[int, StepFingerprint], *, events: UnitEvents, orders: Mapping[int, "array[int]"]
 ) -> TrainError:
     """Returns the error for ranks that ran different units. `orders`: checksum -> numbers of a UnitEvents."""
-    texts = dict(zip(orders, events.first_different_texts(list(orders.values())), strict=True))
+    texts = dict(zip(orders, events.first_differing_event_texts(list(orders.values())), strict=True))
     groups: dict[str, list[int]] = {}
     for rank, one in sorted(reported.items()):
         groups.setdefault(texts.get(one.units, "runs others"), []).append(rank)

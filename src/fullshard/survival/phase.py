@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fullshard.distributed.ranges import OwnClock
+from fullshard.distributed.ranges import OwnWorkClock
 
 
 class RunPhase(StrEnum):
@@ -56,15 +56,15 @@ class PhaseTracker:
 
     clock: counts the rank's own seconds in each phase; None if they are not counted
     changes: number of times that a phase was entered; the watchdog takes an increase as progress
-    last_unit: returns the name of the unit that the rank gathered or reduced last, or an empty text
+    last_unit_name: returns the name of the unit that the rank gathered or reduced last, or an empty text
     has_finished_step: whether this process has finished a step, and thus compilation and first allocations
     """
 
     def __init__(self) -> None:
         self.step, self.phase = 0, RunPhase.STARTING
         self.changes, self.has_finished_step = 0, False
-        self.clock: OwnClock | None = None
-        self.last_unit: Callable[[], str] = str
+        self.clock: OwnWorkClock | None = None
+        self.last_unit_name: Callable[[], str] = str
 
     def enter(self, phase: RunPhase) -> None:
         self.phase = phase

@@ -104,7 +104,7 @@ class _StatusBoard:
     def publish_heartbeat(self, seen: Heartbeat) -> None:
         self._call_store(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
 
-    def request_reports(self) -> bool:
+    def request_reports_and_return_if_first(self) -> bool:
         """Asks all ranks for their reports. Returns whether this rank is the first to ask."""
         return self._call_store(lambda store: store.add("called", 1)) == 1
 
@@ -127,7 +127,7 @@ class _StatusBoard:
         words = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}
         self._call_store(lambda store: store.set("verdict", json.dumps(words)))
 
-    def find_verdict(self) -> TrainError | None:
+    def find_verdict_and_count_reader(self) -> TrainError | None:
         """Returns the verdict, and counts this rank among its readers; None if there is no verdict yet."""
         if not self._call_store(lambda store: store.check(["verdict"])):
             return None
@@ -276,8 +276,8 @@ class _Watchdog:
             place=_user_frame_text(self._trainer),
             collective=_last_collective_text(),
             stacks=_all_stacks_text(),
-            wait="" if clock is None else clock.current_wait(),
-            unit=self._where.last_unit(),
+            wait="" if clock is None else clock.current_wait_name(),
+            unit=self._where.last_unit_name(),
         )
 
     def _report_and_exit(self) -> None:
@@ -285,7 +285,7 @@ class _Watchdog:
         own, first = self._make_report(), True
         with suppress(RuntimeError):
             self._board.publish_report(own)
-            first = self._board.request_reports()
+            first = self._board.request_reports_and_return_if_first()
         error = None if first else self._wait_for_verdict()
         if error is None:
             verdict = self._diagnose_from_reports(own)
@@ -328,7 +328,7 @@ class _Watchdog:
         deadline = time.monotonic() + 2 * self._grace + self._slack
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
-                if (error := self._board.find_verdict()) is not None:
+                if (error := self._board.find_verdict_and_count_reader()) is not None:
                     return error
                 time.sleep(self._tick / 2)
         return None

@@ -12,26 +12,28 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 
-from fullshard.torch_private.names import private, require
+from fullshard.torch_private.names import private_names, require_names
 
 _GRAPHS = "traces compiled blocks without values"
 
-NAMES = require(
-    private(
+NAMES = require_names(
+    private_names(
         "torch._dynamo.config.recompile_limit accumulated_recompile_limit", "compiles blocks that differ"
     ),
-    private(
+    private_names(
         "torch._dynamo.exc.TorchDynamoException FailOnRecompileLimitHit", "runs eagerly what does not compile"
     ),
-    private("torch._dynamo.callback.callback_handler", "counts recompilations"),
-    private("torch._dynamo.utils.counters get_compilation_metrics", "counts graphs and breaks"),
-    private("torch._dynamo.explain", "checks that a block is one graph"),
-    private("torch._functorch.config.force_non_lazy_backward_lowering", "compiles backward with forward"),
-    private("torch._functorch.aot_autograd.aot_function", _GRAPHS),
-    private("torch._functorch.partitioners.min_cut_rematerialization_partition", _GRAPHS),
-    private("torch._guards.detect_fake_mode", _GRAPHS),
-    private("torch._inductor.decomposition.select_decomp_table", _GRAPHS),
-    private("torch.nn.utils.stateless._reparametrize_module", _GRAPHS),
+    private_names("torch._dynamo.callback.callback_handler", "counts recompilations"),
+    private_names("torch._dynamo.utils.counters get_compilation_metrics", "counts graphs and breaks"),
+    private_names("torch._dynamo.explain", "checks that a block is one graph"),
+    private_names(
+        "torch._functorch.config.force_non_lazy_backward_lowering", "compiles backward with forward"
+    ),
+    private_names("torch._functorch.aot_autograd.aot_function", _GRAPHS),
+    private_names("torch._functorch.partitioners.min_cut_rematerialization_partition", _GRAPHS),
+    private_names("torch._guards.detect_fake_mode", _GRAPHS),
+    private_names("torch._inductor.decomposition.select_decomp_table", _GRAPHS),
+    private_names("torch.nn.utils.stateless._reparametrize_module", _GRAPHS),
 )
 
 dynamo: Any = torch._dynamo
@@ -42,6 +44,6 @@ reparametrize_module = _reparametrize_module
 """Context in which a module computes with other parameters and buffers."""
 
 
-def empties_its_arguments(program: Any) -> None:
+def mark_as_emptying_its_arguments(program: Any) -> None:
     """Marks a program of a graph as one that takes a list of arguments and empties it, to free them early."""
     program._boxed_call = True

@@ -12,39 +12,41 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch_private.names import private, require
+from fullshard.torch_private.names import private_names, require_names
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_PACKAGE}._fsdp_state.FSDPState"
 _GROUP = f"{_PACKAGE}._fsdp_param_group.FSDPParamGroup"
 _PARAMETER = f"{_PACKAGE}._fsdp_param.FSDPParam"
 
-NAMES = require(
-    private("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds the parts of a unit"),
-    private(f"{_STATE}._fsdp_param_group _modules", "finds the parts of a unit"),
-    private(f"{_STATE}._fsdp_param_groups", "finds the parts of a unit", is_optional=True),  # several meshes
-    private(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
-    private(f"{_GROUP}.fsdp_params", "finds the parts of a unit"),
-    private(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
-    private(f"{_GROUP}.post_backward reduce_grads", "reduces experts that no token reached"),
-    private(f"{_GROUP}.all_reduce_grads mesh_info", "completes sums over replicas"),
-    private(f"{_GROUP}.unshard _all_gather_result", "compares the units that ranks run"),
-    private(f"{_PARAMETER}.sharded_param", "finds the parts of a unit"),
-    private(
+NAMES = require_names(
+    private_names("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds the parts of a unit"),
+    private_names(f"{_STATE}._fsdp_param_group _modules", "finds the parts of a unit"),
+    private_names(  # several meshes
+        f"{_STATE}._fsdp_param_groups", "finds the parts of a unit", is_optional=True
+    ),
+    private_names(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
+    private_names(f"{_GROUP}.fsdp_params", "finds the parts of a unit"),
+    private_names(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
+    private_names(f"{_GROUP}.post_backward reduce_grads", "reduces experts that no token reached"),
+    private_names(f"{_GROUP}.all_reduce_grads mesh_info", "completes sums over replicas"),
+    private_names(f"{_GROUP}.unshard _all_gather_result", "compares the units that ranks run"),
+    private_names(f"{_PARAMETER}.sharded_param", "finds the parts of a unit"),
+    private_names(
         f"{_PARAMETER}._sharded_param_data sharded_size padded_sharded_param_size mp_policy",
         "gathers offloaded and fp8 shards",
     ),
-    private(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
-    private(f"{_GROUP}._init_mp_dtypes", "reduces parameters that are trained later in their dtype"),
+    private_names(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
+    private_names(f"{_GROUP}._init_mp_dtypes", "reduces parameters that are trained later in their dtype"),
     # read where there is no set_reduce_scatter_unused_params
-    private(
+    private_names(
         f"{_PARAMETER}.unsharded_accumulated_grad", "reduces experts that no token reached", is_optional=True
     ),
-    private(  # until torch 2.14, whose reductions refuse two dtypes
+    private_names(  # until torch 2.14, whose reductions refuse two dtypes
         f"{_PARAMETER}.to_accumulated_grad_if_needed", "casts a first gradient", is_optional=True
     ),
-    private(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
-    private(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
+    private_names(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
+    private_names(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
 )
 
 
@@ -113,7 +115,7 @@ def update_reduce_dtypes(module: FSDPModule) -> None:
         group._init_mp_dtypes()
 
 
-def cast_first_gradients(group: Any) -> None:
+def cast_late_gradients_to_kept_dtype(group: Any) -> None:
     """Casts gradients of parameters that had none in earlier microbatches to the dtype of the kept ones."""
     first = [one for one in group.fsdp_params if one.unsharded_accumulated_grad is None]
     if len(first) == len(group.fsdp_params):
@@ -129,7 +131,7 @@ def compute_with_plain_tensor(engine_parameter: Any) -> None:
     engine_parameter._unsharded_dtensor_spec = None  # read instead of `is_dtensor` since torch 2.13
 
 
-def shard_data(engine_parameter: Any) -> Tensor:
+def flat_padded_shard(engine_parameter: Any) -> Tensor:
     """Returns this rank's shard, flat and padded."""
     return engine_parameter._sharded_param_data
 

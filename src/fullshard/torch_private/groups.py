@@ -6,18 +6,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.torch_private.names import private, require
+from fullshard.torch_private.names import private_names, require_names
 
 _C10D = "torch.distributed.distributed_c10d"
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _BINDINGS = "torch._C._distributed_c10d"
 
-NAMES = require(
-    private("torch.distributed.ProcessGroup._get_backend", "finds the backend of a device"),
-    private(f"{_BINDINGS}.Backend._get_sequence_number_for_group", "counts collectives", is_optional=True),
-    private(f"{_C10D}._resolve_process_group", "finds a group by its name, in a graph"),
-    private(f"{_C10D}._get_default_store", "exchanges what differs between ranks", is_optional=True),
-    private(f"{_BINDINGS}.{' '.join(_RECORDERS)}", "reads the flight recorder", is_optional=True),
+NAMES = require_names(
+    private_names("torch.distributed.ProcessGroup._get_backend", "finds the backend of a device"),
+    private_names(
+        f"{_BINDINGS}.Backend._get_sequence_number_for_group", "counts collectives", is_optional=True
+    ),
+    private_names(f"{_C10D}._resolve_process_group", "finds a group by its name, in a graph"),
+    private_names(f"{_C10D}._get_default_store", "exchanges what differs between ranks", is_optional=True),
+    private_names(f"{_BINDINGS}.{' '.join(_RECORDERS)}", "reads the flight recorder", is_optional=True),
 )
 
 

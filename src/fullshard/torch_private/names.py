@@ -36,14 +36,14 @@ class PrivateName:
         return hasattr(owner, last) or (inspect.isclass(owner) and last in set(_instance_attributes(owner)))
 
 
-def private(paths: str, purpose: str, *, is_optional: bool = False) -> list[PrivateName]:
+def private_names(paths: str, purpose: str, *, is_optional: bool = False) -> list[PrivateName]:
     """Returns private names of one owner and purpose: `torch.Tensor._version _base` are two."""
     first, *others = paths.split()
     owner = first.rpartition(".")[0]
     return [PrivateName(one, purpose, is_optional) for one in (first, *(f"{owner}.{one}" for one in others))]
 
 
-def require(*groups: list[PrivateName]) -> tuple[PrivateName, ...]:
+def require_names(*groups: list[PrivateName]) -> tuple[PrivateName, ...]:
     """Returns all names. Raises UnsupportedTorchError if the installed torch lacks one that is needed."""
     names = tuple(name for group in groups for name in group)
     for name in names:

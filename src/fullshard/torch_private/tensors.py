@@ -18,40 +18,48 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from fullshard.torch_private.names import private, require
+from fullshard.torch_private.names import private_names, require_names
 
-NAMES = require(
-    private(
+NAMES = require_names(
+    private_names(
         "torch.utils._pytree.TreeSpec tree_flatten tree_leaves tree_map_only tree_unflatten",
         "finds the tensors in arguments and batches",
     ),
-    private("torch._foreach_norm", "computes norms of gradients"),
-    private("torch._foreach_mul_", "scales gradients"),
-    private("torch._fused_adamw_", "updates offloaded state"),
-    private("torch._grouped_mm", "multiplies experts before F.grouped_mm", is_optional=True),
-    private("torch.UntypedStorage._cdata", "identifies memory"),
-    private("torch.Tensor._version", "sees that a saved activation was overwritten"),
-    private("torch.Tensor._base", "finds the tensor of a view"),
-    private("torch.Tensor._backward_hooks", "finds hooks of parameters"),
-    private("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
-    private(
+    private_names("torch._foreach_norm", "computes norms of gradients"),
+    private_names("torch._foreach_mul_", "scales gradients"),
+    private_names("torch._fused_adamw_", "updates offloaded state"),
+    private_names("torch._grouped_mm", "multiplies experts before F.grouped_mm", is_optional=True),
+    private_names("torch.UntypedStorage._cdata", "identifies memory"),
+    private_names("torch.Tensor._version", "sees that a saved activation was overwritten"),
+    private_names("torch.Tensor._base", "finds the tensor of a view"),
+    private_names("torch.Tensor._backward_hooks", "finds hooks of parameters"),
+    private_names("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
+    private_names(
         "torch.optim.Optimizer._optimizer_step_pre_hooks _optimizer_step_post_hooks",
         "finds hooks of optimizers",
         is_optional=True,
     ),
-    private("torch.nn.Module._parameters _buffers _modules", "replaces parameters, buffers and modules"),
-    private("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
-    private("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
-    private("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
-    private("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
-    private("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
-    private("torch._C._autograd._ProfilerResult.experimental_event_tree", "reads allocations of a profile"),
-    private("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
-    private(
+    private_names(
+        "torch.nn.Module._parameters _buffers _modules", "replaces parameters, buffers and modules"
+    ),
+    private_names("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
+    private_names("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
+    private_names("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
+    private_names("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
+    private_names("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
+    private_names(
+        "torch._C._autograd._ProfilerResult.experimental_event_tree", "reads allocations of a profile"
+    ),
+    private_names(
+        "torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"
+    ),
+    private_names(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset", "finds the box of a shard"
     ),
-    private("torch.distributed.tensor.DTensor._local_tensor", "replaces the part that a rank has"),
-    private("torch.distributed.tensor.DTensor._spec", "makes a DTensor whose part is on another device"),
+    private_names("torch.distributed.tensor.DTensor._local_tensor", "replaces the part that a rank has"),
+    private_names(
+        "torch.distributed.tensor.DTensor._spec", "makes a DTensor whose part is on another device"
+    ),
 )
 
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -65,7 +73,7 @@ def foreach_norm(
     return torch._foreach_norm(list(tensors), order, dtype)  # pyright: ignore[reportPrivateUsage]
 
 
-def grouped_matmul() -> Any:
+def find_grouped_matmul() -> Any:
     """Returns torch's product of groups of rows and a matrix for each group, or None without one."""
     return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -137,12 +145,12 @@ def parametrization_cache() -> dict[tuple[int, str], Tensor | None]:
     return parametrize._cache  # pyright: ignore[reportPrivateUsage]
 
 
-def stored_piece(filesystem: Any, name: str, *, offset: int, length: int) -> Any:
+def make_dcp_storage_info(filesystem: Any, name: str, *, offset: int, length: int) -> Any:
     """Returns DCP's record of a piece of a file. `filesystem`: `torch.distributed.checkpoint.filesystem`."""
     return filesystem._StorageInfo(name, offset, length)
 
 
-def set_allocator(settings: str) -> bool:
+def set_allocator_settings(settings: str) -> bool:
     """Sets the CUDA allocator's settings, as in its environment variable. Returns whether torch can."""
     # The first name is deprecated in favour of the second.
     bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.tensors import storage_key
-from fullshard.distributed.unit_order import find_unit_order
+from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL
 from fullshard.models.loss import Loss, loss_sum_and_count
-from fullshard.parallel.fp8 import reuse_weight_scales
-from fullshard.parallel.unit_events import check_shards, reshard_unsharded_units
+from fullshard.parallel.fp8 import make_scale_reuse_context
+from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import update_reduce_dtypes
 from fullshard.torch_private.tensors import gradient_hooks
@@ -41,7 +41,7 @@ class ModelBetweenSteps:
     def __init__(self, state: TrainState) -> None:
         self._state, self._parameters = state, list[tuple[int, ...]]()
         reshard_unsharded_units(state.model)
-        if (order := find_unit_order(state.model)) is not None:
+        if (order := find_unit_order_recorder(state.model)) is not None:
             order.is_trained = True
         if not state.model.training:
             state.model.train()
@@ -75,21 +75,21 @@ class ModelBetweenSteps:
                 why="register_hook is for gradients of autograd; FSDP2 sets those of shards",
                 fix="register_post_accumulate_grad_hook, which is called with the sharded parameter",
             )
-        if _identities(parameters) != self._parameters:
+        if _ids_storages_and_requires_grad(parameters) != self._parameters:
             reshard_unsharded_units(model)
-            check_shards(model)
-            self._parameters = _identities(model.parameters())
+            check_parameters_not_replaced(model)
+            self._parameters = _ids_storages_and_requires_grad(model.parameters())
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     update_reduce_dtypes(module)
-            _warn_of_trained_parameters(self._state)
+            _warn_of_not_updated_or_half_precision_parameters(self._state)
 
 
-def _identities(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
+def _ids_storages_and_requires_grad(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
     return [(id(one), storage_key(one), one.requires_grad) for one in parameters]
 
 
-def _warn_of_trained_parameters(state: TrainState) -> None:
+def _warn_of_not_updated_or_half_precision_parameters(state: TrainState) -> None:
     """Logs trained parameters that the optimizer lacks, or in half precision since they were frozen once."""
     updated = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
     trained = {name: one for name, one in state.model.named_parameters() if one.requires_grad}
@@ -99,7 +99,7 @@ def _warn_of_trained_parameters(state: TrainState) -> None:
             "trainable parameters that are not in the optimizer are never updated: %s",
             join_names(left, most=3),
         )
-    order = find_unit_order(state.model)
+    order = find_unit_order_recorder(state.model)
     masters = {one.dtype for one, (_, _, was) in (order.shards if order else {}).items() if was}
     late = [name for name, one in trained.items() if one.itemsize < 4 and one.dtype not in masters]
     if late and rank() == 0:
@@ -128,7 +128,7 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
     """Context in which `model` is in evaluation mode. At its end, reshards units and restores all modes."""
     modes = module_modes(model)
     model.eval()
-    order = find_unit_order(model)
+    order = find_unit_order_recorder(model)
     if order is not None:
         order.is_evaluated = True
     try:
@@ -153,7 +153,7 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
     """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with evaluation_mode(model), reuse_weight_scales(model):
+    with evaluation_mode(model), make_scale_reuse_context(model):
         for batch in microbatches:
             batch = move_batch_to_device(batch, device)
             value = loss(model, batch)

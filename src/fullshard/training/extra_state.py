@@ -47,7 +47,7 @@ def encode_extra_state(model: nn.Module) -> tuple[dict[str, JsonValue], dict[str
     }, tensors
 
 
-def extra_state_targets(saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+def empty_extra_state_tensors_to_fill(saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
     """Returns empty tensors for those of `saved` that are extra state."""
     return {
         name: torch.empty(info.shape, dtype=info.torch_dtype)
@@ -177,13 +177,13 @@ def seed_generators(plan: Plan) -> None:
 
 def generator_states() -> dict[str, Tensor]:
     """Returns the states of this rank's generators, by their names in checkpoints."""
-    states = {"cpu": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
+    states = {"cpu": torch.get_rng_state(), "python": _python_random_state(), "numpy": _numpy_random_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return {f"rng.{kind}.{rank()}": state for kind, state in states.items()}
 
 
-def saved_generator_states(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def empty_generator_states_to_fill(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns {name in the checkpoint: tensor to fill with that state of a random number generator}.
 
     A rank whose states are not in `saved` gets rank 0's, except that of the GPU. States of another shape are
@@ -200,12 +200,12 @@ def saved_generator_states(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def set_generator_states(received: Mapping[str, Tensor]) -> None:
-    """Sets the generators to the states in `received`: the filled tensors of `saved_generator_states`."""
+    """Sets the generators to `received`: the filled tensors of `empty_generator_states_to_fill`."""
     setters = {
         "cpu": torch.set_rng_state,
         "cuda": torch.cuda.set_rng_state,
-        "python": _set_python_state,
-        "numpy": _set_numpy_state,
+        "python": _set_python_random_state,
+        "numpy": _set_numpy_random_state,
     }
     for name, state in received.items():
         if name.startswith("rng."):
@@ -213,21 +213,21 @@ def set_generator_states(received: Mapping[str, Tensor]) -> None:
 
 
 # fp64 holds the words of 32 bits exactly, and the normal number that the generator has in stock, if any.
-def _python_state() -> Tensor:
+def _python_random_state() -> Tensor:
     _, words, normal = random.getstate()
     return torch.tensor([*words, normal is not None, normal or 0.0], dtype=torch.float64)
 
 
-def _set_python_state(state: Tensor) -> None:
+def _set_python_random_state(state: Tensor) -> None:
     *words, has_normal, normal = state.tolist()
     random.setstate((3, tuple(map(int, words)), normal if has_normal else None))
 
 
-def _numpy_state() -> Tensor:
+def _numpy_random_state() -> Tensor:
     _, words, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
 
 
-def _set_numpy_state(state: Tensor) -> None:
+def _set_numpy_random_state(state: Tensor) -> None:
     *words, position, has_normal, normal = state.tolist()
     np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_normal), normal))

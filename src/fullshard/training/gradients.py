@@ -4,7 +4,7 @@
 torch's fused Adam and AdamW take two tensors, made for `torch.amp`: they divide the gradient by `grad_scale`,
 and change nothing, not even their step counts, where `found_inf` is 1. So the host can launch the update
 before anyone knows whether the step is skipped, and by how much the gradient is clipped. No other optimizer
-takes both: its host waits for the decision. See `waits_each_step`.
+takes both: its host waits for the decision. See `host_waits_before_each_update`.
 
 [Note: local tensors]
 Over DTensors, an operation on a list of parameters costs the host tens of microseconds for each of them, and
@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
-from fullshard.distributed.unit_order import find_unit_order
+from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.offload.adamw import StreamingAdamW
@@ -114,8 +114,8 @@ def average_scalar_gradients(model: nn.Module) -> None:
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     if world_size() == 1 or not any(one.requires_grad for one in scalars):
         return
-    if (order := find_unit_order(model)) is not None:
-        order.note_scalars(without=[i for i, one in enumerate(scalars) if one.grad is None])
+    if (order := find_unit_order_recorder(model)) is not None:
+        order.note_scalar_reduction(without=[i for i, one in enumerate(scalars) if one.grad is None])
     none = torch.zeros((), device=scalars[0].device)
     flat = torch.stack([none if one.grad is None else one.grad.float() for one in scalars])
     with TimedRange("all_reduce"):
@@ -159,7 +159,7 @@ def local_gradient_norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return foreach_norm(local, 2, dtype=torch.float32) if local else ()
 
 
-def tensors_counted_here(tensors: Iterable[Tensor]) -> list[Tensor]:
+def select_tensors_counted_on_this_rank(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns those of `tensors` (gradients, or parameters that have one) whose norms this rank counts.
 
     If several ranks have the same part of a tensor, one of them counts it. Such ranks share their tensors, so
@@ -168,7 +168,11 @@ def tensors_counted_here(tensors: Iterable[Tensor]) -> list[Tensor]:
     by_replicas = defaultdict[tuple[int, int], list[Tensor]](list)
     for tensor in tensors:
         is_dtensor = isinstance(tensor, DTensor)
-        key = _replica(tensor.device_mesh, tensor.placements) if is_dtensor else (rank(), world_size())
+        key = (
+            _replica_index_and_count(tensor.device_mesh, tensor.placements)
+            if is_dtensor
+            else (rank(), world_size())
+        )
         by_replicas[key].append(tensor)
     counted = list[Tensor]()
     for (index, replicas), same in by_replicas.items():
@@ -183,13 +187,13 @@ def tensors_counted_here(tensors: Iterable[Tensor]) -> list[Tensor]:
 def local_share_of_squared_norm(norms: Sequence[Tensor]) -> Tensor | float:
     """Returns this rank's share of the squared global norm, which is the sum of all ranks' shares.
 
-    norms: L2 norm of this rank's part of each tensor that it counts (see `tensors_counted_here`)
+    norms: L2 norm of this rank's part of each tensor that it counts: `select_tensors_counted_on_this_rank`
     """
     return torch.stack(list(norms)).double().square().sum() if norms else 0.0
 
 
 @lru_cache(maxsize=64)  # a step asks for each parameter
-def _replica(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
+def _replica_index_and_count(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
     """Returns this rank's number among the ranks with the same part, and how many these are."""
     assert mesh.size() == world_size(), "all our meshes are over all ranks"
     coordinate, index, replicas = mesh.get_coordinate(), 0, 1
@@ -202,7 +206,7 @@ def _replica(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, 
 
 
 # The update #
-def waits_each_step(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
+def host_waits_before_each_update(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
     """Returns whether the host waits for each step's decision before the update (the strict order).
 
     It does wherever the next launch depends on the decision:
@@ -302,7 +306,9 @@ def _local_parameters_and_state(optimizer: torch.optim.Optimizer) -> Generator[N
         optimizer.param_groups, optimizer.state = groups, states
     for parameter, local in pairs:
         if not states.get(parameter) and (new := local_states.get(local)):
-            states[parameter] = {key: _state_like_parameter(value, parameter) for key, value in new.items()}
+            states[parameter] = {
+                key: _optimizer_state_as_dtensor(value, parameter) for key, value in new.items()
+            }
 
 
 def _local_part(value: Any) -> Any:
@@ -310,7 +316,7 @@ def _local_part(value: Any) -> Any:
     return local_part(value) if isinstance(value, DTensor) else value
 
 
-def _state_like_parameter(value: Any, parameter: Tensor) -> Any:
+def _optimizer_state_as_dtensor(value: Any, parameter: Tensor) -> Any:
     """Returns optimizer state of this rank's part as a DTensor like `parameter`; counts stay unchanged."""
     is_moment = isinstance(value, Tensor) and value.ndim == parameter.ndim
     return (

@@ -62,7 +62,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
             continue
         if _LAST not in group and not math.isclose(rate, run.optimizer.learning_rate, rel_tol=1e-6):
             group[_BASE] = rate
-        _set_entry(group, "lr", value=group.get(_BASE, run.optimizer.learning_rate) * factor)
+        _set_group_entry(group, "lr", value=group.get(_BASE, run.optimizer.learning_rate) * factor)
         group[_LAST] = float(group["lr"])
     if taken_over and rank() == 0:
         logger.warning(
@@ -74,25 +74,27 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
     return [float(group["lr"]) for group in groups]
 
 
-def mark_as_built(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def mark_as_built_by_fullshard(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Marks an optimizer as one of this package, whose rates are those of the settings. Returns it."""
     setattr(optimizer, _BUILT, True)
     return optimizer
 
 
-def is_built(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `mark_as_built` marked the optimizer."""
+def is_built_by_fullshard(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether `mark_as_built_by_fullshard` marked the optimizer."""
     return getattr(optimizer, _BUILT, False)
 
 
-def warn_of_schedule(optimizer: torch.optim.Optimizer, run: Run) -> None:
+def warn_that_schedule_multiplies_rates(optimizer: torch.optim.Optimizer, run: Run) -> None:
     """Logs that [schedule] multiplies the rates of an optimizer that the user made.
 
     Logs nothing for a factor of always 1, with a torch scheduler, and after an earlier `train`.
     ReduceLROnPlateau leaves no trace in the optimizer until it first reduces a rate.
     """
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
-    is_known = is_built(optimizer) or any({"initial_lr", _LAST} & group.keys() for group in groups)
+    is_known = is_built_by_fullshard(optimizer) or any(
+        {"initial_lr", _LAST} & group.keys() for group in groups
+    )
     section = run.schedule
     if is_known or not groups or rank() != 0 or (section.kind == "constant" and not section.warmup_steps):
         return
@@ -156,7 +158,7 @@ def restore_rates_set_by_others(
             if rates is not None:
                 rate, initial = cast(list[Any], rates)
                 is_changed |= float(group["lr"]) != rate
-                _set_entry(group, "lr", value=rate)
+                _set_group_entry(group, "lr", value=rate)
                 group |= {_LAST: None} | ({} if initial is None else {"initial_lr": initial})
             elif group.get(_LAST, 0.0) is None:  # taken over after the step of the checkpoint
                 group[_LAST] = float(group["lr"])
@@ -185,7 +187,7 @@ _Scalar = bool | int | float | str | None
 _Plain = _Scalar | list[_Scalar]  # a list for a tuple (betas), as in JSON
 
 
-def plain_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Plain]]:
+def scalar_group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Plain]]:
     """Returns the scalars and tuples of them in each group, except rates. Waits for entries on a GPU."""
     found: list[dict[str, _Plain]] = []
     for group in optimizer.param_groups:
@@ -202,13 +204,15 @@ def plain_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Plain]]:
     return found
 
 
-def changed_entries(
+def changed_group_entries(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, initial: list[dict[str, _Plain]]
 ) -> dict[str, JsonValue]:
     """Returns {name of a group's first parameter: entries that differ from `initial`}, to be saved."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, JsonValue] = {}
-    for number, (group, now) in enumerate(zip(optimizer.param_groups, plain_entries(optimizer), strict=True)):
+    for number, (group, now) in enumerate(
+        zip(optimizer.param_groups, scalar_group_entries(optimizer), strict=True)
+    ):
         before = initial[number] if number < len(initial) else {}
         changed = {key: one for key, one in now.items() if key not in before or before[key] != one}
         if changed and group["params"] and group["params"][0] in names:
@@ -216,25 +220,27 @@ def changed_entries(
     return found
 
 
-def restore_entries(
+def restore_group_entries(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     saved: Mapping[str, JsonValue],
     initial: list[dict[str, _Plain]],
 ) -> None:
-    """Restores what `changed_entries` returned. Other entries get their `initial` values again.
+    """Restores what `changed_group_entries` returned. Other entries get their `initial` values again.
 
     Logs a warning if arguments of the optimizer change, which are not its own state. Raises CheckpointError
     if one group would get the state of two.
     """
-    for group, now, before in zip(optimizer.param_groups, plain_entries(optimizer), initial, strict=False):
+    for group, now, before in zip(
+        optimizer.param_groups, scalar_group_entries(optimizer), initial, strict=False
+    ):
         for key in now.keys() & before.keys():
             if now[key] != before[key]:
-                _set_entry(group, key, value=before[key])
+                _set_group_entry(group, key, value=before[key])
     parameters = dict(model.named_parameters())
     restored: dict[int, dict[str, Any]] = {}
-    unrestored = plain_entries(optimizer)
+    unrestored = scalar_group_entries(optimizer)
     for name, entries in saved.items():
         values = cast(dict[str, Any], entries)
         for number, group in enumerate(optimizer.param_groups):
@@ -248,11 +254,11 @@ def restore_entries(
                     fix="an optimizer with the groups of the run that wrote the checkpoint",
                 )
             for key, value in values.items():
-                _set_entry(group, key, value=value)
+                _set_group_entry(group, key, value=value)
     arguments = inspect.signature(type(optimizer)).parameters
     taken_over = [
         f"{key} {old.get(key)} -> {new.get(key)}"
-        for old, new in zip(unrestored, plain_entries(optimizer), strict=True)
+        for old, new in zip(unrestored, scalar_group_entries(optimizer), strict=True)
         for key in arguments
         if old.get(key) != new.get(key)
     ]
@@ -263,7 +269,7 @@ def restore_entries(
         )
 
 
-def _set_entry(group: dict[str, Any], key: str, *, value: _Plain) -> None:
+def _set_group_entry(group: dict[str, Any], key: str, *, value: _Plain) -> None:
     """Sets an entry of a group, in place if it is a tensor (compiled optimizers)."""
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from fullshard.data.batches import MicrobatchSource, RowSource
 from fullshard.distributed.agreement import all_gather_object, all_ranks_have, rank
 from fullshard.distributed.sequence_parts import cut_sequences
-from fullshard.distributed.unit_order import find_unit_order
+from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, next_token_loss
 from fullshard.spec.plan import Plan
@@ -29,8 +29,12 @@ from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.gradients import refuse_parameters_outside_model
-from fullshard.training.learning_rates import is_built, warn_of_schedule, warn_of_unused_settings
-from fullshard.training.resume import continue_run
+from fullshard.training.learning_rates import (
+    is_built_by_fullshard,
+    warn_of_unused_settings,
+    warn_that_schedule_multiplies_rates,
+)
+from fullshard.training.resume import set_next_row_and_describe_changes
 from fullshard.training.state import LossScale, TrainState
 from fullshard.training.step import count_computed_tokens, run_step
 
@@ -116,12 +120,11 @@ def train(
     Learning rates: see [Note: whose rates] in `learning_rates.py`. Modules keep the modes that the user gave
     them (`ModelBetweenSteps`). Python's garbage collector runs between steps alone.
     On a GPU, the host launches a step before the one before has ended, except in the strict order
-    (`waits_each_step`), so what follows from a step's figures happens one step later.
+    (`host_waits_before_each_update`), so what follows from a step's figures happens one step later.
 
     After a `break`, another `train` of the same state continues where it stopped. A plain iterable as
     `state.data` ends training on all ranks as soon as it ends on any, which is logged; the next `train`
-    begins it anew. Only `data.batches.MicrobatchSource` resumes exactly. Settings other than those that the
-    state was trained with before are logged.
+    begins it anew. Only `data.batches.MicrobatchSource` resumes exactly. Changed settings are logged.
 
     Raises TrainError without data for one step, for different batches on ranks that share sequences, a loss
     that depends on trained parameters outside the model, gradients that the loop leaves, after
@@ -167,24 +170,24 @@ _NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, trained
 
 def _begin_run(state: TrainState, plan: Plan) -> None:
     """Logs settings that changed or have no effect. Sets the precision's loss scale, and `state.phase`."""
-    for message in continue_run(state, plan):
+    for message in set_next_row_and_describe_changes(state, plan):
         if rank() == 0:
             logger.warning("%s", message)
     warn_of_unused_settings(state.optimizer, plan.run.optimizer)
-    if plan.precision.stochastic_rounding and not is_built(state.optimizer) and rank() == 0:
+    if plan.precision.stochastic_rounding and not is_built_by_fullshard(state.optimizer) and rank() == 0:
         logger.warning(
             'precision.mode = "bf16_pure": %s loses small updates, unless it rounds stochastically itself, '
             "as the optimizer of fs.build_optimizer does",
             type(state.optimizer).__name__,
         )
-    warn_of_schedule(state.optimizer, plan.run)
+    warn_that_schedule_multiplies_rates(state.optimizer, plan.run)
     if not plan.precision.loss_scaling:
         state.loss_scale = LossScale()
     elif state.loss_scale.window == 0:  # else a checkpoint of the same precision brought a scale
         state.loss_scale = LossScale(2.0**16, window=2000)
     state.phase.step = state.step
-    if (order := find_unit_order(state.model)) is not None:
-        state.phase.last_unit = order.last_unit
+    if (order := find_unit_order_recorder(state.model)) is not None:
+        state.phase.last_unit_name = order.last_unit_name
 
 
 def _launch_step(

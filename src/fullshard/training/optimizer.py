@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
-from fullshard.parallel.unit_events import check_shards, reshard_unsharded_units
+from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
-from fullshard.training.learning_rates import mark_as_built
+from fullshard.training.learning_rates import mark_as_built_by_fullshard
 from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.state import check_state_can_be_saved
@@ -52,9 +52,9 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         name = type(model).__name__
         raise ShardError(f"{name} has no trainable parameter.", fix="requires_grad_(True) on some")
     if plan.run.offload.offloads_optimizer:
-        return mark_as_built(build_streaming_adamw(model, groups, plan=plan))
+        return mark_as_built_by_fullshard(build_streaming_adamw(model, groups, plan=plan))
     if plan.precision.stochastic_rounding:
-        return mark_as_built(_build_stochastic_adamw(groups, plan))
+        return mark_as_built_by_fullshard(_build_stochastic_adamw(groups, plan))
     cls = _import_optimizer_class(section.name)
     options = _optimizer_options(section, cls, device=next(model.parameters()).device)
     try:
@@ -66,7 +66,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
             for key, value in state.items():
                 if value is not None:
                     check_state_can_be_saved(trial, key, value=value, parameter="parameter")
-        return mark_as_built(cls(groups, **options))
+        return mark_as_built_by_fullshard(cls(groups, **options))
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecError(
             f"{section.name} cannot train these parameters with these options.",
@@ -85,7 +85,7 @@ def _check_sharded(model: nn.Module) -> None:
             fix="model = fullshard.shard(model, plan), then the optimizer",
         )
     reshard_unsharded_units(model)  # an optimizer of gathered parameters would never update the shards
-    check_shards(model)
+    check_parameters_not_replaced(model)
 
 
 def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ _SAME_ROWS = {"data.document_mask", "data.train_on"}
 _LONGEST_TEXT = 60
 
 
-def result_settings(run: Run) -> dict[str, JsonValue]:
+def settings_that_affect_results(run: Run) -> dict[str, JsonValue]:
     """Returns the settings of `run` that change its results, by section."""
     left_out: Any = {name: keys for name, keys in _SAME_RESULTS.items()}
     return run.model_dump(mode="json", include=set(_SECTIONS), exclude=left_out)
@@ -160,7 +160,7 @@ def check_can_continue(run: Run, model: nn.Module, *, manifest: Manifest) -> Non
     unless a name has dots. The error names these settings. `load` compares all tensors later.
     """
     before = manifest.state_values.get("run")
-    changed = changed_settings(before, result_settings(run)) if isinstance(before, dict) else {}
+    changed = changed_settings(before, settings_that_affect_results(run)) if isinstance(before, dict) else {}
     shapes = {f"{MODEL_PREFIX}{name}": tuple(one.shape) for name, one in model.named_parameters()}
     saved = {name: one.shape for name, one in manifest.tensors.items()}
     other = [name for name, shape in shapes.items() if saved.get(name, shape) != shape]
@@ -176,18 +176,18 @@ def check_can_continue(run: Run, model: nn.Module, *, manifest: Manifest) -> Non
         )
 
 
-def continue_run(state: TrainState, plan: Plan) -> list[str]:
+def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str]:
     """Sets the row of the data at which `state` continues under `plan`. Returns messages about changes.
 
     A message reports settings that differ from those the state was trained with before; another, what this
     means for the rows of the data. The next call has nothing to report. Collective.
     """
     before, batch = state.trained_with, plan.run.train.global_batch
-    if before.is_of(plan, state.data):
+    if before.has_same_plan_and_data(plan, state.data):
         return []
     # Rank 0's, since paths may differ between nodes, and a checkpoint has one value for all ranks.
     now = run_on_rank_zero(
-        lambda: TrainedWith(result_settings(plan.run), getattr(state.data, "row_order", None)),
+        lambda: TrainedWith(settings_that_affect_results(plan.run), getattr(state.data, "row_order", None)),
         doing="comparing the settings with those of before",
     )
     changed = {} if before.run is None else changed_settings(before.run, cast(Any, now.run))

@@ -28,11 +28,11 @@ from fullshard.offload.state import (
 )
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.parallel import apply, model_parameters
-from fullshard.parallel.fp8 import gather_in_fp8
+from fullshard.parallel.fp8 import set_up_fp8_gathers
 from fullshard.parallel.materialize import Initialise, allocate_and_fill_shards, local_device
 from fullshard.parallel.mesh import build_axis_group
-from fullshard.parallel.model_parallel import divide_model
-from fullshard.parallel.unit_events import reshard_after_evaluation
+from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
+from fullshard.parallel.unit_events import install_reshard_after_evaluation
 from fullshard.parallel.units import Predicate
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
@@ -79,13 +79,13 @@ def shard(
     >>> model.blocks[0].feed_forward.gate.weight.placements
     (Shard(dim=0),)
     """
-    split = divide_model(
+    split = divide_model_and_return_split_dims(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
     prepared = apply.prepare_sharding(model, plan, units=units, methods=methods, split=split)
     model_parameters.warn_of_modules_to_keep_in_fp32(model, plan.precision)
     given = model_parameters.collect_rank0_values(model)
-    carried = model_parameters.CarriedOver.of_model(model)
+    carried = model_parameters.ParameterAttributesAndHooks.of_model(model)
     if init != "none":
         model_parameters.warn_of_missing_weights(model, given, stacklevel=2)
     unit_order = apply.apply_recompute_and_fsdp(model, prepared)
@@ -100,9 +100,9 @@ def shard(
         state.finish_offloading_shards()
         set_offload_attribute(model, state)
     if prepared.fp8 is not None:
-        gather_in_fp8(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
+        set_up_fp8_gathers(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
     carried.set_on(model)
-    reshard_after_evaluation(model, unit_order)
+    install_reshard_after_evaluation(model, unit_order)
     return model
 
 
@@ -121,7 +121,9 @@ def build_streaming_adamw(
     gradients = adamw.HostGradients(offloaded.engine) if settings.has_gpu else None
     on_device = None
     if plan.run.offload.update == "device":
-        on_device = adamw.DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
+        on_device = adamw.DeviceGroupUpdater(
+            offloaded.groups, device=settings.device, moments=settings.moments
+        )
     return adamw.StreamingAdamW(
         groups,
         offloaded,

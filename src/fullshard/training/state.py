@@ -103,7 +103,7 @@ class TrainState:
         self.loss_scale = LossScale()
         is_outside = isinstance(optimizer, StreamingAdamW)
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
-        self._initial_entries = learning_rates.plain_entries(optimizer)
+        self._initial_entries = learning_rates.scalar_group_entries(optimizer)
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
         reshard_unsharded_units(model)
@@ -115,12 +115,12 @@ class TrainState:
     @property
     def trained_tokens(self) -> int:
         """Tokens trained on, over all ranks: all of a step if its loss is a mean. Waits for the last step."""
-        return self.counts.up_to_date().trained_tokens
+        return self.counts.wait_and_count_unread().trained_tokens
 
     @property
     def skipped(self) -> int:
         """Number of steps skipped: loss or norm not finite, or a spike. Waits for the last step."""
-        return self.counts.up_to_date().skipped
+        return self.counts.wait_and_count_unread().skipped
 
     # The methods of fullshard.checkpoint.manifest.Checkpointable.
 
@@ -144,7 +144,7 @@ class TrainState:
             "rows": self.rows,
             "run": self.trained_with.run,
             "row_order": self.trained_with.row_order,
-            SKIPPED_IN_A_ROW: self.counts.up_to_date().skipped_in_a_row,
+            SKIPPED_IN_A_ROW: self.counts.wait_and_count_unread().skipped_in_a_row,
             "best_validation_loss": best_loss,
             "best_step": best_step,
             "recent_losses": list(self.recent.losses),
@@ -154,7 +154,7 @@ class TrainState:
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "optimizer": _optimizer_class_name(self.optimizer),
             "learning_rates": learning_rates.rates_set_by_others(self.model, self.optimizer),
-            "optimizer_groups": learning_rates.changed_entries(
+            "optimizer_groups": learning_rates.changed_group_entries(
                 self.model, self.optimizer, initial=self._initial_entries
             ),
             "extra_state": extra_state.encode_extra_state(self.model)[0],
@@ -189,7 +189,11 @@ class TrainState:
                 own = _empty_optimizer_tensor(self.optimizer, parameters[owner], key=key, info=info)
                 tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        return tensors | extra_state.saved_generator_states(saved) | extra_state.extra_state_targets(saved)
+        return (
+            tensors
+            | extra_state.empty_generator_states_to_fill(saved)
+            | extra_state.empty_extra_state_tensors_to_fill(saved)
+        )
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
@@ -215,7 +219,7 @@ class TrainState:
         rates = cast(dict[str, JsonValue], values.get("learning_rates", {}))
         learning_rates.restore_rates_set_by_others(self.model, self.optimizer, saved=rates)
         entries = cast(dict[str, JsonValue], values.get("optimizer_groups", {}))
-        learning_rates.restore_entries(
+        learning_rates.restore_group_entries(
             self.model, self.optimizer, saved=entries, initial=self._initial_entries
         )
         extra_state.set_generator_states(received)
@@ -223,7 +227,7 @@ class TrainState:
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.rollbacks = read["step"], read["rollbacks"]
         self.trained_with = TrainedWith.from_values(values)
-        self.rows = rows_in_values(values)
+        self.rows = rows_taken_by_saved_state(values)
         self.counts = StepCounts(read["tokens"], read["skipped"], steps_skipped_in_a_row(values))
         self.not_acted_on = None
         best = values.get("best_validation_loss")
@@ -246,7 +250,7 @@ class TrainState:
         Waits for the step before it, whose tokens are counted now. Raises TrainError if the ranks were not
         in the same step then.
         """
-        self.counts.up_to_date().unread = result
+        self.counts.wait_and_count_unread().unread = result
         self.step += 1
         if self.offloaded:
             self.offloaded.commit_generation(self.step, self._non_offloaded_state)
@@ -317,7 +321,7 @@ class TrainedWith:
     is_loaded: bool = False
     source: tuple[Any, Any] | None = None
 
-    def is_of(self, plan: Any, data: Any) -> bool:
+    def has_same_plan_and_data(self, plan: Any, data: Any) -> bool:
         """Returns whether these are the settings of `plan`, and of `data`, the same objects as before."""
         return self.source is not None and self.source[0] is plan and self.source[1] is data
 
@@ -327,12 +331,14 @@ class TrainedWith:
         return cls(
             run=run if isinstance(run, dict) else None,
             row_order=order if isinstance(order, str) else None,
-            batches=_batches_in_values(values) if rows_in_values(values) is None else None,
+            batches=_batches_taken_by_saved_state(values)
+            if rows_taken_by_saved_state(values) is None
+            else None,
             is_loaded=True,
         )
 
 
-def rows_in_values(values: Mapping[str, JsonValue]) -> int | None:
+def rows_taken_by_saved_state(values: Mapping[str, JsonValue]) -> int | None:
     """Returns how many rows the steps of a saved state took; None if its checkpoint does not record it.
 
     Checkpoints of earlier versions count batches, of the size in their run.
@@ -342,10 +348,10 @@ def rows_in_values(values: Mapping[str, JsonValue]) -> int | None:
     run = values.get("run")
     section = run.get("train") if isinstance(run, dict) else None
     batch = section.get("global_batch") if isinstance(section, dict) else None
-    return _batches_in_values(values) * batch if isinstance(batch, int) else None
+    return _batches_taken_by_saved_state(values) * batch if isinstance(batch, int) else None
 
 
-def _batches_in_values(values: Mapping[str, JsonValue]) -> int:
+def _batches_taken_by_saved_state(values: Mapping[str, JsonValue]) -> int:
     return _parse_integer(values["step"]) + _parse_integer(values.get("data_offset", 0))
 
 
@@ -358,7 +364,7 @@ class StepCounts:
     skipped_in_a_row: int = 0
     unread: PendingResult | None = None
 
-    def up_to_date(self) -> Self:
+    def wait_and_count_unread(self) -> Self:
         """Returns self, after waiting for the unread step, if any, and counting it."""
         if self.unread is not None:
             result = self.unread.read()

@@ -35,12 +35,12 @@ from torch.profiler import record_function
 
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.unit_order import UnitEvents, find_unit_order, take_unit_events
+from fullshard.distributed.unit_order import UnitEvents, find_unit_order_recorder, take_unit_events
 from fullshard.errors import TrainError
 from fullshard.models.experts import Router
 from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.apply import explain_ungathered_parameters
-from fullshard.parallel.fp8 import reuse_weight_scales
+from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.survival import fingerprint
@@ -51,14 +51,14 @@ from fullshard.training import figures
 from fullshard.training.gradients import (
     average_scalar_gradients,
     clear_gradients,
+    host_waits_before_each_update,
     list_gradients,
     local_gradient_norms,
     local_share_of_squared_norm,
+    select_tensors_counted_on_this_rank,
     sum_gradients_over_tensor_axis,
-    tensors_counted_here,
     update_as_device_decides,
     update_parameters,
-    waits_each_step,
 )
 from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.state import TrainState
@@ -100,14 +100,16 @@ def run_step(
     issued = count_issued_collectives(device)
     sums = torch.zeros(_SUMS - 1, dtype=torch.float64, device=device)  # without the stop requests
     rates = set_learning_rates(state.optimizer, plan.run, step=state.step)
-    with reuse_weight_scales(state.model):
-        nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums)
+    with make_scale_reuse_context(state.model):
+        nominal = _run_microbatches_and_return_nominal_count(
+            state, plan, microbatches=microbatches, loss=loss, sums=sums
+        )
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(state.model)
     sum_gradients_over_tensor_axis(gradients)
     with TimedRange("norm"):
-        norms = local_gradient_norms(tensors_counted_here(gradients))
+        norms = local_gradient_norms(select_tensors_counted_on_this_rank(gradients))
         sums[2] = local_share_of_squared_norm(norms)
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = _all_reduce(sums, nominal, state=state, plan=plan, rates=rates, issued=issued, stop=stop)
@@ -121,20 +123,20 @@ def run_step(
         run=plan.run,
     )
     result = _copy_result_to_host(decision, totals)
-    if waits_each_step(state.optimizer, plan) or not result.must_wait:
+    if host_waits_before_each_update(state.optimizer, plan) or not result.must_wait:
         result.read()
     with TimedRange("update"):
         if not result.is_read:
             update_as_device_decides(state.optimizer, decision)
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
-    _finish_update(state, plan, parameters=parameters, decision=decision)
+    _clear_gradients_and_balance_experts(state, plan, parameters=parameters, decision=decision)
     if plan.precision.loss_scaling and result.read().trained_tokens != 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result
 
 
-def _finish_update(
+def _clear_gradients_and_balance_experts(
     state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter], decision: figures.StepDecision
 ) -> None:
     """Clears the gradients of `parameters`. Changes the biases of experts unless the step is skipped."""
@@ -198,7 +200,7 @@ def _all_reduce(
     return _Totals(totals, are_equal, own, events, plan.world_size)
 
 
-def _run_microbatches(
+def _run_microbatches_and_return_nominal_count(
     state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor
 ) -> int:
     """Runs forward and backward of every microbatch, and returns the nominal count.
@@ -215,7 +217,7 @@ def _run_microbatches(
             state.phase.enter(RunPhase.FORWARD)
             torch.clear_autocast_cache()  # else autocast around the loop has casts of earlier weights
             tokens = count_computed_tokens(batch, plan)
-            with _without_backward(state.model):
+            with _refuse_backward(state.model):
                 value = loss(state.model, move_batch_to_device(batch, sums.device))
             total, count = loss_sum_and_count(value)
         kinds.add(isinstance(value, tuple))
@@ -240,9 +242,9 @@ def _run_microbatches(
 
 
 @contextmanager
-def _without_backward(model: nn.Module) -> Generator[None]:
+def _refuse_backward(model: nn.Module) -> Generator[None]:
     """Context in which the backward of a unit of `model` raises TrainError."""
-    order = find_unit_order(model)
+    order = find_unit_order_recorder(model)
     if order is None:
         yield
         return

@@ -18,7 +18,7 @@ from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Checkpointable, Manifest, SavedTensor
-from fullshard.distributed.agreement import run_alone_or_raise
+from fullshard.distributed.agreement import run_raising_checkpoint_error
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import BoxCopy, Naming, map_weights_by_name
@@ -193,7 +193,9 @@ def write_export(
         return outgoing
 
     def export_checkpoint(files: CheckpointFiles, manifest: Manifest) -> None:
-        written = run_alone_or_raise(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
+        written = run_raising_checkpoint_error(
+            lambda: write(files, manifest), doing=f"exporting {files} to {target}"
+        )
         logger.info("exported %s to %s (%s)", files, target, format_bytes(written.total_tensor_bytes))
 
     call_with_newest_checkpoint(checkpoint, export_checkpoint)

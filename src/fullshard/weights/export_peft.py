@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.distributed.agreement import run_alone_or_raise
+from fullshard.distributed.agreement import run_raising_checkpoint_error
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models import adapters
 from fullshard.spec.run import Run
@@ -60,7 +60,7 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
         with open_atomic_replacement(target / _CONFIG) as file:
             file.write(json.dumps(values, indent=2, sort_keys=True).encode())
 
-    run_alone_or_raise(write_config, doing=f"exporting {checkpoint} to {target}")
+    run_raising_checkpoint_error(write_config, doing=f"exporting {checkpoint} to {target}")
 
 
 def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:

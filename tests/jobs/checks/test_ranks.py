@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.jobs.checks.ranks import PairRate, check_links, find_on_ranks
+from fullshard.jobs.checks.ranks import PairRate, check_links, run_checks_on_ranks
 from fullshard.parallel.mesh import RankInfo
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
@@ -23,7 +23,7 @@ def found_on_ranks(fault: str) -> dict[str, Finding]:
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = RankInfo(rank, size, rank, size, torch.device("cpu"))
     environment = {"NCCL_ALGO": "Ring"} if rank == size - 1 else {}
-    return {one.check: one for one in find_on_ranks(run, ranks=ranks, environment=environment)}
+    return {one.check: one for one in run_checks_on_ranks(run, ranks=ranks, environment=environment)}
 
 
 def test_ranks_measure_their_links_settings_and_sharded_step(ranks: Any) -> None:

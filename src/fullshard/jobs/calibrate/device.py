@@ -146,7 +146,7 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
         return meter.measure_rate_curve(make_task, _MATMUL_EDGES[meter.kind], seconds=seconds)
 
 
-def measure_unaligned_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
+def measure_unaligned_matmul_rate_fraction(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> float:
     """Returns the rate of a matmul whose rows are not a multiple of 16 bytes, over that of an aligned one."""
     aligned = {"cpu": 256, "cuda": 4096}[meter.kind]
 

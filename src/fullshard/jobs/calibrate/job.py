@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, exchange_directly
+from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, all_to_all_pairwise
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.device import BenchmarkTask, RateMeter, mean_over_ranks
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
@@ -72,7 +72,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
     }
     if ranks.device.type == "cuda" and ranks.local_world_size > 1:
         mesh = init_device_mesh("cuda", (ranks.world_size,))
-        updated["contention"] = measure_matmul_slowdown(mesh, meter, seconds=_COPIES * share)
+        updated["contention"] = measure_matmul_slowdown_by_all_gathers(mesh, meter, seconds=_COPIES * share)
     if find_catalog_entry_of_chip(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
@@ -101,7 +101,9 @@ def _measure_rates(meter: RateMeter, known: hardware.Rates, *, share: float) -> 
         "half_memory": half_memory,
         "optimizer": meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
         "launch_seconds": meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
-        "unaligned_matmul": meters.measure_unaligned_matmul(meter, dtypes[-1], seconds=_UNALIGNED * share),
+        "unaligned_matmul": meters.measure_unaligned_matmul_rate_fraction(
+            meter, dtypes[-1], seconds=_UNALIGNED * share
+        ),
     }
     return known.model_copy(update=measured)
 
@@ -189,7 +191,7 @@ def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
 
     def all_to_all(whole: Tensor) -> None:
         if cpu:
-            exchange_directly(whole.view(ranks, -1), group)
+            all_to_all_pairwise(whole.view(ranks, -1), group)
         else:
             dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
@@ -201,7 +203,7 @@ def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     }
 
 
-def measure_matmul_slowdown(mesh: DeviceMesh, meter: RateMeter, *, seconds: float) -> float:
+def measure_matmul_slowdown_by_all_gathers(mesh: DeviceMesh, meter: RateMeter, *, seconds: float) -> float:
     """Returns the slowdown of a large matmul on CUDA while all-gathers run: 0.1 if it takes 10 % longer."""
     a = torch.randn(4096, 4096, device=mesh.device_type, dtype=torch.bfloat16)
     whole, side = torch.ones(2**24, device=mesh.device_type), torch.cuda.Stream()

@@ -13,7 +13,7 @@ from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
-from fullshard.jobs.checks.model_trial import IGNORED, plain_run
+from fullshard.jobs.checks.model_trial import IGNORED, make_eager_fp32_cpu_run
 from fullshard.models.build import count_vocabulary_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
@@ -71,7 +71,7 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
         if time.monotonic() > deadline:
             raise _TokenizingTakesLong
 
-    run, attempt = plain_run(plan.run, rows=_ROWS, microbatch=_MICROBATCH), ErrorCapture()
+    run, attempt = make_eager_fp32_cpu_run(plan.run, rows=_ROWS, microbatch=_MICROBATCH), ErrorCapture()
     with attempt:
         data = build_data(run, alive=stop_when_late)
         trial = DataTrial(
@@ -157,7 +157,7 @@ def check_labels(trial: DataTrial) -> Finding:
 def check_duplicates(trial: DataTrial) -> Finding:
     """Hashes rows of the first steps: ranks must not get the same, and few rows may repeat."""
     by_rank: dict[int, list[bytes]] = {}
-    run = plain_run(trial.run, rows=_MICROBATCH * trial.ranks, microbatch=_MICROBATCH)
+    run = make_eager_fp32_cpu_run(trial.run, rows=_MICROBATCH * trial.ranks, microbatch=_MICROBATCH)
     own = DataTrial(trial.data, run, trial.ranks, trial.vocabulary)
     total = trial.data.training_sequences or 10**9
     steps = max(1, min(_STEPS, total // (_MICROBATCH * trial.ranks)))
@@ -184,15 +184,17 @@ def check_duplicates(trial: DataTrial) -> Finding:
 
 def check_order(trial: DataTrial) -> Finding:
     """Compares the rows of a step on 1, 2 and 3 ranks, and those of a step that is read again."""
-    first = _step_rows(trial, step=1, ranks=1)
-    if _step_rows(trial, step=1, ranks=1) != first:
+    first = _step_row_digests(trial, step=1, ranks=1)
+    if _step_row_digests(trial, step=1, ranks=1) != first:
         return Finding.warning(
             "step 2 has other rows when it is read again",
             why="a resumed run, and one that rolls back, does not see the data of an undisturbed run",
             fix="rows that depend only on the seed and on `step`, not on what was read before",
         )
     others = [
-        ranks for ranks in _RANKS[1:] if sorted(_step_rows(trial, step=1, ranks=ranks)) != sorted(first)
+        ranks
+        for ranks in _RANKS[1:]
+        if sorted(_step_row_digests(trial, step=1, ranks=ranks)) != sorted(first)
     ]
     if others:
         return Finding.warning(
@@ -203,7 +205,7 @@ def check_order(trial: DataTrial) -> Finding:
     return Finding.ok("a step has the same rows on 1, 2 and 3 ranks, and when it is read again")
 
 
-def _step_rows(trial: DataTrial, *, step: int, ranks: int) -> list[bytes]:
+def _step_row_digests(trial: DataTrial, *, step: int, ranks: int) -> list[bytes]:
     return [digest for _, batch in trial.microbatches(step, ranks=ranks) for digest in row_digests(batch)]
 
 

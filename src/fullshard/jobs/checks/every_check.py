@@ -35,12 +35,12 @@ def iterate_findings(part: Any, *, group: str) -> Iterator[Finding]:
         missing, which the first check then reports, and the others are skipped
     """
     for check in CHECKS[group]:
-        yield name_finding(part if isinstance(part, Finding) else _find(check, part), check, group=group)
+        yield name_finding(part if isinstance(part, Finding) else _run_check(check, part), check, group=group)
         if isinstance(part, Finding) and part.is_problem:
             part = Finding.skipped(f"the {group} could not be checked")
 
 
-def _find(check: Callable[[Any], Finding], part: Any) -> Finding:
+def _run_check(check: Callable[[Any], Finding], part: Any) -> Finding:
     """Returns the finding of a check. An exception, from a model or data of the user, is a failure."""
     attempt = ErrorCapture()
     with attempt:

@@ -67,16 +67,16 @@ def check_sees_future(trial: ModelTrial) -> Finding:
     batch, model = trial.token_batch(), trial.build().eval()
     if batch is None or batch["tokens"].shape[1] < 4 or len(batch["tokens"]) < 2:
         return Finding.skipped(_NO_TOKENS)
-    if (reason := trial.reason_against_masking(model)) is not None:
+    if (reason := trial.reason_masked_labels_matter(model)) is not None:
         return Finding.skipped(reason)
     place = batch["tokens"].shape[1] // 2
     labels = torch.full_like(batch["labels"], IGNORED)
     labels[:, place] = batch["labels"][:, place].clamp(min=0)
     changed = batch["tokens"].clone()
     changed[:, place + 1 :] = changed.roll(1, 0)[:, place + 1 :].flip(1)
-    if not _counts_only_labels(trial, model, batch={**batch, "labels": labels}):
+    if not _loss_leaves_out_masked_labels(trial, model, batch={**batch, "labels": labels}):
         return Finding.skipped("the loss counts labels of -100")
-    moved = _relative_change(
+    moved = _relative_loss_change(
         trial, model, batches=[{**batch, "labels": labels}, {**batch, "tokens": changed, "labels": labels}]
     )
     if moved > _TOLERANCE:
@@ -93,15 +93,19 @@ def check_row_independence(trial: ModelTrial) -> Finding:
     batch, model = trial.labelled_rows(), trial.build().train()
     if batch is None or len(batch["labels"]) < 3:
         return Finding.skipped("its batches are not rows with integer labels")
-    if (reason := trial.reason_against_masking(model)) is not None:
+    if (reason := trial.reason_masked_labels_matter(model)) is not None:
         return Finding.skipped(reason)
     labels = torch.full_like(batch["labels"], IGNORED)
     labels[0] = batch["labels"][0]
-    if not _counts_only_labels(trial, model, batch={**batch, "labels": labels}):
+    if not _loss_leaves_out_masked_labels(trial, model, batch={**batch, "labels": labels}):
         return Finding.skipped("the loss counts labels of -100")
     others = {name: torch.cat((one[:1], one[1:].roll(1, 0))) for name, one in batch.items()}
-    noise = {name: _changed_rows(one) for name, one in others.items() if name not in ("labels", "documents")}
-    moved = _relative_change(
+    noise = {
+        name: _reverse_rows_except_first(one)
+        for name, one in others.items()
+        if name not in ("labels", "documents")
+    }
+    moved = _relative_loss_change(
         trial, model, batches=[{**batch, "labels": labels}, {**others, **noise, "labels": labels}]
     )
     if moved <= _TOLERANCE:
@@ -121,12 +125,12 @@ def check_row_independence(trial: ModelTrial) -> Finding:
     )
 
 
-def _changed_rows(tensor: Tensor) -> Tensor:
+def _reverse_rows_except_first(tensor: Tensor) -> Tensor:
     """Returns `tensor` with the second dim of all rows except the first reversed, if it has one."""
     return tensor if tensor.ndim < 2 else torch.cat((tensor[:1], tensor[1:].flip(1)))
 
 
-def _counts_only_labels(trial: ModelTrial, model: nn.Module, *, batch: dict[str, Tensor]) -> bool:
+def _loss_leaves_out_masked_labels(trial: ModelTrial, model: nn.Module, *, batch: dict[str, Tensor]) -> bool:
     """Returns whether the loss leaves out labels of -100, as all of fullshard's losses do.
 
     The batch has few other labels. A count must not be above their number; a mean must be finite.
@@ -139,7 +143,9 @@ def _counts_only_labels(trial: ModelTrial, model: nn.Module, *, batch: dict[str,
     return float(result[1]) <= int((batch["labels"] != IGNORED).sum())
 
 
-def _relative_change(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dict[str, Tensor]]) -> float:
+def _relative_loss_change(
+    trial: ModelTrial, model: nn.Module, *, batches: Sequence[dict[str, Tensor]]
+) -> float:
     losses: list[float] = []
     for batch in batches:
         torch.manual_seed(1)  # the same dropout
@@ -206,7 +212,7 @@ def check_microbatches(trial: ModelTrial) -> Finding:
     batch, model = trial.labelled_rows(), trial.build().eval()
     if batch is None:
         return Finding.skipped("its batches are not rows with integer labels")
-    if (reason := trial.reason_against_masking(model)) is not None:
+    if (reason := trial.reason_masked_labels_matter(model)) is not None:
         return Finding.skipped(reason)
     labels = batch["labels"].clone()
     if labels.ndim > 1 and labels.shape[1] > 3:

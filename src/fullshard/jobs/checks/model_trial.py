@@ -81,7 +81,7 @@ class ModelTrial:
         result = self.loss(model, batch)
         return result[0] / result[1] if isinstance(result, tuple) else result
 
-    def reason_against_masking(self, model: nn.Module) -> str | None:
+    def reason_masked_labels_matter(self, model: nn.Module) -> str | None:
         """Returns why the loss of some labels also depends on others that are -100; None if it does not."""
         config: Any = getattr(model, "config", None)
         if getattr(config, "output_router_logits", False):
@@ -106,7 +106,7 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
                 smaller, plan=plan, whole=whole, description=f"{text}, {format_count(size)} parameters"
             )
             model = trial.build()
-            if left := tensors_without_values(model):
+            if left := names_of_tensors_without_values(model):
                 return Finding.failure(
                     f"no values: {', '.join(left[:3])}",
                     why="parameters are built on the meta device, and only parameters and buffers get "
@@ -125,7 +125,7 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
     )
 
 
-def tensors_without_values(model: nn.Module) -> list[str]:
+def names_of_tensors_without_values(model: nn.Module) -> list[str]:
     """Returns the names of tensors on the meta device: parameters, buffers, and attributes of modules."""
     left: list[str] = []
     for name, module in model.named_modules():
@@ -164,7 +164,7 @@ def _choose_batches(run: Run) -> Batches:
     """Returns the first microbatches of data from Python, else random tokens of the model's vocabulary."""
     if run.data.source == "python":
         data = build_data(run)
-        plan = Plan.from_run(plain_run(run, rows=_ROWS, microbatch=_ROWS), world_size=1)
+        plan = Plan.from_run(make_eager_fp32_cpu_run(run, rows=_ROWS, microbatch=_ROWS), world_size=1)
         return lambda number: next(iter(data.microbatches(number, rank=0, plan=plan)))
     vocabulary = count_vocabulary_rows(None, run) or tokenizer_vocabulary_size(run.data) or 256
     return partial(random_token_batch, run, vocabulary=vocabulary)
@@ -183,7 +183,7 @@ def random_token_batch(run: Run, number: int, *, vocabulary: int) -> dict[str, T
     return batch
 
 
-def plain_run(run: Run, *, rows: int, microbatch: int) -> Run:
+def make_eager_fp32_cpu_run(run: Run, *, rows: int, microbatch: int) -> Run:
     """Returns `run` with these batches, in eager fp32 on the CPU, without what some rank counts forbid."""
     plain = run.sharding.model_copy(update={"shard_degree": None})
     return run.model_copy(update={"sharding": plain}).with_overrides(
@@ -252,7 +252,7 @@ def _smaller_options(config: Any, *, narrow: bool) -> dict[str, Any]:
     """Returns options that make a transformers config, and the configs of its parts, smaller."""
     options: dict[str, Any] = {}
     for name in _LAYER_NAMES:
-        _lower(options, config, sizes={name: 4 if hasattr(config, "layer_types") else _LAYERS})
+        _add_lowered_sizes(options, config, sizes={name: 4 if hasattr(config, "layer_types") else _LAYERS})
     if narrow:
         options |= _narrow_options(config)
     for name in getattr(config, "sub_configs", {}):
@@ -272,11 +272,11 @@ def _narrow_options(config: Any) -> dict[str, Any]:
     sizes = {"hidden_size": _WIDTH, "num_attention_heads": _MOST_HEADS, "head_dim": _HEAD_DIM}
     sizes |= {"num_key_value_heads": 2 if shared else _MOST_HEADS, "intermediate_size": 2 * _WIDTH}
     sizes |= {"moe_intermediate_size": _WIDTH, "num_experts_per_tok": 2, **dict.fromkeys(_EXPERT_NAMES, 8)}
-    _lower(options, config, sizes=sizes)
+    _add_lowered_sizes(options, config, sizes=sizes)
     return options
 
 
-def _lower(options: dict[str, Any], config: Any, *, sizes: Mapping[str, int]) -> None:
+def _add_lowered_sizes(options: dict[str, Any], config: Any, *, sizes: Mapping[str, int]) -> None:
     """Adds to `options` each size of the config that is larger than in `sizes`."""
     for name, size in sizes.items():
         own = getattr(config, name, None)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import all_gather_object, raise_on_all_ranks
 from fullshard.errors import CheckpointError, SpecError
-from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, plain_run
+from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, make_eager_fp32_cpu_run
 from fullshard.launch.detect import detect_hardware
 from fullshard.models.build import build_model
 from fullshard.parallel.mesh import RankInfo, process_group
@@ -74,19 +74,19 @@ def run_rank_checks(run: Run, *, resume: bool, plan: Plan | None, command_starte
     """Makes the checks of ranks, and writes the findings into `run.run.dir` on rank 0."""
     del resume, plan, command_started
     with process_group(run.run.device, timeout_seconds=_TIMEOUT_SECONDS) as ranks:
-        report = CheckReport(findings=find_on_ranks(run, ranks=ranks))
+        report = CheckReport(findings=run_checks_on_ranks(run, ranks=ranks))
         if ranks.rank == 0:
             write_file_atomically(Path(run.run.dir, FILE_NAME), report.model_dump_json())
 
 
-def find_on_ranks(
+def run_checks_on_ranks(
     run: Run, *, ranks: RankInfo, environment: Mapping[str, str] = os.environ
 ) -> tuple[Finding, ...]:
     """Returns what the checks of ranks find, on every rank. Collective."""
     hosts = all_gather_object(socket.gethostname())
     settings = all_gather_object(_rank_settings(run, environment))
     pairs = _measure_pair_rates(ranks.device, world_size=ranks.world_size)
-    known = _catalog_rate(ranks) if len(set(hosts)) == 1 else None
+    known = _catalog_link_rate(ranks) if len(set(hosts)) == 1 else None
     found = {
         "links": check_links(pairs, hosts=hosts, catalog_bytes_per_second=known),  # NVIDIA/nccl#428
         "same_settings": check_same_settings(settings, hosts=hosts),  # NVIDIA/nccl#286
@@ -147,7 +147,7 @@ def _exchange(data: Tensor, *, peer: int, sends_first: bool) -> None:
         torch.cuda.synchronize(data.device)
 
 
-def _catalog_rate(ranks: RankInfo) -> float | None:
+def _catalog_link_rate(ranks: RankInfo) -> float | None:
     if ranks.device.type != "cuda":
         return None
     try:
@@ -224,7 +224,7 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
             expected = list(_iterate_unsharded_losses(trial, plain, world_size=ranks.world_size))
             model = _without_dropout(build_model(trial.run))
             losses = _train_sharded(trial, model, steps=_STEPS, ranks=ranks)
-            errors = _parameter_errors(model, plain)
+            errors = _relative_parameter_differences(model, plain)
     except CheckpointError as error:  # `raise_on_all_ranks` makes one of any exception of any rank
         return Finding.failure(
             f"{error.what.removesuffix('.')}: {error.got}"[:300] if error.got else error.what[:300],
@@ -251,7 +251,7 @@ def _build_trial_on_all_ranks(run: Run, *, world_size: int) -> ModelTrial | str:
     """Returns a trial of the run's model, or the reason against one, the same on all ranks. Collective."""
     if world_size == 1:
         return "a single rank shards nothing"
-    plan = Plan.from_run(plain_run(run, rows=world_size, microbatch=1), world_size=world_size)
+    plan = Plan.from_run(make_eager_fp32_cpu_run(run, rows=world_size, microbatch=1), world_size=world_size)
     trial = build_model_trial(plan)
     texts = all_gather_object(trial.got if isinstance(trial, Finding) else None)
     failed = next((text for text in texts if text is not None), None)
@@ -262,7 +262,7 @@ def _train_sharded(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: Ra
     """Trains `model` by SGD, sharded over all ranks. Returns the loss of each step. Collective."""
     tensors = [one for one in tree_leaves(trial.batches(0)) if isinstance(one, Tensor) and one.ndim]
     rows = len(tensors[0]) if tensors else 1
-    run = plain_run(trial.run, rows=rows * ranks.world_size, microbatch=rows)
+    run = make_eager_fp32_cpu_run(trial.run, rows=rows * ranks.world_size, microbatch=rows)
     lengths = [one.shape[1] for one in tensors if one.ndim == 2 and not one.is_floating_point()]
     length = [f"data.sequence_length={lengths[0]}"] if lengths else []
     settings = [*length, *_SGD, f"train.steps={steps}"]
@@ -288,7 +288,7 @@ def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, world_size
         yield float(mean.detach())
 
 
-def _parameter_errors(model: nn.Module, plain: nn.Module) -> dict[str, float]:
+def _relative_parameter_differences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     """Returns the difference of each parameter relative to its norm, or to 1e-2 if that is larger."""
     errors: dict[str, float] = {}
     sharded = dict(model.named_parameters())

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import ShardError, TraceError
 from fullshard.models.build import attended_share, gradient_shares
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
-from fullshard.parallel.recompute import check_recomputed_blocks
+from fullshard.parallel.recompute import check_recomputed_block_count
 from fullshard.parallel.units import Predicate, Unit, find_recompute_blocks, find_units
 from fullshard.planner.describe import recordings
 from fullshard.planner.describe.emulation import CompiledPrograms, emulate_cuda_kernels
@@ -103,7 +103,7 @@ def describe(
     traced_plan, device = _plan_and_device_to_trace(plan, device_type)
     _check_not_sharded(model)
     recorder = _build_recorder(model, traced_plan, loss=loss, batch=batch, units=units, device=device)
-    check_recomputed_blocks(traced_plan.run.recompute, recorder.blocks)
+    check_recomputed_block_count(traced_plan.run.recompute, recorder.blocks)
     settings = _settings_to_trace(plan, device, blocks=recorder.blocks)
     kernels = emulate_cuda_kernels(attention_kernel) if device == "cuda" else nullcontext()
     with disable_packing_detection(), training_mode(model), kernels:

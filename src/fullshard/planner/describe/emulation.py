@@ -211,7 +211,7 @@ class CompiledPrograms:
                 with self.fuse():
                     return _GraphInterpreter(graph).boxed_run(arguments)
 
-            compiler.empties_its_arguments(run)
+            compiler.mark_as_emptying_its_arguments(run)
             return run
 
         compilers: dict[str, Any] = {"fw_compiler": run_graph, "bw_compiler": run_graph}

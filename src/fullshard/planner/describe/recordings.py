@@ -13,7 +13,7 @@ from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.distributed.tensors import is_experts, is_wrapper_class
 from fullshard.parallel.activation_offload import CpuHostCopier, FakeReportingCopier
 from fullshard.parallel.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
-from fullshard.parallel.model_parallel import divide_model
+from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
 from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.recompute import apply_recompute
 from fullshard.parallel.units import (
@@ -197,7 +197,7 @@ class SettingsRecorder:
             self.model, self.given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
         )
         with fakes:
-            divided = divide_model(twin, plan, rank=0, group_name=str)
+            divided = divide_model_and_return_split_dims(twin, plan, rank=0, group_name=str)
         self.buffer_bytes = distinct_storage_bytes(twin.buffers())
         found: Sequence[Unit] = find_units(twin, section, predicate=self.predicate)
         shortened = extrapolation.BlockTruncation()
@@ -336,7 +336,7 @@ def divided_dims(
     fakes = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
     twin = _copy_model_as_fake(model, units, plan=plan, fakes=fakes, fp8=None, device=device)
     with fakes:
-        return divide_model(twin, plan, rank=0, group_name=str)
+        return divide_model_and_return_split_dims(twin, plan, rank=0, group_name=str)
 
 
 def _replace_parameters_by_rank_parts(
