@@ -115,9 +115,8 @@ class PackedData:
         document_ends: int32 (plan.microbatch, documents): where each document and the padding end in the row;
             further entries are sequence_length. The number of entries is a power of two.
 
-        The last three are present only with `document_mask`. The rows of all ranks together
-        are samples [step * G, (step + 1) * G), where G is the global batch, for any number of ranks and any
-        microbatch size.
+        The last three are present only with `document_mask`. The rows of all ranks together are samples [step
+        * G, (step + 1) * G), where G is the global batch, for any number of ranks and any microbatch size.
         """
         rows_per_step = plan.accumulation * plan.data_parallel_degree * plan.microbatch
         return self.microbatches_at_row(step * rows_per_step, rank=rank, plan=plan)

@@ -9,11 +9,10 @@ The record is cut into phases at the points where FSDP2 acts (a unit's forward a
 - A tensor moved to the host is no longer counted if the device is a GPU. On the CPU, device memory is host
   memory, and the copy counts.
 
-Only a few of the repeated blocks are traced (`planner.describe.extrapolation`), and traces of two
-microbatch sizes predict all others (`planner.describe.extrapolation`). A model whose trace changes structure
-between them is traced for the plan's own microbatch, and one whose repeated blocks differ in the trace is
-traced whole. Compiled blocks run as the graphs that the compiler would make of them
-(`planner.describe.emulation`).
+Only a few of the repeated blocks are traced (`planner.describe.extrapolation`), and traces of two microbatch
+sizes predict all others (`planner.describe.extrapolation`). A model whose trace changes structure between
+them is traced for the plan's own microbatch, and one whose repeated blocks differ in the trace is traced
+whole. Compiled blocks run as the graphs that the compiler would make of them (`planner.describe.emulation`).
 """
 
 from collections import defaultdict

@@ -17,9 +17,8 @@ the same time already have their own share of the NICs.
 [Note: shared work]
 If ranks share work, the trace is that of one rank: its activations, its share of the matmuls and of the pairs
 that attention computes, and its collectives, with the bytes of the tensor of all ranks. Computing waits for
-each.
-An all-to-all of a tensor moves as many bytes per rank as an all-gather whose result has that size; if the
-rate of all-to-alls was not measured, it is assumed to take as long as this all-gather.
+each. An all-to-all of a tensor moves as many bytes per rank as an all-gather whose result has that size; if
+the rate of all-to-alls was not measured, it is assumed to take as long as this all-gather.
 
 Left out: one all-reduce per step of the gradients of parameters that are whole on ranks which share matmuls
 (norms), a few kilobytes per block.
