@@ -100,7 +100,7 @@ def test_a_checkpoint_set_aside_still_forbids_a_fresh_start(tmp_path):
     assert list(tmp_path.glob(".bad-step-00000001-*"))
 
 
-def test_a_named_checkpoint_is_not_replaced_by_another(tmp_path):
+def test_a_damaged_checkpoint_loaded_by_path_raises_instead_of_falling_back(tmp_path):
     saved(tmp_path, 1)
     path = saved(tmp_path, 2)
     flip(path / "__0_0.distcp", 77)

@@ -35,7 +35,7 @@ def test_a_run_that_counts_epochs_is_planned(capsys: Any) -> None:
     assert main(["plan", *settings, "--on", "2xH100"]) == 0
 
 
-def test_ranks_of_the_hardware_can_be_chosen(capsys: Any) -> None:
+def test_the_number_of_ranks_overrides_that_of_the_hardware(capsys: Any) -> None:
     for arguments in (["--ranks", "4"], ["--set", "run.ranks=4"]):
         data = planned(capsys, PRESET, "--on", "8xH100", *arguments)
         assert data["hardware"]["ranks"] == 4  # type: ignore[index]

@@ -106,7 +106,7 @@ def test_offload_of_deepspeed_is_a_tier(zero, tier):
 @pytest.mark.parametrize(
     ("kind", "rate"), [("WarmupLR", 2e-5), ("WarmupDecayLR", 1e-3), ("WarmupCosineLR", 2e-5)]
 )
-def test_warmup_decay_lr_has_a_peak_of_its_own(kind: str, rate: float):
+def test_warmup_decay_lr_alone_has_a_default_peak(kind: str, rate: float):
     """WarmupDecayLR alone has a default for warmup_max_lr."""
     optimizer = {"type": "AdamW", "params": {"lr": 2e-5}}
     text = json.dumps({"train_batch_size": 8, "optimizer": optimizer, "scheduler": {"type": kind}})
@@ -436,7 +436,7 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize(("around", "line"), OUTCOMES)
-def test_each_key_has_its_expected_verdict(around, line):
+def test_each_key_is_converted_not_needed_or_lost_as_listed(around, line):
     toml = ConfigFormat.TORCHTITAN if around.startswith("[") else None
     conversion = convert_config(around + line, name="config", format=toml)
     expected = OUTCOMES[around, line]

@@ -63,7 +63,7 @@ def test_no_tools_are_none(tools: object):
     assert read([ASKS], {"tools": tools}).tools is None
 
 
-def test_variables_of_a_row_take_precedence():
+def test_template_variables_of_a_row_override_those_of_the_settings():
     row = {"chat_template_kwargs": {"brief": True}}
     settings = {"chat_template_kwargs": {"brief": False, "date": "today"}}
     assert read([ASKS], row, **settings).template_kwargs == {"brief": True, "date": "today"}

@@ -176,7 +176,7 @@ def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(
         assert not prompt.startswith(with_first)  # a token across the boundary is trained on
 
 
-def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str):
+def test_conversations_are_rendered_by_template_and_only_answers_are_trained(tmp_path: Path, tokenizer: str):
     talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     path = write_json_lines(tmp_path / "a.jsonl", [{"messages": talk}] * 3)
     store = store_of(

@@ -83,7 +83,7 @@ weights = st.lists(st.integers(1, 50).map(lambda n: n / 10), min_size=1, max_siz
 
 @laws
 @given(weights)
-def test_proportions_are_exact_in_a_period_and_even_within(weights: list[float]):
+def test_interleaved_sources_have_exact_shares_per_period_and_even_shares_within(weights: list[float]):
     pattern = build_source_interleaving(weights)
     shares = np.array(weights) / sum(weights)
     assert pattern.counts / len(pattern.sources) == pytest.approx(shares, rel=1e-12)

@@ -84,7 +84,7 @@ def test_lists_with_nulls_do_not_change_other_rows(tmp_path: Path):
         ({"input_ids": [1, 2], "weight": 0}, "'weight' is 0"),
     ],
 )
-def test_rows_that_are_no_tokens_are_refused(row: dict[str, Any], why: str):
+def test_invalid_token_rows_are_refused_with_the_reason(row: dict[str, Any], why: str):
     with pytest.raises(UntokenizableRecordError, match=why):
         read(row)
 

@@ -92,7 +92,7 @@ def test_the_messages_of_allocators_are_understood(message: str, size: int | Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_without_memory_leaves_a_report(tmp_path: Path):
+def test_a_gpu_out_of_memory_leaves_a_report(tmp_path: Path):
     ranks = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
     reporter = OutOfMemoryReporter(ranks, where=PhaseTracker())
     reporter.directory = tmp_path

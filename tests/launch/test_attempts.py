@@ -137,7 +137,7 @@ def test_an_error_that_would_come_again_is_not_started_again(error: type[SpecErr
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(INTERRUPTED_EXIT_CODE)])
-def test_a_run_that_is_through_or_interrupted_is_not_started_again(error: BaseException | None) -> None:
+def test_a_finished_or_interrupted_run_is_not_restarted(error: BaseException | None) -> None:
     expected = 0 if error is None else INTERRUPTED_EXIT_CODE
     assert RestartBudget(restarts=3).decide_restart_or_end(ranks_with(error)).exit_code == expected
 

@@ -32,7 +32,7 @@ def test_ranks_are_those_asked_for_else_those_of_the_plan_else_two() -> None:
     assert choose_rank_count_and_device(LaunchRequest(run=run_with())) == (2, "cpu")
 
 
-def test_a_job_that_is_no_function_is_named() -> None:
+def test_a_job_that_is_not_a_function_is_named_in_the_error() -> None:
     with pytest.raises(SpecError, match="jobs:absent' is not a function"):
         LaunchRequest(run=Run(), job=NO_JOB).call_job()
 

@@ -91,7 +91,7 @@ def test_a_config_that_names_no_class_is_of_a_causal_language_model(tmp_path: Pa
     assert type(build_hf_model(HuggingFaceModel(hf=str(tmp_path)))).__name__ == "LlamaForCausalLM"
 
 
-def test_options_stand_in_for_values_of_the_config(tmp_path: Path) -> None:
+def test_options_override_values_of_the_config(tmp_path: Path) -> None:
     model = build_hf_model(section("gpt2", tmp_path, num_hidden_layers=2, n_inner=40))
     assert (len(model.transformer.h), model.transformer.h[0].mlp.c_fc.nf) == (2, 40)
 

@@ -35,7 +35,7 @@ def test_values_that_the_constructor_computes_are_kept() -> None:
         ("tests.models.own:no_module", "made no module"),
     ],
 )
-def test_a_path_without_a_module_is_refused(python: str, message: str) -> None:
+def test_a_python_path_that_yields_no_model_is_refused(python: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         build_python_model(PythonModel(python=python))
 

@@ -185,7 +185,9 @@ def test_a_second_process_is_refused_and_the_first_is_named(directory: Path, tmp
     opened(directory).close()  # it died: the kernel has let go
 
 
-def test_the_children_of_a_killed_rank_are_waited_for(directory: Path, tmp_path: Path) -> None:
+def test_opening_waits_until_children_of_a_killed_rank_release_its_lock(
+    directory: Path, tmp_path: Path
+) -> None:
     """A child holds the descriptor of its parent's lock, until it sees that the parent is gone."""
     with running("leave_a_child", directory, tmp_path / "ready") as process:
         process.wait()
@@ -221,7 +223,7 @@ def test_a_drive_that_fills_up_while_files_are_made_is_refused(tmp_path: Path) -
         discard_rank_directory(disk / "run" / "rank-00003")
 
 
-def test_once_open_a_full_drive_stops_no_step(tmp_path: Path) -> None:
+def test_a_drive_that_fills_up_after_opening_fails_no_step(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", size_bytes=4 << 20) as disk:
         directory = disk / "run" / "rank-00003"
         with opened(directory) as generations:

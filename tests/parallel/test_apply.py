@@ -149,7 +149,7 @@ def test_without_overrides_all_units_except_the_last_are_alike(ranks: Any) -> No
         assert seen["head"]["gathered"]  # its backward comes next
 
 
-def test_reshard_policy_of_a_unit(ranks: Any) -> None:
+def test_reshard_after_forward_can_be_overridden_per_unit(ranks: Any) -> None:
     text = '{match="blocks.0", reshard_after_forward=false}, {match="head", reshard_after_forward=true}'
     for seen in ranks(2).run(settings_in_effect, overrides_of(text)):
         gathered = {name for name, found in seen.items() if found["gathered"]}
@@ -202,7 +202,7 @@ def generated(methods: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     return first, plain.generate(tokens_of(0))
 
 
-def test_a_named_method_is_gathered_for_as_forward_is(ranks: Any) -> None:
+def test_methods_named_to_shard_gather_parameters_as_forward_does(ranks: Any) -> None:
     for sharded, plain in ranks(2).run(generated, ("generate",)):
         assert torch.equal(sharded, plain)
 

@@ -76,7 +76,7 @@ def test_every_parameter_is_in_exactly_one_unit(name: str, section: dict[str, An
         ("root_reads", "embedding blocks.1 (root)"),
     ],
 )
-def test_units_are_blocks_with_embeddings_and_heads(name: str, expected: str) -> None:
+def test_units_are_blocks_and_separately_embeddings_and_heads(name: str, expected: str) -> None:
     assert " ".join(units_of(on_meta(name))) == expected
 
 
@@ -132,7 +132,7 @@ def test_a_pattern_means_the_outermost_modules_that_match() -> None:
     assert list(nested) == ["blocks.0.moe", "blocks.0", "blocks.1.moe", "blocks.1", ROOT]
 
 
-def test_a_predicate_overrides_the_policy() -> None:
+def test_a_unit_predicate_overrides_the_unit_settings() -> None:
     units = find_units(
         on_meta("decoder"), UnitSection(), predicate=lambda name, _: name.endswith("attention")
     )

@@ -202,7 +202,7 @@ def test_activation_offload_is_a_candidate_with_a_known_host(hardware: Hardware,
     assert {"none", "full"} <= modes
 
 
-def test_explanation_names_the_host():
+def test_explanation_blames_the_host_for_slow_copies_of_activations():
     hardware, run = gpus(1e8), offloading()
     found = search(spec_of(), hardware, run)
     said = explain_plan(found, hardware, spec=spec_of(), run=run)

@@ -99,7 +99,7 @@ def test_an_exchange_over_more_nodes_takes_longer(size: int) -> None:
     assert seconds == sorted(seconds)
 
 
-def test_no_link_of_the_catalog_exchanges_faster_than_it_gathers() -> None:
+def test_no_links_all_to_all_is_faster_than_its_all_gather() -> None:
     for name in read_machine_tables("links"):
         link = link_from_catalog(name)
         assert link.all_to_all is not None

@@ -17,7 +17,7 @@ def whole() -> Measurement:
     )
 
 
-def test_the_table_is_short_plain_and_aligned_off_a_terminal():
+def test_without_a_terminal_the_table_is_short_ascii_and_aligned():
     file = io.StringIO()
     show_measurement(whole(), file=file)
     text = file.getvalue()

@@ -37,7 +37,7 @@ def test_nothing_in_a_checkpoint_and_no_record_of_a_run_is_written(run: Path, na
         check_output_file(run / name, is_kind=lambda _: True, force=force)
 
 
-def test_a_link_into_a_checkpoint_is_in_the_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_a_symlink_into_a_checkpoint_counts_as_inside_it(run: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(run / STEP)
     with pytest.raises(SpecError, match=rf"{STEP}, which holds __0_0\.distcp"):
         check_output_file(tmp_path / "link" / "new", is_kind=lambda _: True, force=True)

@@ -149,7 +149,7 @@ def test_full_state_refuses_a_model():
         full_state(torch.nn.Linear(2, 2))
 
 
-def test_parts_of_ranks_are_refused(tmp_path):
+def test_an_export_of_the_earlier_layout_ranks_is_refused(tmp_path):
     path = saved(tmp_path, 1)
     into_a_file_per_rank(path)
     with pytest.raises(CheckpointError, match="cannot be exported"):

@@ -96,7 +96,7 @@ def test_attention_of_narrow_heads_reaches_a_part_of_the_rate():
     assert seconds("attention_backward", 64) / seconds("attention_backward", 128) == pytest.approx(1 / 0.8)
 
 
-def test_the_parts_of_several_sequences_are_copied_around_a_collective_and_those_of_one_are_not():
+def test_tensor_collectives_copy_only_several_sequences_and_context_ones_always():
     gather = Kernel(kind="all_gather", dtype="bf16", bytes=LinearInMicrobatch(0, 1e11), axis="tensor")
     assert kernel_seconds(gather, RATES, microbatch=1) == 0
     assert kernel_seconds(gather, RATES, microbatch=2) == pytest.approx(2 * 2e11 / 2e12)
