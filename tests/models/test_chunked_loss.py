@@ -227,7 +227,7 @@ def test_a_second_backward_is_refused() -> None:
         total.backward()
 
 
-def test_ignored_labels_have_no_loss_for_any_logits() -> None:
+def test_ignored_labels_alone_give_zero_loss_and_zero_gradients() -> None:
     model, one = with_values(Capped(cap=1e-4)), batch()
     labels = torch.full_like(one["labels"], -100)
     total, _ = chunked_cross_entropy(model, lambda: model(one["tokens"]), labels=labels, chunk_rows=5)

@@ -172,7 +172,7 @@ def test_resumed_run_has_the_same_bits(settings: tuple[str, ...], ranks: Any, tm
     assert all(plain for *_, plain in parts)
 
 
-def test_other_ranks_and_bf16_resume_a_run_in_fp8(ranks: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_in_fp8_resumes_on_other_ranks_and_in_bf16(ranks: Any, tmp_path: Path) -> None:
     """The next loss is the one of the same weights on as many ranks as before, in the same precision."""
     run = fp8_run("fp8", *FULL)
     ((_, saved, _), *_) = ranks(2).run(part, run, tmp_path, 3)

@@ -83,7 +83,7 @@ def test_drive_rate_is_none_if_a_rank_cannot_write(ranks, tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_that_is_killed_while_it_measures_leaves_nothing(tmp_path: Path):
+def test_files_of_measurements_are_unlinked_while_open(tmp_path: Path):
     with ExitStack() as open_files:
         open_two_random_files(tmp_path, open_files, pieces=1)
         assert not list(tmp_path.iterdir())

@@ -195,7 +195,7 @@ def test_peak_of_each_rank_is_as_predicted(ranks):
     assert peaks[0] == max(peaks)
 
 
-def test_lasting_memory_is_sixteen_bytes_per_parameter_over_ranks():
+def test_shards_and_adamw_state_are_twelve_bytes_per_parameter_over_ranks():
     spec = described(plan_of(1))
     for n in (1, 2, 4):
         plan = plan_of(n)

@@ -172,7 +172,7 @@ def test_context_degrees_follow_nodes(nodes: int, per_node: int, length: int, de
     assert list(iterate_context_degrees(hardware_of(nodes, per_node), run)) == degrees
 
 
-def test_a_batch_has_fewer_sequences_than_ranks_where_one_each_is_too_many() -> None:
+def test_ranks_share_sequences_where_one_per_rank_makes_the_batch_too_large() -> None:
     run = long_run(length=8 * LONG)
     sequences, note = choose_global_batch(run, tokens=None, ranks=64, per_node=8)
     assert sequences == 16

@@ -114,7 +114,7 @@ def test_every_setting_that_runs_code_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "torch.optim.Adagrad"])
-def test_names_of_torch_are_no_code_of_a_plan(name: str) -> None:
+def test_an_optimizer_of_torch_is_not_code_that_a_plan_brings(name: str) -> None:
     assert settings_that_run_code(Run.load(overrides=[f"optimizer.name={name}"])) == {}
 
 
