@@ -28,7 +28,7 @@ from fullshard.planner.describe.describe import describe
 from fullshard.planner.predict.phases import build_schedule, phase_costs
 from fullshard.planner.search.search import predict
 from fullshard.spec.machine.catalog import catalog_chip_hardware, find_catalog_entry_of_chip, hardware_on
-from fullshard.spec.machine.certainty import expected_speed_deviation
+from fullshard.spec.machine.certainty import speed_deviation
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, Link, curve_with_slowdown
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -308,7 +308,7 @@ def main(*arguments: str) -> None:
         assert prediction is not None, "predict was asked"
         rate = prediction.tokens_per_second / plan.world_size
         error = rate / row["tokens_per_second_per_gpu"] - 1
-        bars = expected_speed_deviation(spec.numel, hardware, mixture="mixture" in row)
+        bars = speed_deviation(spec.numel, hardware, mixture="mixture" in row)
         assert bars is not None, "the chip is no CPU"
         inside = bars.low <= error <= bars.high
         if row["use"] == "test":

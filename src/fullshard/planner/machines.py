@@ -8,13 +8,7 @@ from fullshard.errors import PlanError, SpecError
 from fullshard.planner.result import PlanRequest, find_fastest_fitting_plan
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.quantities import format_bytes, format_count
-from fullshard.report.plan import (
-    TrainingBudget,
-    format_dollars,
-    format_duration,
-    mesh_text,
-    recompute_text,
-)
+from fullshard.report.plan import TrainingBudget, format_dollars, format_duration, mesh_text, recompute_text
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
 from fullshard.spec.machine.certainty import speed_deviation_of_model

@@ -87,11 +87,10 @@ def resolve_model_to_plan(name: str | None) -> ModelToPlan:
 
 def _model_to_plan_from_file(path: Path) -> ModelToPlan:
     if path.is_dir():
-        if not (path / pretrained.CONFIG_NAME).is_file():
-            raise SpecError(
-                f"{path} is a directory without a {pretrained.CONFIG_NAME}.", fix="a preset, or a file"
-            )
-        return _model_to_plan_from_hf_config(path / pretrained.CONFIG_NAME, name=path.resolve().name)
+        config = path / pretrained.CONFIG_NAME
+        if not config.is_file():
+            raise SpecError(f"{path} is a directory without a {config.name}.", fix="a preset, or a file")
+        return _model_to_plan_from_hf_config(config, name=path.resolve().name)
     if path.suffix == ".toml":
         return ModelToPlan(name=f"the model of {path}", run_path=path, chosen_here=False)
     return _model_to_plan_from_hf_config(path, name=str(path))

@@ -34,24 +34,16 @@ def draw_charts(run: RunRecord) -> str:
     if not run.metrics.steps:
         return ""
     first, last = run.metrics.steps[0], run.last_step
-    charts = [
-        chart for chart in (_loss_chart(run), *_small_charts(run)) if any(c.points for c in chart.curves)
-    ]
+    charts = [one for one in (_loss_chart(run), *_small_charts(run)) if any(c.points for c in one.curves)]
     drawn = [
         f'<div class="{"wide" if chart.key == "loss" else "small"}">{chart.draw(first, last)}</div>'
         for chart in charts
     ]
-    lines = [
-        _values_shown_at_pointer(chart.key, curve)
-        for chart in charts
-        for curve in chart.curves
-        if curve.points
-    ]
+    lines = [_pointer_values(chart.key, curve) for chart in charts for curve in chart.curves if curve.points]
     data = json.dumps({"first": first, "last": last, "lines": lines}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # which could end the element
-    return (
-        f'<div class="charts">{"".join(drawn)}</div><script type="application/json" id="data">{data}</script>'
-    )
+    script = f'<script type="application/json" id="data">{data}</script>'
+    return f'<div class="charts">{"".join(drawn)}</div>{script}'
 
 
 @dataclass(frozen=True)
@@ -96,9 +88,8 @@ class _Chart:
         """Returns the chart of the steps from `first` to `last` as an SVG element."""
         width, height = self.size
         values = [value for curve in self.curves for _, value in curve.points]
-        axis = _Axis(
-            [*values, self.rule[0]] if self.rule else values, height=height, from_zero=self.from_zero
-        )
+        marked = [*values, self.rule[0]] if self.rule else values
+        axis = _Axis(marked, height=height, from_zero=self.from_zero)
 
         def place(step: float) -> float:
             return (step - first) / max(last - first, 1) * width
@@ -282,28 +273,22 @@ def _small_charts(run: RunRecord) -> Iterator[_Chart]:
     if planned is not None and planned.has_complete_step_time:
         rule = (planned.tokens_per_second, f"planned {format_count(planned.tokens_per_second)}")
     yield _Chart("tokens_per_second", "tokens/s of all ranks", rate, format_count, rule, from_zero=True)
-    yield _Chart(
-        "grad_norm", "gradient norm, before clipping", _curves(run, "grad_norm"), _format_short_figure
-    )
+    yield _Chart("grad_norm", "gradient norm, before clipping", _curves(run, "grad_norm"), _short_figure)
     rate = _curves(run, "learning_rate")
-    yield _Chart("learning_rate", "learning rate", rate, _format_short_figure, from_zero=True)
+    yield _Chart("learning_rate", "learning rate", rate, _short_figure, from_zero=True)
     longest = max(run.metrics.values("data_seconds"), default=0.0)
     unit, factor = ("ms", 1e3) if longest < 1.0 else ("s", 1.0)
     waiting = _curves(run, "data_seconds", factor=factor)
-    yield _Chart(
-        "data_seconds", f"waiting for data, {unit} a step", waiting, _format_short_figure, from_zero=True
-    )
+    yield _Chart("data_seconds", f"waiting for data, {unit} a step", waiting, _short_figure, from_zero=True)
     key, title = "resident_bytes", "resident memory after each step on rank 0"
     if run.metrics.values("peak_allocated_bytes"):
         key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
     most = max(run.metrics.values(key), default=0.0)
     unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
-    yield _Chart(
-        key, f"{title}, {unit}", _curves(run, key, factor=1 / size), _format_short_figure, from_zero=True
-    )
+    yield _Chart(key, f"{title}, {unit}", _curves(run, key, factor=1 / size), _short_figure, from_zero=True)
 
 
-def _values_shown_at_pointer(key: str, curve: _Curve) -> dict[str, object]:
+def _pointer_values(key: str, curve: _Curve) -> dict[str, object]:
     """Returns the steps and values of a curve that the page's script shows at the pointer."""
     points = _thin_evenly(curve.points, _READ)
     return {
@@ -315,7 +300,7 @@ def _values_shown_at_pointer(key: str, curve: _Curve) -> dict[str, object]:
     }
 
 
-def _format_short_figure(value: float) -> str:
+def _short_figure(value: float) -> str:
     """Returns a figure in as few characters as an axis has room for: `0.0003` -> `3e-4`."""
     if value and not 1e-3 <= abs(value) < 1e5:
         digits, power = f"{value:.1e}".split("e")

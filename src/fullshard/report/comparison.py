@@ -83,7 +83,7 @@ def compare_prediction(prediction: Prediction | None, measurement: Measurement) 
     peak = measurement.peak_bytes
     return Comparison(
         memory=() if peak is None else tuple(_compare_memory(prediction, peak)),
-        drive=tuple(_compare_drive_traffic(prediction, measurement)),
+        drive=tuple(_compare_drive_bytes(prediction, measurement)),
         step=tuple(_compare_step_time(prediction, measurement)),
         speed=tuple(_compare_speed(prediction, measurement)),
         calibration="idle" if prediction is None else prediction.calibration,
@@ -99,15 +99,13 @@ def compare_run(run: RunRecord) -> Comparison:
     memory = {} if prediction is None else prediction.memory.terms()
     step = {} if prediction is None else prediction.time.terms()
     return Comparison(
-        memory=tuple(_compare_terms_with_total(memory, peak)),
-        step=tuple(_compare_terms_with_total(step, median(seconds) if seconds else None)),
+        memory=tuple(_compare_terms(memory, peak)),
+        step=tuple(_compare_terms(step, median(seconds) if seconds else None)),
         calibration="idle" if prediction is None else prediction.calibration,
     )
 
 
-def _compare_terms_with_total(
-    predicted: Mapping[str, float], measured: float | None
-) -> Iterator[ComparisonLine]:
+def _compare_terms(predicted: Mapping[str, float], measured: float | None) -> Iterator[ComparisonLine]:
     if predicted or measured is not None:
         for name, value in predicted.items():
             yield ComparisonLine(term=name, predicted=value)
@@ -188,9 +186,7 @@ def _compare_memory(prediction: Prediction | None, peak: PeakBytes) -> Iterable[
         yield ComparisonLine(term="host", predicted=host, measured=peak.host)
 
 
-def _compare_drive_traffic(
-    prediction: Prediction | None, measurement: Measurement
-) -> Iterable[ComparisonLine]:
+def _compare_drive_bytes(prediction: Prediction | None, measurement: Measurement) -> Iterable[ComparisonLine]:
     moved = measurement.drive
     if moved is not None:
         terms = None if prediction is None else prediction.offload

@@ -27,10 +27,8 @@ def fault_text(details: Details) -> str:
 
 
 def _describe_save(details: Details) -> str:
-    seconds, stalled = (
-        _number_or_none(details.get("seconds")),
-        _number_or_none(details.get("stalled_seconds")),
-    )
+    seconds = _number_or_none(details.get("seconds"))
+    stalled = _number_or_none(details.get("stalled_seconds"))
     took = "" if seconds is None else f" in {format_seconds(seconds)}"
     if stalled is not None and stalled != seconds:
         took += f", while training waited {format_seconds(stalled)}"

@@ -78,9 +78,8 @@ def _step_section(directory: Path) -> str:
     steps = read_last_step(directory, most_ranks=_MOST_RANKS)
     if not steps:
         return ""
-    measured = sorted(
-        ((one.terms(), one.rank) for one in steps), key=lambda one: one[0].exposed_collective_seconds
-    )
+    timed = ((one.terms(), one.rank) for one in steps)
+    measured = sorted(timed, key=lambda one: one[0].exposed_collective_seconds)
     half = _MOST_STEP_ROWS // 2
     shown = measured if len(steps) <= _MOST_STEP_ROWS else measured[:half] + measured[-half:]
     names = [name for name in shown[0][0].terms() if any(terms.terms()[name] for terms, _ in shown)]
@@ -127,9 +126,8 @@ def _event_row(group: Sequence[RunEvent]) -> list[str | Cell]:
     span = f"{steps[0]:,}" if steps else ""
     if len(set(steps)) > 1:
         span += f" … {steps[-1]:,}"
-    text = (
-        describe_event(last) if len(group) == 1 else f"{len(group)} times; the last: {describe_event(last)}"
-    )
+    text = describe_event(last)
+    text = text if len(group) == 1 else f"{len(group)} times; the last: {text}"
     shown = Cell(text, "bad" if first.event in _FAULTS else "")
     return [f"{first.at:%Y-%m-%d %H:%M:%S}", str(first.attempt), Cell(span, "nowrap"), shown]
 

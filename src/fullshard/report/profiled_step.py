@@ -227,11 +227,11 @@ def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
     if trace.device:
         end = max(whole.end, *(one.end for one in trace.device))
         compute, others = _device_works(trace, whole, parts=parts)
-        spans = _divide_into_disjoint_works(compute, begin=whole.begin, end=end, idle="wait for launches")
+        spans = _disjoint_works(compute, begin=whole.begin, end=end, idle="wait for launches")
     else:
         end = whole.end
         works = _host_works([one for one in trace.host if one.thread == whole.thread], parts=parts)
-        spans = _divide_into_disjoint_works(works, begin=whole.begin, end=end, idle="host's work")
+        spans = _disjoint_works(works, begin=whole.begin, end=end, idle="host's work")
         waits = {wait: track for track, wait in COLLECTIVES.values()}
         others = [(waits[one.name], one) for one in works if one.name in waits]
     tracks = [(COMPUTE, one) for one in spans] + others + [("phases", one) for one in parts]
@@ -296,7 +296,7 @@ def _device_works(
     collectives: list[tuple[str, _Work]] = []
     threads = {one.launch.thread for one in trace.device if one.launch is not None}
     timelines = {
-        thread: _divide_into_disjoint_works(
+        thread: _disjoint_works(
             _host_works([one for one in trace.host if one.thread == thread], parts=parts),
             begin=whole.begin,
             end=whole.end,
@@ -332,11 +332,8 @@ def _collective_kind(work: DeviceWork) -> str | None:
     """Returns the key of `COLLECTIVES` for a kernel; None for a kernel that is not a collective."""
     if "nccl" not in work.name.lower():
         return None
-    chain = (
-        []
-        if work.launch is None
-        else [one.name for one in work.launch.iterate_self_and_callers() if one.is_range]
-    )
+    enclosing = () if work.launch is None else work.launch.iterate_self_and_callers()
+    chain = [one.name for one in enclosing if one.is_range]
     own = [kind for name in reversed(chain) if (kind := name.removeprefix(RANGE_PREFIX)) in COLLECTIVES]
     named = [kind for part, kind in _NCCL.items() if part in work.name]
     # Names of generic kernels do not identify the collective.
@@ -377,13 +374,9 @@ def _unit_of(one: HostOperation) -> str | None:
     return None
 
 
-def _divide_into_disjoint_works(
-    works: Iterable[_Work], *, begin: float, end: float, idle: str
-) -> list[_Work]:
+def _disjoint_works(works: Iterable[_Work], *, begin: float, end: float, idle: str) -> list[_Work]:
     """Returns disjoint works that fill the time from `begin` to `end`. Gaps get a work of the name `idle`."""
-    kept = [
-        one._replace(begin=max(one.begin, begin), end=min(one.end, end)) for one in works if one.end > begin
-    ]
+    kept = [w._replace(begin=max(w.begin, begin), end=min(w.end, end)) for w in works if w.end > begin]
     kept = sorted((one for one in kept if one.begin < one.end), key=lambda one: one.begin)
     edges = sorted({begin, end, *(one.begin for one in kept), *(one.end for one in kept)})
     active: list[tuple[int, int, _Work]] = []  # (-rank, -index, work): the first counts, if it has not ended

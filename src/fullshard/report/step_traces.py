@@ -108,7 +108,7 @@ def save_trace(
     """
     events: list[dict[str, object]] = []
     for process, (name, spans) in enumerate(processes.items(), 1):
-        events += _trace_events_of_process(name, spans, process=process)
+        events += _trace_events(name, spans, process=process)
     trace = {"otherData": {**_PROGRAM, **(about or {})}, "displayTimeUnit": "ms", "traceEvents": events}
     text = json.dumps(trace, separators=(", ", ": ")).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.name.endswith(".gz") else text)
@@ -125,9 +125,7 @@ def check_is_trace(path: Path) -> None:
         raise SpecError(f"{path} is not a trace of fullshard's.")
 
 
-def _trace_events_of_process(
-    name: str, spans: Sequence[StepSpan], *, process: int
-) -> Iterator[dict[str, object]]:
+def _trace_events(name: str, spans: Sequence[StepSpan], *, process: int) -> Iterator[dict[str, object]]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     tracks = sorted({span.track for span in spans}, key=lambda track: (track != "compute", track))

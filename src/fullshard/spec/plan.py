@@ -195,9 +195,8 @@ class Plan(FrozenModel):
         run_checks.count_groups(world_size, experts, key="expert_parallel", shared="experts")
         run_checks.check_sequence_is_divisible(run)
         replicate, shard = _replicate_and_shard_degrees(run, ranks)
-        run_checks.check_experts_are_divisible(
-            run, group=1 if shard == 1 and replicate > 1 else shard * tensor
-        )
+        group = 1 if shard == 1 and replicate > 1 else shard * tensor
+        run_checks.check_experts_are_divisible(run, group=group)
         microbatch, accumulation = _microbatch_and_accumulation(run, groups)
         mode = run.precision.mode
         if mode == "auto":

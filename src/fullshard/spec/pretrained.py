@@ -1,7 +1,6 @@
 """Known models: presets, from `presets.toml`, and the `config.json` files of Hugging Face on this machine.
 
-Models that the reference decoder cannot represent (another norm, activation, head size, or experts) are no
-presets.
+Models beyond the reference decoder (another norm, activation, head size, or experts) are not presets.
 """
 
 import difflib

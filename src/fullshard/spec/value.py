@@ -227,9 +227,8 @@ def _unknown_key_error(cls: _Section, location: Sequence[str], *, source: str, m
     else:
         fix = f"one of {', '.join(known)}"
     where = f"[{'.'.join(path)}]" if path else "the file"
-    return SpecError(
-        f"{source}: unknown key {'.'.join([*path, key])!r}{more}.", got=f"{key} in {where}", fix=fix
-    )
+    name = ".".join([*path, key])
+    return SpecError(f"{source}: unknown key {name!r}{more}.", got=f"{key} in {where}", fix=fix)
 
 
 def _union_branch_key_error(cls: _Section, locations: list[list[str]], *, source: str) -> SpecError | None:

@@ -9,7 +9,7 @@ from statistics import quantiles
 import pytest
 
 from fullshard.spec.machine.catalog import hardware_on, read_machine_tables
-from fullshard.spec.machine.certainty import expected_speed_deviation
+from fullshard.spec.machine.certainty import speed_deviation
 from tests.fakes.hardware import cpu_of
 
 BENCH = Path(__file__).parents[3] / "bench"
@@ -53,9 +53,7 @@ def test_the_table_is_of_the_published_rows():
 
 
 def test_a_network_makes_a_speed_less_certain():
-    one, several = (
-        expected_speed_deviation(8_000_000_000, hardware_on(text)) for text in ("8xH100", "8x8xH100")
-    )
+    one, several = (speed_deviation(8_000_000_000, hardware_on(text)) for text in ("8xH100", "8x8xH100"))
     assert one is not None
     assert several is not None
     assert several.high > one.high
@@ -63,23 +61,21 @@ def test_a_network_makes_a_speed_less_certain():
 
 def test_small_models_and_chips_without_rows_are_less_certain():
     hopper, other = hardware_on("8xH100"), hardware_on("8xMI300X")
-    known = expected_speed_deviation(8_000_000_000, hopper)
+    known = speed_deviation(8_000_000_000, hopper)
     assert known is not None
     for found in (
-        expected_speed_deviation(100_000_000, hopper),
-        expected_speed_deviation(8_000_000_000, other),
+        speed_deviation(100_000_000, hopper),
+        speed_deviation(8_000_000_000, other),
     ):
         assert found is not None
         assert found.high - found.low > known.high - known.low
-    assert expected_speed_deviation(8_000_000_000, cpu_of(2)) is None
+    assert speed_deviation(8_000_000_000, cpu_of(2)) is None
 
 
 def test_a_mixture_is_less_certain_than_any_other_model():
     for text in ("8xH100", "8x8xH100", "8xMI300X"):
         hardware = hardware_on(text)
-        mixture, dense = (
-            expected_speed_deviation(8_000_000_000, hardware, mixture=known) for known in (True, False)
-        )
+        mixture, dense = (speed_deviation(8_000_000_000, hardware, mixture=known) for known in (True, False))
         assert mixture is not None
         assert dense is not None
         assert mixture.low <= dense.low

@@ -168,11 +168,7 @@ def _build_spec(
 
 
 def _unit_and_parameter_specs(
-    units: Sequence[Unit],
-    model: nn.Module,
-    *,
-    fp8: Fp8Choice | None,
-    divided: Mapping[str, int | None],
+    units: Sequence[Unit], model: nn.Module, *, fp8: Fp8Choice | None, divided: Mapping[str, int | None]
 ) -> Iterator[UnitSpec]:
     """Yields the spec of each unit. `divided`: the dim in which ranks divide each parameter, if any."""
     in_fp8 = recordings.ids_of_parameters_gathered_in_fp8(fp8)
@@ -228,9 +224,8 @@ def _record_all_settings(
         except _TRACE_FAILURES as error:
             if not found:
                 raise _trace_error(recorder.model, error, given_batch=recorder.batch is not None) from error
-            untraced.append(
-                UntracedSettings(recompute=recompute, compiled=compiled, reason=_error_text(error))
-            )
+            reason = _error_text(error)
+            untraced.append(UntracedSettings(recompute=recompute, compiled=compiled, reason=reason))
     return found, untraced
 
 

@@ -8,8 +8,7 @@ not match its digest is ignored, and written anew.
 The specs of presets are shipped with the package in `preset_specs.xz`, which `bench/preset_specs.py` writes,
 as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
 length up to 8,192. They are valid for one version of torch, regardless of its build (`+cpu`, `+cu130`). The
-file is LZMA over lines of UTF-8: the version of torch, then for each preset its `SpecKey.settings` and its
-spec.
+file is LZMA over lines of UTF-8: the version of torch, then each preset's `SpecKey.settings` and spec.
 """
 
 import hashlib
@@ -246,14 +245,12 @@ def build_spec_key(
         "recompute": run.recompute.model_dump(mode="json"),
         "compiled": run.compile_choices(device),
     }
-    if (ranks := run.sharding.context_degree) > 1:
+    sharding = run.sharding
+    if (ranks := sharding.context_degree) > 1:
         settings["context"] = ranks
-    if run.sharding.tensor_degree > 1:
-        settings["tensor"] = {
-            "ranks": run.sharding.tensor_degree,
-            "styles": run.sharding.tensor_parallel_styles,
-        }
-    if (experts := run.sharding.expert_parallel) not in (1, "auto"):
+    if (ranks := sharding.tensor_degree) > 1:
+        settings["tensor"] = {"ranks": ranks, "styles": sharding.tensor_parallel_styles}
+    if (experts := sharding.expert_parallel) not in (1, "auto"):
         settings["experts"] = experts
     if device == "cuda" and isinstance(run.model, HuggingFaceModel):
         settings["attention_kernel"] = attention_kernel

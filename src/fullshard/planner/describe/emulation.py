@@ -3,8 +3,7 @@
 [Note: CUDA kernels]
 A CPU build of torch cannot create fake CUDA tensors, and on CPU tensors these functions take other paths: RMS
 norm decomposes and keeps several copies, dropout uses a float mask, attention uses another layout. While a
-model is described for a GPU, they call the fused operations instead, whose output shapes are known on any
-device.
+model is described for a GPU, they call the fused operations, whose output shapes are known on any device.
 
 [Note: compiled blocks]
 A block's forward and backward are traced into one graph, which torch's own partitioner splits into what

@@ -112,9 +112,7 @@ def truncate_repeated_blocks(
             if block in dropped:
                 del registered_modules(run.container)[key]
     repeats = _build_repeated_units(templates, units=units, left_out=left_out)
-    borders = (
-        at for at, (run, behind) in enumerate(pairwise(runs)) if repeats and run.is_continued_by(behind)
-    )
+    borders = (at for at, (run, other) in enumerate(pairwise(runs)) if repeats and run.is_continued_by(other))
     return BlockTruncation(
         frozenset(left_out),
         repeats,
@@ -188,16 +186,14 @@ def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit])
             for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ]
         settings = [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
-        plain = sorted(
-            (key, value) for key, value in settings if not _is_left_out_of_signature(key, value, at=at)
-        )
+        plain = sorted((key, value) for key, value in settings if not _is_not_in_signature(key, value, at=at))
         unit = owner.get(module)
         override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
         modules.append((name, type(module), own, plain, override))
     return modules
 
 
-def _is_left_out_of_signature(key: str, value: object, *, at: int) -> bool:
+def _is_not_in_signature(key: str, value: object, *, at: int) -> bool:
     is_own_layer = key == "layer" and isinstance(value, int) and value == at
     return is_own_layer or key == "training" or key.endswith(_COUNTS)
 

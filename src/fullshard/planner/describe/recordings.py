@@ -205,7 +205,7 @@ class SettingsRecorder:
             shortened, found = self._remove_repeated_blocks(twin, found, plan=plan)
             if not shortened.repeats:
                 return None, shortened
-        _replace_parameters_by_rank_parts(twin, divided, plan=plan)
+        _replace_parameters_by_parts(twin, divided, plan=plan)
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_blocks(twin, units=found)
@@ -225,11 +225,10 @@ class SettingsRecorder:
             self.programs.fuse = lambda: tracer.allocations.count_as_compiled()
             if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
-            batch = self._make_fake_batch_of_rank(plan, microbatch=microbatch, fakes=fakes)
+            batch = self._make_rank_batch(plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
             self.loss_chunk = tracer.allocations.loss_chunk
-            # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
-            # itself.
+            # If gradients are reduced in another dtype, FSDP2 takes them from autograd and adds them itself.
             if accumulates and plan.precision.param == plan.precision.reduce:
                 tracer.allocate_gradients()
                 accumulating = tracer.trace_microbatch(self.loss, batch)
@@ -260,9 +259,7 @@ class SettingsRecorder:
         is_whole = [unit.name for unit in found] == kept
         return shortened if is_whole else extrapolation.BlockTruncation(), found
 
-    def _make_fake_batch_of_rank(
-        self, plan: Plan, *, microbatch: int, fakes: fake_tensors.FakeTensorMode
-    ) -> Any:
+    def _make_rank_batch(self, plan: Plan, *, microbatch: int, fakes: fake_tensors.FakeTensorMode) -> Any:
         """Returns the traced rank's fake batch, with its part of each sequence if ranks share sequences."""
         whole = trace.make_fake_batch(
             self.batch, plan, microbatch=microbatch, fakes=fakes, keep_integers=self.keep_integers
@@ -339,9 +336,7 @@ def divided_dims(
         return divide_model_and_return_split_dims(twin, plan, rank=0, group_name=str)
 
 
-def _replace_parameters_by_rank_parts(
-    twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan
-) -> None:
+def _replace_parameters_by_parts(twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan) -> None:
     """Replaces divided parameters by the first rank's part."""
     for holder, module in twin.named_modules():
         ranks = plan.expert_parallel if is_experts(module) else plan.tensor_parallel

@@ -241,11 +241,8 @@ class MicrobatchTracer:
                 return args, kwargs
             self._to_run[index] = set(unit.modules)
             self.allocations.start_phase("pre_forward", index)
-            return (
-                self._start_post_backward_at_input_gradients(index, (args, kwargs))
-                if unit.parameters
-                else (args, kwargs)
-            )
+            inputs = (args, kwargs)
+            return self._start_post_backward_at_input_gradients(index, inputs) if unit.parameters else inputs
 
         return hook
 

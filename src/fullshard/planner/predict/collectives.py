@@ -185,10 +185,8 @@ def uneven_expert_rows_bytes(spec: ModelSpec, plan: Plan) -> int:
     excess = _row_excess_of_plan(spec, plan, layers=len(experts))
     if not excess:
         return 0
-    rows = max(
-        kernel.rows.value_at(plan.microbatch) * kernel.pieces.value_at(plan.microbatch)
-        for kernel in spec.kernels
-    )
+    size = plan.microbatch
+    rows = max(kernel.rows.value_at(size) * kernel.pieces.value_at(size) for kernel in spec.kernels)
     widths = max(sum(sum(p.shape[1:]) for p in unit.parameters if len(p.shape) == 3) for unit in experts)
     return round(excess * 2 * rows * widths * ITEMSIZE[plan.precision.param])
 

@@ -1,11 +1,9 @@
 """Costs of FSDP2's events, and the clocks of one rank's streams, with FSDP2's work in the order of issue.
 
-Times are whole picoseconds (`TICKS` per second). Their sums are exact, so a simulation can detect that its
-state repeats.
+Times are whole picoseconds (`TICKS` per second). Sums are exact, so a simulation detects a repeated state.
 
 [Note: FSDP2's order]
-This is `torch.distributed.fsdp._fully_shard` (2.11 to 2.13) on CUDA. The host issues everything and never
-waits:
+This is `torch.distributed.fsdp._fully_shard` (2.11 to 2.13) on CUDA. The host issues all and never waits:
 
 gather        copied into its buffer on a copy-in stream, sent on the all-gather stream. Both first wait for a
               copy-out: in forward that of the unit before the last gathered one (two buffers), in backward
@@ -82,9 +80,7 @@ class UnitCost:
     frozen_on_disk: int = 0  # bytes of the frozen shard on the drive
 
 
-def unit_cost_without_offload(
-    size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1
-) -> UnitCost:
+def resident_unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
     """Returns one unit's costs, those of an offload target 0, from the bytes that `_fsdp_collectives` moves.
 
     tensor: distance between the ranks of a shard group; 1 if they are consecutive
@@ -362,7 +358,7 @@ def simulate_shard_fetch(
     return streams.run_on_host_stream("host_in", cost.fetch, after=max(ready, streams.fetched))
 
 
-def mark_used_and_was_buffered(unit: int, buffers: list[int]) -> bool:
+def reuse_buffer(unit: int, buffers: list[int]) -> bool:
     """Makes `unit` the last of the UNIT_BUFFERS most recently used, and returns True if it was among them."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]

@@ -199,9 +199,7 @@ def least_bytes_of_mesh(spec: ModelSpec, plan: Plan) -> LeastBytes:
     """Returns the bytes of shards, optimizer state and buffers, and of gradients: the same for all traces."""
     kinds = spec.first_identical_unit_indices
     sizes = bytes_by_unit_kind(spec, plan)
-    always = sum(
-        (size.shards + optimizer_state_bytes(size, plan)) * kinds.count(kind) for kind, size in sizes.items()
-    )
+    always = sum((s.shards + optimizer_state_bytes(s, plan)) * kinds.count(kind) for kind, s in sizes.items())
     # Few gradients are in memory at once if they are offloaded.
     gradients = 0 if plan.copies_gradients_to_host else sum(sizes[kind].gradient for kind in kinds)
     return LeastBytes(always=always + spec.buffer_bytes, once=gradients)

@@ -288,15 +288,14 @@ def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) ->
     section = plan.run.offload
     if not (section.offloads_optimizer and section.update == "device"):
         return 0
-    groups = _offload_groups_with_master_itemsize(spec, plan, rank=rank)
+    groups = _groups_with_itemsize(spec, plan, rank=rank)
     if not groups:
         return 0
     largest = max(_state_bytes_per_element(plan, master) + master for _, master in groups)
     elements = copy_chunk_elements(group for group, _ in groups)
     rounds = plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
-    return 2 * largest * elements + (
-        unit_bytes.stochastic_rounding_temporary_bytes(elements, plan) if rounds else 0
-    )
+    temporary = unit_bytes.stochastic_rounding_temporary_bytes(elements, plan) if rounds else 0
+    return 2 * largest * elements + temporary
 
 
 def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
@@ -304,13 +303,11 @@ def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     return tuple(
         page_aligned_bytes(group.padded_numel, master)
         + 2 * page_aligned_bytes(group.padded_numel, _moment_itemsize(plan, master))
-        for group, master in _offload_groups_with_master_itemsize(spec, plan, rank=0)
+        for group, master in _groups_with_itemsize(spec, plan, rank=0)
     )
 
 
-def _offload_groups_with_master_itemsize(
-    spec: ModelSpec, plan: Plan, *, rank: int
-) -> tuple[tuple[OffloadGroup, int], ...]:
+def _groups_with_itemsize(spec: ModelSpec, plan: Plan, *, rank: int) -> tuple[tuple[OffloadGroup, int], ...]:
     """Returns the groups of `rank`, each with the bytes per element of its masters, cached on `spec`."""
     size = plan.run.offload.sub_group_parameters
     key = ("offload groups", plan.shard_degree, plan.precision, plan.run.precision, size, rank)

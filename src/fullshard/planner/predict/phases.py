@@ -63,7 +63,7 @@ def build_schedule(
     spec: model.ModelSpec, trace: model.MicrobatchTrace, *, phases: Sequence[model.TracePhase]
 ) -> MicrobatchSchedule:
     """Returns the schedule of `phases`. Raises PlanError if the trace and the model have different units."""
-    traced, firsts = _map_traced_units(spec, trace)
+    traced, firsts = _map_units(spec, trace)
     segments: list[ScheduleSegment] = []
     turns = [1] * len(phases)
     for start, end, repeat in split_by_repeat(phases, trace.repeats):
@@ -110,9 +110,7 @@ def split_by_repeat(
     return [run for run in runs if run[0] < run[1]]
 
 
-def _map_traced_units(
-    spec: model.ModelSpec, trace: model.MicrobatchTrace
-) -> tuple[tuple[int, ...], list[int]]:
+def _map_units(spec: model.ModelSpec, trace: model.MicrobatchTrace) -> tuple[tuple[int, ...], list[int]]:
     """Returns the traced unit of each unit of the model, and the first model unit of each traced unit."""
     starts: dict[int, model.RepeatedUnits] = {repeat.first: repeat for repeat in trace.repeats}
     missing = sum((repeat.times - 1) * repeat.units for repeat in trace.repeats)

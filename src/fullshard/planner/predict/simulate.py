@@ -34,16 +34,7 @@ _REDUCE_CLOCKS = (
     "host_sum",
     "activation_copy",
 )
-_GATHER_CLOCKS = (
-    "copy_in",
-    "gather",
-    "network",
-    "copied_out",
-    "disk",
-    "updating",
-    "host_in",
-    "fetched",
-)
+_GATHER_CLOCKS = ("copy_in", "gather", "network", "copied_out", "disk", "updating", "host_in", "fetched")
 # All clocks and sums. A skipped turn adds to each as much as the turn before it.
 _CLOCKS_AND_SUMS = tuple(
     part.name for part in fields(fsdp_time.StreamClocks) if part.name not in ("serial", "blocking", "slack")
@@ -240,12 +231,8 @@ class StepSimulation:
         if self.in_backward and not cost.gathers_in_backward:
             return
         updates = self.is_first and not self.in_backward
-        reads = bool(cost.shards_on_disk) and not fsdp_time.mark_used_and_was_buffered(
-            unit, self.in_buffers.trained
-        )
-        frozen_too = bool(cost.frozen_on_disk) and not fsdp_time.mark_used_and_was_buffered(
-            unit, self.in_buffers.frozen
-        )
+        reads = bool(cost.shards_on_disk) and not fsdp_time.reuse_buffer(unit, self.in_buffers.trained)
+        frozen_too = bool(cost.frozen_on_disk) and not fsdp_time.reuse_buffer(unit, self.in_buffers.frozen)
         there = fsdp_time.simulate_shard_fetch(
             self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
         )
@@ -282,7 +269,7 @@ class StepSimulation:
                 self.unsharded.difference_update(gone)
 
 
-def simulate_step_after_equal_one(  # signature: as `StepSimulation`
+def simulate_next_step(  # signature: as `StepSimulation`
     streams: fsdp_time.StreamClocks,
     costs: Sequence[fsdp_time.UnitCost],
     policy: EventOrderSettings,
@@ -348,9 +335,8 @@ def _skip_repeated_turns(
         setattr(streams, name, new + times * (new - old))
     shift, grown = times * stride * turns, times * length
     simulation.pending = {unit + shift: at + grown if at else 0 for unit, at in now.pending.items()}
-    for units, old, new in zip(
-        simulation.in_buffers.trained_and_frozen, before.buffered, now.buffered, strict=True
-    ):
+    buffers = simulation.in_buffers.trained_and_frozen
+    for units, old, new in zip(buffers, before.buffered, now.buffered, strict=True):
         units[:] = new if old == new else (unit + shift for unit in new)
     return times * turns
 

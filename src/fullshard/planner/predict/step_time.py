@@ -119,12 +119,11 @@ class StepTimePredictor:
     def predict_activation_offload(self, plan: Plan) -> ActivationOffloadTerms | None:
         """Returns the predicted host use of activations that are copied there; None if none are copied."""
         trace = self.spec.trace_for_plan(plan)
-        if not offload.has_activation_copies(trace.phases):
+        phases = trace.phases
+        if not offload.has_activation_copies(phases):
             return None
         turns = self._microbatch_work(plan, trace, adds=False).program.repeats
-        return offload.predict_activation_offload_terms(
-            plan, trace.phases, turns=turns, hardware=self.hardware
-        )
+        return offload.predict_activation_offload_terms(plan, phases, turns=turns, hardware=self.hardware)
 
     def simulate_streams(
         self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False
@@ -141,9 +140,7 @@ class StepTimePredictor:
         works = self._first_and_later_works(plan)
         if moves_nothing:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
-        simulate.simulate_step_after_equal_one(
-            streams, units.costs, policy, works=works, accumulation=plan.accumulation
-        )
+        simulate.simulate_next_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
         return streams
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
@@ -163,6 +160,7 @@ class StepTimePredictor:
         begun = {phase.unit for phase in units.trace.phases if phase.event == "pre_backward"}
         gathers = offload.count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
         reductions = plan.accumulation if plan.sync_each_microbatch else 1
+        rest = plan.accumulation - reductions
         copied = network = replicas = 0
         for index, (cost, count, loads) in enumerate(zip(units.costs, units.counts, gathers, strict=True)):
             if not cost.has_parameters:
@@ -170,10 +168,7 @@ class StepTimePredictor:
             copied += loads * cost.copy_out
             network += loads * cost.gather
             if cost.is_trained and index in begun:
-                copied += count * (
-                    reductions * cost.pack
-                    + (plan.accumulation - reductions) * min(cost.keep_unsynced, cost.keep_again)
-                )
+                copied += count * (reductions * cost.pack + rest * min(cost.keep_unsynced, cost.keep_again))
                 network += count * reductions * cost.scatter if cost.is_sharded else 0
                 if cost.shares_wires:
                     network += count * cost.all_reduce
@@ -219,12 +214,10 @@ class StepTimePredictor:
             costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
             program = build_schedule(self.spec, trace, phases=phases)
             among = collectives.model_parallel_seconds(self.spec, phases, plan=plan, hardware=self.hardware)
-            sent = tuple(map(fsdp_time.to_ticks, among))
+            to_ticks = fsdp_time.to_ticks
+            sent = tuple(map(to_ticks, among))
             lengths = tuple(
-                (
-                    fsdp_time.to_ticks(cost.seconds) + own,
-                    fsdp_time.to_ticks(cost.launches * rates.launch_seconds),
-                )
+                (to_ticks(cost.seconds) + own, to_ticks(cost.launches * rates.launch_seconds))
                 for cost, own in zip(costs, sent, strict=True)
             )
             moved = offload.activation_copy_ticks(phases, plan, hardware=self.hardware)
@@ -236,15 +229,9 @@ class StepTimePredictor:
         hardware, world = self.hardware, plan.world_size
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
-        apart = [
-            _rank_distance_in_shard_group(plan, self.spec.units[unit])
-            for unit in program.first_model_unit_per_traced
-        ]
+        apart = [_rank_distance(plan, self.spec.units[unit]) for unit in program.first_model_unit_per_traced]
         pairs = zip(sizes, apart, strict=True)
-        costs = tuple(
-            fsdp_time.unit_cost_without_offload(size, hardware, world_size=world, tensor=n)
-            for size, n in pairs
-        )
+        costs = tuple(fsdp_time.resident_unit_cost(s, hardware, world_size=world, tensor=n) for s, n in pairs)
         group = collectives.shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
         summed = collectives.collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         pairs = list(zip(sizes, counts, strict=True))
@@ -256,9 +243,7 @@ class StepTimePredictor:
             if plan.precision.stochastic_rounding and plan.device == "cpu":
                 update = sum(_stochastic_rounding_update_seconds(s, hardware.rates) * n for s, n in pairs)
             else:
-                update = memory_access_seconds(
-                    _update_accesses_per_element(plan) * shards, hardware.rates.optimizer
-                )
+                update = memory_access_seconds(_accesses_per_element(plan) * shards, hardware.rates.optimizer)
             return units._replace(update=fsdp_time.to_ticks(norm + update))
         rates = offload.offload_seconds_per_byte_or_parameter(plan, hardware)
         records = offload.state_bytes_of_each_group(self.spec, plan)
@@ -268,9 +253,7 @@ class StepTimePredictor:
                 offload.add_offload_costs(c, s, plan=plan, rates=rates)
                 for c, s in zip(costs, sizes, strict=True)
             ),
-            norm=offload.host_norm_ticks(
-                plan, sum(size.trained * count for size, count in pairs), rates=rates
-            ),
+            norm=offload.host_norm_ticks(plan, sum(s.trained * n for s, n in pairs), rates=rates),
             records=records,
             spared=fsdp_time.to_ticks(rates.disk * held.kept),
             ahead=fsdp_time.to_ticks(rates.disk * sum(held)),
@@ -292,10 +275,8 @@ class StepTimePredictor:
         gathers = offload.count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
         each = list(zip(units.costs, units.counts, gathers, strict=True))
         read = offload.least_shard_bytes_read(plan, each) if shards_read is None else shards_read
-        disk = (
-            fsdp_time.to_ticks(offload.offload_seconds_per_byte_or_parameter(plan, self.hardware).disk * read)
-            - units.spared
-        )
+        rates = offload.offload_seconds_per_byte_or_parameter(plan, self.hardware)
+        disk = fsdp_time.to_ticks(rates.disk * read) - units.spared
         return offload.host_busy_ticks(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
     def _time_terms(self, plan: Plan, streams: fsdp_time.StreamClocks) -> TimeTerms:
@@ -318,7 +299,7 @@ class StepTimePredictor:
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
 
 
-def _rank_distance_in_shard_group(plan: Plan, unit: UnitSpec) -> int:
+def _rank_distance(plan: Plan, unit: UnitSpec) -> int:
     """Returns the distance between ranks of a unit's shard group; ranks between have other parts."""
     has_own_mesh = unit.has_experts and plan.has_expert_mesh
     return plan.expert_parallel if has_own_mesh else plan.tensor_parallel
@@ -351,7 +332,7 @@ def _stochastic_rounding_update_seconds(size: UnitBytes, rates: Rates) -> float:
     return 185 * chunks * memory_access_seconds(1594 / 185 * size.trained / chunks, rates.memory)
 
 
-def _update_accesses_per_element(plan: Plan) -> float:
+def _accesses_per_element(plan: Plan) -> float:
     """Returns how often the optimizer's update reads or writes each element of the shards.
 
     On a GPU, stochastic rounding is one kernel, like AdamW's own (not measured there).

@@ -122,11 +122,7 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
     inner: the parameters that FSDP2 shards in another dim than 0.
     """
     settings = MergedUnitSettings.for_unit(
-        plan,
-        unit.override,
-        kept=unit.kept,
-        is_embedding=unit.is_embedding,
-        has_experts=unit.has_experts,
+        plan, unit.override, kept=unit.kept, is_embedding=unit.is_embedding, has_experts=unit.has_experts
     )
     if unit.has_experts and plan.has_expert_mesh:
         ranks = plan.expert_parallel
@@ -254,9 +250,8 @@ def update_temporary_bytes(sizes: Iterable[UnitBytes], plan: Plan) -> int:
 
     Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. Others update parameter by
     parameter: stochastic rounding as `stochastic_rounding_temporary_bytes` says; AdamW in 8 bits with 53
-    bytes per element on the CPU, where it is eager. On a GPU it is compiled, to one kernel that writes at
-    most the two new moments in fp32 and their scales before it quantises them (measured with Inductor on a
-    CPU).
+    bytes per element on the CPU, where it is eager. On a GPU it is compiled, to a kernel that writes at most
+    both new moments in fp32 and their scales before it quantises them (measured with Inductor on a CPU).
     """
     section, units = plan.run.optimizer, list(sizes)
     if plan.run.offload.offloads_optimizer:

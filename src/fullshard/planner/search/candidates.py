@@ -98,12 +98,10 @@ def iterate_candidates(
     """
     own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
     for tier in tiers or (own,):
-        yield from _iterate_candidates_with_tier(spec, hardware, run=run, tier=tier)
+        yield from _iterate_with_tier(spec, hardware, run=run, tier=tier)
 
 
-def _iterate_candidates_with_tier(
-    spec: ModelSpec, hardware: Hardware, *, run: Run, tier: Tier
-) -> Iterator[Candidate]:
+def _iterate_with_tier(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: Tier) -> Iterator[Candidate]:
     per_node, split = hardware.ranks_per_node, run.sharding.tensor_degree
     run = run_with_settings(run, {"offload": {"tier": tier}, "sharding": {"tensor_parallel": split}})
     world = hardware.world_size // split
@@ -170,10 +168,8 @@ def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
 
 
 def _sharding_settings(mesh: ShardingChoice) -> dict[str, object]:
-    return {
-        "strategy": mesh.strategy,
-        "shard_degree": mesh.shard_degree if mesh.strategy in _HYBRID else None,
-    }
+    shard_degree = mesh.shard_degree if mesh.strategy in _HYBRID else None
+    return {"strategy": mesh.strategy, "shard_degree": shard_degree}
 
 
 def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[ShardingChoice]:

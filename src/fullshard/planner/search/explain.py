@@ -36,8 +36,7 @@ class PlanImprovement(FrozenModel):
 class PlanExplanation(FrozenModel):
     """Explanation of the best plan.
 
-    `binds` is the limit of the plan: what costs the largest part of the step, or `computing` if no other part
-    is notable.
+    `binds` is the plan's limit: the largest part of the step, or `computing` if no other part is notable.
 
     memory      the seconds that the fastest plan in twice the memory would save
     links       waiting for collectives
@@ -60,7 +59,7 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
     plan = found.best
     assert plan is not None, "a plan that fits is explained"
     binds, because = _binding_limit_and_reason(plan, found)
-    lever = find_largest_improvement(plan, hardware, spec=spec, run=run)
+    lever = find_best_change(plan, hardware, spec=spec, run=run)
     return PlanExplanation(binds=binds, because=because, lever=lever)
 
 
@@ -91,9 +90,8 @@ def _notable_limits(plan: Plan, fastest: Plan) -> Iterator[tuple[float, Binding,
     if time.offload > NOTABLE * total:
         tier = prediction.offload
         cause = tier.step_bottleneck if tier is not None else "copies of activations"
-        text = (
-            f"{100 * time.offload / total:.0f} % of the step is waiting for the host and its drive: {cause}"
-        )
+        percent = 100 * time.offload / total
+        text = f"{percent:.0f} % of the step is waiting for the host and its drive: {cause}"
         yield time.offload / total, "host", text
     waits = {
         "all-gather": time.exposed_all_gather,
@@ -130,9 +128,7 @@ def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
     yield f"tensor parallel {plan.tensor_parallel}"
 
 
-def find_largest_improvement(
-    plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run
-) -> PlanImprovement | None:
+def find_best_change(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanImprovement | None:
     """Returns the change that gains most tokens/s per rank over `plan`, if it is notable.
 
     Tried are: a pinned microbatch, recompute or sharding left to the planner, compiled blocks, a batch twice

@@ -10,8 +10,7 @@ computes less. So a plan in which each rank has whole sequences and matmuls is f
 
 Only in these cases are other numbers of ranks tried, each with all other settings open. The fastest plan that
 fits is chosen if it is notably faster than one with fewer axes. One that offloads must be notably faster than
-all that do not: the rates of hosts differ more than those of links. Each number needs a trace, which takes
-seconds.
+all that do not: the rates of hosts differ more than those of links. Each number takes seconds to trace.
 
 Of the numbers of ranks that divide experts, the least is chosen that no other is notably faster than.
 Plans that offload are compared only if none fits without. Ranks that share sequences or matmuls are tried
@@ -67,9 +66,8 @@ class _DegreeSearcher(NamedTuple):
         degrees = list(iterate_expert_degrees(hardware, spec.experts))
         if run.sharding.expert_parallel != "auto" or not degrees:
             return self._search_with_spec(run, spec)
-        questions = {
-            1: (_with_degree(run, "expert_parallel", degree=1), spec)
-        } | self._describe_expert_degrees(run, degrees)
+        undivided = (_with_degree(run, "expert_parallel", degree=1), spec)
+        questions = {1: undivided} | self._describe_expert_degrees(run, degrees)
         # By choice, plans offload only if none fits without.
         targets = list_offload_targets(hardware, run) if run.offload.tier == "auto" else ()
         for tiers in ((), targets) if targets else ((),):
@@ -185,10 +183,8 @@ def _iterate_tensor_searches(searcher: _DegreeSearcher, run: Run, *, tensor: int
     Sequences are whole, unless no plan with whole ones fits, or ranks outnumber the sequences of the batch.
     """
     own = _with_degree(run, "tensor_parallel", degree=tensor)
-    longer = (
-        _with_degree(own, "context_parallel", degree=d)
-        for d in iterate_context_degrees(searcher.hardware, own)
-    )
+    degrees = iterate_context_degrees(searcher.hardware, own)
+    longer = (_with_degree(own, "context_parallel", degree=d) for d in degrees)
     with suppress(ShardError, TraceError):  # this many ranks cannot divide the matmuls of this model
         for one in (own, *longer):
             searched = searcher.search_fitting(one)

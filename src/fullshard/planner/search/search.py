@@ -122,13 +122,13 @@ def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
     kinds: dict[str, list[int]] = defaultdict(list)
     for index in order:
         kinds[costs.candidates[index].strategy_label].append(index)
-    best = _find_best_index(costs, own, limit=limit)
+    best = _find_best(costs, own, limit=limit)
     by_kind: dict[str, int] = {}
     for name, indices in kinds.items():
-        chosen = _find_best_index(costs, indices, limit=limit)
-        by_kind[name] = _find_smallest_index(costs, indices) if chosen is None else chosen
-    fastest, closest = _find_fastest_index(costs, order, limit=None), None
-    in_twice = _find_fastest_index(costs, order, limit=2 * costs.hardware.device_bytes_limit)
+        chosen = _find_best(costs, indices, limit=limit)
+        by_kind[name] = _find_smallest(costs, indices) if chosen is None else chosen
+    fastest, closest = _find_fastest(costs, order, limit=None), None
+    in_twice = _find_fastest(costs, order, limit=2 * costs.hardware.device_bytes_limit)
     if best is None:
         closest = min((costs.plan(index) for index in by_kind.values()), key=_memory_shortfall_sort_key)
     assert fastest is not None, "something was considered"
@@ -144,9 +144,9 @@ def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
     )
 
 
-def _find_best_index(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int) -> int | None:
+def _find_best(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int) -> int | None:
     """Returns the best of these candidates, by [Note: the choice], or None if none fits `limit` bytes."""
-    fastest = _find_fastest_index(costs, order, limit=limit)
+    fastest = _find_fastest(costs, order, limit=limit)
     if fastest is None:
         return None
     if len({costs.candidates[index].tier for index in order}) > 1:
@@ -155,7 +155,7 @@ def _find_best_index(costs: candidates.CandidateCosts, order: Sequence[int], *, 
         plainest = next(i for i in near if costs.fits(i, limit) and costs.seconds(i) <= slowest)
         tier = costs.candidates[plainest].tier
         order = [index for index in order if costs.candidates[index].tier == tier]
-        fastest = _find_fastest_index(costs, order, limit=limit)
+        fastest = _find_fastest(costs, order, limit=limit)
         assert fastest is not None, "the plainest fits"
     slowest = costs.seconds(fastest) * (1 + SAME_SPEED)
     near = [index for index in order if costs.least_seconds[index] <= slowest and costs.fits(index, limit)]
@@ -166,9 +166,7 @@ def _find_best_index(costs: candidates.CandidateCosts, order: Sequence[int], *, 
     return next(index for index in small if costs.seconds(index) <= slowest)
 
 
-def _find_fastest_index(
-    costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int | None
-) -> int | None:
+def _find_fastest(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int | None) -> int | None:
     """Returns the fastest candidate that fits `limit` bytes (None: any). `order`: by bounds on time."""
     best = None
     for index in order:
@@ -180,7 +178,7 @@ def _find_fastest_index(
     return best
 
 
-def _find_smallest_index(costs: candidates.CandidateCosts, indices: Iterable[int]) -> int:
+def _find_smallest(costs: candidates.CandidateCosts, indices: Iterable[int]) -> int:
     """Returns the candidate that needs the fewest bytes of the device; of equals, the plainest."""
     best: tuple[int, int] | None = None
     for bound, index in sorted((costs.least_bytes(index), index) for index in indices):
@@ -208,10 +206,9 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
     largest, count = max(prediction.memory.terms().items(), key=lambda term: term[1])
     changes = chain(iterate_runs_with_setting_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
     no_margin = candidates.run_with_settings(run, {"plan": {"memory_margin": 0.0}})
+    without_margin = [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
     ways = [
-        _first_fitting_change_text(
-            spec, [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
-        ),
+        _first_fitting_change_text(spec, without_margin),
         _first_fitting_change_text(spec, changes) or "a shorter data.sequence_length, or a smaller model",
         _suggest_offload_target(spec, hardware, run=run),
     ]

@@ -1,4 +1,4 @@
-"""SpeedDeviation of predicted speeds: how far they were from published ones, by size and number of nodes."""
+"""Deviation of predicted speeds: how far they were from published ones, by size and number of nodes."""
 
 from typing import NamedTuple
 
@@ -25,13 +25,11 @@ class SpeedDeviation(NamedTuple):
 
 
 def speed_deviation_of_model(spec: ModelSpec, hardware: Hardware) -> SpeedDeviation | None:
-    """Returns the expected deviation of a model's predicted speed, as `expected_speed_deviation` does."""
-    return expected_speed_deviation(spec.numel, hardware, mixture=spec.is_mixture)
+    """Returns the expected deviation of a model's predicted speed, as `speed_deviation` does."""
+    return speed_deviation(spec.numel, hardware, mixture=spec.is_mixture)
 
 
-def expected_speed_deviation(
-    numel: int, hardware: Hardware, *, mixture: bool = False
-) -> SpeedDeviation | None:
+def speed_deviation(numel: int, hardware: Hardware, *, mixture: bool = False) -> SpeedDeviation | None:
     """Returns the expected deviation of a predicted speed of a model of `numel` parameters; None on a CPU.
 
     Of a size or chip without published rows, it is the worst of all rows, which may still be too little.
@@ -53,10 +51,8 @@ def expected_speed_deviation(
     if is_known and numel >= table["parameters"]:
         spread = table["one_node" if hardware.nodes == 1 else "several_nodes"]
         where = "one node" if hardware.nodes == 1 else "several nodes"
-        return SpeedDeviation(
-            spread["low"], spread["high"], f"90 % of {spread['rows']} published rows on {where}"
-        )
+        grounds = f"90 % of {spread['rows']} published rows on {where}"
+        return SpeedDeviation(spread["low"], spread["high"], grounds)
     why = "too few of such models" if is_known else f"none on {hardware.chip.name}"
-    return SpeedDeviation(
-        every["low"], every["high"], f"the worst two of {every['rows']} published rows ({why})"
-    )
+    grounds = f"the worst two of {every['rows']} published rows ({why})"
+    return SpeedDeviation(every["low"], every["high"], grounds)

@@ -125,11 +125,7 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         'precision.mode = "fp8" or "fp8_rowwise"',
     ),
     (("schedule.decay_fraction",), lambda run: run.schedule.kind == "wsd", 'schedule.kind = "wsd"'),
-    (
-        ("schedule.min_lr_ratio",),
-        lambda run: run.schedule.kind != "constant",
-        "a schedule.kind that decays",
-    ),
+    (("schedule.min_lr_ratio",), lambda run: run.schedule.kind != "constant", "a schedule.kind that decays"),
     (
         ("data.on_error", "data.processes", "data.packing", "data.validation_fraction", "data.records"),
         lambda run: run.data.source != "python",
