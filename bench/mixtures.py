@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fullshard.models.decoder import Attention, DecoderModel, Mixture, RotateByPosition
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
-from fullshard.models.experts import multiply_groups
+from fullshard.models.experts import matmul_groups
 from fullshard.parallel.expert_parallel import exchange_rows
 from fullshard.spec.settings.model_section import DecoderConfig
 
@@ -170,8 +170,8 @@ class FusedExperts(nn.Module):
         sent = x if self.copies == 1 else move_rows(x, int(len(x) * self.copies))
         rows = move_rows(exchange_rows(sent, sizes, 1.0, 1.0, "expert", returns=False), index.numel())
         ends = torch.zeros(len(self.down), dtype=torch.int32, device=x.device)
-        inner = swiglu(multiply_groups(rows, self.gate_up, ends=ends), weights.flatten())
-        y = move_rows(multiply_groups(inner, self.down, ends=ends), len(sent))
+        inner = swiglu(matmul_groups(rows, self.gate_up, ends=ends), weights.flatten())
+        y = move_rows(matmul_groups(inner, self.down, ends=ends), len(sent))
         y = exchange_rows(y, sizes, 1.0, 1.0, "expert", returns=True)
         return y if self.copies == 1 else move_rows(y, len(x))
 

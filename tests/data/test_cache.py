@@ -13,9 +13,9 @@ import pytest
 
 from fullshard.data.files import stat_files
 from fullshard.data.token_store import (
+    file_digests,
     get_or_build_entry,
     make_cache_directory,
-    source_file_digests,
 )
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSection
@@ -102,7 +102,7 @@ def aged(path: Path, text: str, *, seconds: float) -> Path:
 
 
 def digests(tmp_path: Path, *paths: Path) -> list[str]:
-    return source_file_digests(stat_files(map(str, paths)), root=tmp_path / "cache")
+    return file_digests(stat_files(map(str, paths)), root=tmp_path / "cache")
 
 
 def test_digests_follow_content_alone(tmp_path: Path):

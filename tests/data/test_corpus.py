@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.data.files import SourceFile
-from fullshard.data.readers import FilePart, split_file_into_parts
+from fullshard.data.readers import FilePart, split_file
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import TokenStore, make_cache_directory, no_heartbeat
 from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
@@ -78,9 +78,7 @@ def test_every_source_gives_the_tokens_of_its_texts(tmp_path: Path, tokenizer: s
 def test_several_processes_make_the_same_tokens(tmp_path: Path, tokenizer: str):
     paths = [Path(texts_file(tmp_path / f"{i}.jsonl", 20, first=100 * i)) for i in range(6)]
     parts = [
-        part
-        for path in paths
-        for part in split_file_into_parts("jsonl", SourceFile(str(path), path.stat().st_size))
+        part for path in paths for part in split_file("jsonl", SourceFile(str(path), path.stat().st_size))
     ]
     recipe = TokenizeSettings(
         DataSourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16"

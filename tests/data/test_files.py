@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.files import FileKind, SourceFile, list_matching_files, list_stdlib_files
-from fullshard.data.readers import read_records, split_file_into_parts
+from fullshard.data.readers import read_records, split_file
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
 
@@ -100,7 +100,7 @@ def test_patterns_without_a_readable_text_are_refused(tmp_path: Path, make, mess
 def test_file_that_shrank_or_went_away_is_refused(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("four")
-    (part,) = split_file_into_parts("text", SourceFile(str(path), 4))
+    (part,) = split_file("text", SourceFile(str(path), 4))
     path.write_text("two")
     with pytest.raises(DataError, match="changed while it was read"):
         list(read_records(part, DataSourceFields()))

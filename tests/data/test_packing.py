@@ -13,7 +13,7 @@ from fullshard.data.packing import (
     permute_pseudorandomly,
     shuffled_rows_at,
     split_long_spans,
-    split_training_and_held_out,
+    split_off_held_out,
 )
 
 laws = settings(max_examples=60)
@@ -66,14 +66,14 @@ def test_stories_fill_over_99_percent(capacity: int):
 @given(sizes, st.floats(0, 0.9))
 def test_every_token_is_trained_on_or_validated(sizes: list[int], fraction: float):
     spans = spans_of(sizes)
-    training, held_out = split_training_and_held_out(spans.begins, spans.lengths, fraction=fraction)
+    training, held_out = split_off_held_out(spans.begins, spans.lengths, fraction=fraction)
     assert sorted(all_places(training) + all_places(held_out)) == all_places(spans)
     asked = round(fraction * sum(sizes))
     assert min(asked, max(sizes) - 1) // 2 <= held_out.token_count <= asked
 
 
 def test_the_tail_of_a_single_document_is_validated():
-    training, held_out = split_training_and_held_out(np.array([7]), np.array([100]), fraction=0.25)
+    training, held_out = split_off_held_out(np.array([7]), np.array([100]), fraction=0.25)
     assert (training.begins.tolist(), training.lengths.tolist()) == ([7], [75])
     assert (held_out.begins.tolist(), held_out.lengths.tolist()) == ([82], [25])
 

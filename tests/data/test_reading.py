@@ -18,7 +18,7 @@ from fullshard.data.readers import (
     RecordKind,
     SourceRecord,
     read_records,
-    split_file_into_parts,
+    split_file,
 )
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
@@ -36,7 +36,7 @@ def cut_at(kind: Kind, path: Path, cuts: list[int]) -> list[FilePart]:
 
 
 def parts_of(kind: RecordKind, path: Path) -> list[FilePart]:
-    return split_file_into_parts(kind, SourceFile(str(path), path.stat().st_size))
+    return split_file(kind, SourceFile(str(path), path.stat().st_size))
 
 
 def read(shards: list[FilePart]) -> list[SourceRecord | CorruptRecord]:
@@ -158,7 +158,7 @@ def test_a_file_with_an_array_of_objects_gives_its_objects(tmp_path: Path, endin
     def read(data: bytes) -> list[SourceRecord | CorruptRecord]:
         path = tmp_path / f"a{ending}"
         path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
-        parts = split_file_into_parts("jsonl", SourceFile(str(path), path.stat().st_size))
+        parts = split_file("jsonl", SourceFile(str(path), path.stat().st_size))
         return [one for part in parts for one in read_records(part, DataSourceFields())]
 
     for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fullshard.data.files import SourceFile
-from fullshard.data.readers import read_records, split_file_into_parts
+from fullshard.data.readers import read_records, split_file
 from fullshard.data.row_fields import ABSENT, look_up_field, suggest_settings
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
@@ -26,7 +26,7 @@ def test_dots_lead_to_nested_fields_and_a_field_of_the_whole_name_wins():
 def test_parquet_reads_only_the_named_part_of_a_nested_column(tmp_path: Path):
     rows = [{"data": {"text": "a", "unused": "b"}, "more": "c"}]
     (path,) = write_rows("parquet", tmp_path, rows)["paths"]
-    (part,) = split_file_into_parts("parquet", SourceFile(path, 99))
+    (part,) = split_file("parquet", SourceFile(path, 99))
     (record,) = read_records(part, DataSourceFields(text_field="data.text"))
     assert record.value == {"data": {"text": "a"}}
 

@@ -9,7 +9,7 @@ import pytest
 from fullshard.data.build import build_packed_data
 from fullshard.data.row_fields import (
     UntokenizableRecordError,
-    check_no_unused_exclusion_marks,
+    check_exclusions_are_used,
     is_message_trained,
     read_token_row,
 )
@@ -160,9 +160,9 @@ def test_packed_rows_of_every_source_are_several_documents(tmp_path: Path, kind:
 def test_a_mark_that_is_not_used_refuses_its_row(mark: dict[str, Any]):
     (name,) = mark
     with pytest.raises(UntokenizableRecordError, match=rf"^'{name}' is"):
-        check_no_unused_exclusion_marks({"text": "a", **mark}, "text")
+        check_exclusions_are_used({"text": "a", **mark}, "text")
     with pytest.raises(UntokenizableRecordError, match=rf"^'(data\.)?{name}' is"):
-        check_no_unused_exclusion_marks({"data": {"text": "a", **mark}}, "data.text")
+        check_exclusions_are_used({"data": {"text": "a", **mark}}, "data.text")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_mark_that_is_not_used_refuses_its_row(mark: dict[str, Any]):
     ],
 )
 def test_fields_that_exclude_nothing_are_ignored(row: dict[str, Any]):
-    check_no_unused_exclusion_marks({"text": "a", **row}, "text")
+    check_exclusions_are_used({"text": "a", **row}, "text")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])

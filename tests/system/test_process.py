@@ -28,7 +28,7 @@ def test_a_signal_is_noted_and_the_handlers_are_as_before(number: signal.Signals
 
 
 def test_sigterm_may_come_again_but_a_second_ctrl_c_is_meant() -> None:
-    with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as signals:
+    with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_sigint=True) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.system.targets import build_can_load_predicate, check_output_directory, check_output_file
+from fullshard.system.targets import check_output_directory, check_output_file, make_load_predicate
 
 
 @pytest.fixture
@@ -95,4 +95,4 @@ def test_an_impossible_path_passes_the_check() -> None:
 def test_a_file_that_is_larger_than_any_of_its_kind_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
-    assert not build_can_load_predicate(Path.read_bytes)(tmp_path / "large")
+    assert not make_load_predicate(Path.read_bytes)(tmp_path / "large")

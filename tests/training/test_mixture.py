@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.decoder import DecoderModel, Mixture
-from fullshard.models.experts import multiply_groups, multiply_groups_in_turn
+from fullshard.models.experts import matmul_groups, matmul_groups_in_turn
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
 from fullshard.planner.describe.describe import describe
@@ -102,8 +102,8 @@ def test_grouped_matmuls_equal_plain_ones(counts: tuple[int, ...], width: int, d
     plain = torch.cat([part @ matrix for part, matrix in parts]).square().sum()
     expected = torch.autograd.grad(plain, (rows, matrices))
     for product in (
-        multiply_groups(rows, matrices, ends=ends),
-        multiply_groups_in_turn(rows, matrices, ends),
+        matmul_groups(rows, matrices, ends=ends),
+        matmul_groups_in_turn(rows, matrices, ends),
     ):
         found = torch.autograd.grad(product.square().sum(), (rows, matrices))
         torch.testing.assert_close(found, expected)

@@ -175,7 +175,7 @@ def attempt_id_in_manifest(manifest: bytes) -> str | None:
     return attempt if isinstance(attempt, str | None) else "unknown"
 
 
-def write_file_with_process_name(draft: CheckpointFiles) -> bytes:
+def write_process_name(draft: CheckpointFiles) -> bytes:
     """Writes the first file of a draft, which names the process that saves it. Returns its bytes."""
     data = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
     write_file(draft, WRITER, data=data)

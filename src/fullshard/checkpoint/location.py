@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fullshard.checkpoint.files import (
-    WRITER,
-    CheckpointFiles,
-    LocalFiles,
-    write_file,
-    write_file_with_process_name,
-)
+from fullshard.checkpoint.files import WRITER, CheckpointFiles, LocalFiles, write_file, write_process_name
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -158,7 +152,7 @@ class LocalLocation:
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}")
         draft.path.mkdir()
         try:
-            write_file_with_process_name(draft)
+            write_process_name(draft)
         except OSError:
             _rmtree_or_warn(draft.path)
             raise
@@ -227,7 +221,7 @@ def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Ch
     that may be complete but cannot be read, since an older one is no substitute for it.
     """
     last: list[tuple[CheckpointFiles, Manifest]] = []
-    for files, manifest in _iterate_complete_checkpoints_by_step(place):
+    for files, manifest in _iterate_checkpoints_by_step(place):
         if not manifest.skipped_in_a_row:
             yield files, manifest
             continue
@@ -240,9 +234,7 @@ def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Ch
     yield from last
 
 
-def _iterate_complete_checkpoints_by_step(
-    place: CheckpointLocation,
-) -> Iterator[tuple[CheckpointFiles, Manifest]]:
+def _iterate_checkpoints_by_step(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
     if not place.exists():
         return
     for name in place.list_drafts():

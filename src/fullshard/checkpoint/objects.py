@@ -25,7 +25,7 @@ from fullshard.checkpoint.files import (
     CheckpointFiles,
     ObjectFiles,
     attempt_id_in_manifest,
-    write_file_with_process_name,
+    write_process_name,
 )
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
 from fullshard.errors import CheckpointError
@@ -83,7 +83,7 @@ class ObjectLocation:
     def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         """Creates a draft, and removes abandoned ones. Warns of a store that would replace a manifest."""
         draft = self._step_files(step, attempt=secrets.token_hex(8))
-        store, writer = self.root_as_checkpoint().store, write_file_with_process_name(draft)
+        store, writer = self.root_as_checkpoint().store, write_process_name(draft)
         try:
             store.put_new_object(f"{draft}/{WRITER}", data=writer)
         except FileExistsError:

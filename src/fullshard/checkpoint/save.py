@@ -105,7 +105,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     finite: Collection[str] = ()  # names of the tensors that must be finite
 
-    def check_no_nan_or_infinity(self, name: str, numbers: Tensor) -> None:
+    def check_no_nan_or_inf(self, name: str, numbers: Tensor) -> None:
         """Raises CheckpointError for numbers of a tensor from which no training can continue.
 
         Infinities are accepted in model tensors outside `finite`, such as masks. Other tensors are unchecked.
@@ -294,9 +294,7 @@ def _write_shards(
     left = of_rank_zero if rank() else set[str]()
     with raise_on_all_ranks(doing, group=group):
         tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in left}
-        own, metadata = storage.write_with_dcp(
-            tensors, draft, check=mine.check_no_nan_or_infinity, group=group
-        )
+        own, metadata = storage.write_with_dcp(tensors, draft, check=mine.check_no_nan_or_inf, group=group)
     return {n: f for part in all_gather_object(own, group=group) for n, f in part.items()}, metadata
 
 

@@ -129,11 +129,7 @@ def write_shards(
     some = next(shards, None)
     if some is None:
         return (), {}
-    with (
-        draft.create_file(name) as file,
-        shard_file.ShardFileWriter(file) as pieces,
-        _without_zip_checksums(),
-    ):
+    with draft.create_file(name) as file, shard_file.ShardFileWriter(file) as pieces, _no_zip_checksums():
         for tensor_name, index, shard in itertools.chain([some], shards):
             on_cpu = shard.detach().cpu()
             check(tensor_name, on_cpu)
@@ -313,7 +309,7 @@ def _suppress_single_process_warning() -> Generator[None]:
 
 
 @contextmanager
-def _without_zip_checksums() -> Generator[None]:
+def _no_zip_checksums() -> Generator[None]:
     """Turns off torch.save's CRC-32 meanwhile: it costs more than fullshard's digests, and is never read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

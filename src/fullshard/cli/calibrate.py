@@ -82,9 +82,9 @@ def calibrate(
 def _is_hardware_file(path: Path) -> bool:
     """Returns True if the file is a hardware.toml, written by hand or measured."""
     from fullshard.system.small_files import read_toml
-    from fullshard.system.targets import build_can_load_predicate
+    from fullshard.system.targets import make_load_predicate
 
-    return build_can_load_predicate(read_toml)(path) and "chip" in read_toml(path)
+    return make_load_predicate(read_toml)(path) and "chip" in read_toml(path)
 
 
 def _check_output_is_writable(path: Path) -> None:

@@ -48,7 +48,7 @@ def check(
         if is_first and not as_json:
             _show_group("settings", found, verbose=verbose)
     else:
-        found = _collect_and_show_findings(plan, verbose=verbose, as_json=as_json, is_first=is_first)
+        found = _collect_and_show(plan, verbose=verbose, as_json=as_json, is_first=is_first)
     if not is_first:
         raise typer.Exit(0)
     seconds = time.monotonic() - started
@@ -77,9 +77,7 @@ def _plan_or_failure(run: "Run") -> "Plan | Finding":
     return plan
 
 
-def _collect_and_show_findings(
-    plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool
-) -> "list[Finding]":
+def _collect_and_show(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> "list[Finding]":
     from fullshard.launch.environment import is_started_by_torchrun
 
     # Ranks that torchrun started meet first: the others would wait for rank 0.

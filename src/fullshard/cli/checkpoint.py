@@ -147,15 +147,11 @@ def export_checkpoint(
 
 def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
     """Raises an error if an export would replace other files than an earlier one's; with hf, any weights."""
-    from fullshard.system.targets import (
-        build_can_load_predicate,
-        check_output_directory,
-        check_output_file,
-    )
+    from fullshard.system.targets import check_output_directory, check_output_file, make_load_predicate
     from fullshard.weights.export import check_holds_no_weights
     from fullshard.weights.files import INDEX, read_header
 
-    is_weights = build_can_load_predicate(read_header, most_bytes=None)
+    is_weights = make_load_predicate(read_header, most_bytes=None)
     if form == "hf":
         check_holds_no_weights(target)
     if form != "safetensors" or sharded:

@@ -34,9 +34,9 @@ def trace(
         save_trace,
         spans_by_trace_process,
     )
-    from fullshard.system.targets import build_can_load_predicate, check_output_file
+    from fullshard.system.targets import check_output_file, make_load_predicate
 
-    check_output_file(path, is_kind=build_can_load_predicate(check_is_trace), force=force, streams=True)
+    check_output_file(path, is_kind=make_load_predicate(check_is_trace), force=force, streams=True)
     step = choose_step(directory, step)
     measured = read_step(directory, step)
     if not measured:

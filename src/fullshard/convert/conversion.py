@@ -119,9 +119,7 @@ def convert_config(
     return Conversion(
         name=name,
         format=found,
-        key_results=tuple(
-            _with_original_key_and_default_value(state, state.key_results[key]) for key in state.leaves
-        ),
+        key_results=tuple(_with_file_key_and_default(state, state.key_results[key]) for key in state.leaves),
         notes=tuple(state.notes),
         settings=settings,
         origins={key: state.original_names.get(origin, origin) for key, origin in state.origins.items()},
@@ -129,9 +127,7 @@ def convert_config(
     )
 
 
-def _with_original_key_and_default_value(
-    state: rules.ConversionState, result: rules.KeyResult
-) -> rules.KeyResult:
+def _with_file_key_and_default(state: rules.ConversionState, result: rules.KeyResult) -> rules.KeyResult:
     """Returns `result` with the key's name in the config, and for an open value, the one that counts here."""
     changes = {"key": state.original_names.get(result.key, result.key)}
     target = result.misses

@@ -54,10 +54,8 @@ def _convert_sections_that_accelerate_reads(state: ConversionState, kind: str) -
     _, micro, steps = (state.checked_positive_integer(f"deepspeed_config.{name}") for name in names)
     _convert_distributed_type(state, kind)
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in state.leaves}
-    _convert_mesh_if_replicated(
-        state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")]
-    )
-    convert_fsdp_section(state, by_default=kind == "fsdp", ranks_per_node=per_node)
+    _convert_replicas(state, [found.get(f"{name}_size", "") for name in ("dp_replicate", "dp_shard", "cp")])
+    convert_fsdp(state, by_default=kind == "fsdp", ranks_per_node=per_node)
     rules = load_rules("accelerate")
     apply_rules(state, {key: rules[key] for key in ("deepspeed_config.zero_stage",)})
     optimizer, params = (f"deepspeed_config.offload_{part}_device" for part in ("optimizer", "param"))
@@ -76,9 +74,7 @@ def _convert_sections_that_accelerate_reads(state: ConversionState, kind: str) -
     state.record_unknown_keys(list_exact_keys(rules))
 
 
-def convert_fsdp_section(
-    state: ConversionState, *, by_default: bool, ranks_per_node: int | None = None
-) -> None:
+def convert_fsdp(state: ConversionState, *, by_default: bool, ranks_per_node: int | None = None) -> None:
     """Converts `fsdp_config` of Accelerate, which transformers' Trainer has too.
 
     by_default: whether FSDP is used even if no key sets a strategy; the strategy is then full_shard
@@ -135,7 +131,7 @@ def _convert_distributed_type(state: ConversionState, kind: str) -> None:
         state.infer_setting("run.device", "cpu", origin=key)
 
 
-def _convert_mesh_if_replicated(state: ConversionState, keys: list[str]) -> bool:
+def _convert_replicas(state: ConversionState, keys: list[str]) -> bool:
     """Sets hybrid_shard or no_shard if there are replicas, and returns whether there are.
 
     keys: keys of the numbers of replicas, of ranks that share parameters, and of ranks that share sequences,
@@ -215,9 +211,7 @@ def convert_trainer(state: ConversionState) -> None:
     _convert_schedule(state, default_warmup=lambda steps: 0)
     tool = "trl" if _has_any_key_in(state, _TRL) else "trainer"
     tool = "llama_factory" if _has_any_key_in(state, _LLAMA_FACTORY) else tool
-    _convert_arguments(
-        state, defaults=_default_duration_setting(state, epochs=3) | _defaults_of(tool), microbatch=8
-    )
+    _convert_arguments(state, defaults=_default_duration(state, epochs=3) | _defaults_of(tool), microbatch=8)
 
 
 def convert_axolotl(state: ConversionState) -> None:
@@ -225,7 +219,7 @@ def convert_axolotl(state: ConversionState) -> None:
     state.rename_keys(load_table("trainer", "other_names"))
     _convert_schedule(state, default_warmup=lambda steps: min(int(0.03 * steps), 100))
     _convert_arguments(
-        state, defaults=_default_duration_setting(state, epochs=1) | _defaults_of("axolotl"), microbatch=1
+        state, defaults=_default_duration(state, epochs=1) | _defaults_of("axolotl"), microbatch=1
     )
 
 
@@ -233,7 +227,7 @@ def _defaults_of(tool: str) -> dict[str, Any]:
     return load_table("trainer", "defaults") | load_table("trainer", "defaults_of")[tool]
 
 
-def _default_duration_setting(state: ConversionState, *, epochs: int) -> dict[str, Any]:
+def _default_duration(state: ConversionState, *, epochs: int) -> dict[str, Any]:
     """Returns the trainer's default duration in `epochs`; none if `max_steps` is set, which counts."""
     if state.checked_positive_integer("max_steps", unset=(-1, 0)):
         state.record_not_needed("num_train_epochs", "max_steps says the duration")
@@ -265,9 +259,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
         # LLaMA-Factory's alpha is twice its rank.
         defaults = defaults | lora.get(named or "", {})
     else:
-        for key in [
-            key for key in state.leaves if key.startswith(("lora_", "peft_", "use_dora", "use_rslora"))
-        ]:
+        for key in [k for k in state.leaves if k.startswith(("lora_", "peft_", "use_dora", "use_rslora"))]:
             state.record_not_needed(key, "without an adapter")
     convert_betas(state, ("adam_beta1", "adam_beta2"), default=(0.9, 0.999))
     rules = load_rules("trainer")
@@ -331,16 +323,14 @@ def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
 
 def _convert_trainer_strategy(state: ConversionState) -> None:
     """Sets the strategy from `fsdp`, `fsdp_config`, and axolotl's degrees of parallelism."""
-    has_replicas = _convert_mesh_if_replicated(
-        state, ["dp_replicate_size", "dp_shard_size", "context_parallel_size"]
-    )
+    has_replicas = _convert_replicas(state, ["dp_replicate_size", "dp_shard_size", "context_parallel_size"])
     value: Any = state.get("fsdp")
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
     named = next((word for word in words.lower().split() if word in _SHARDING_STRATEGIES), None)
     section = any(key.startswith("fsdp_config.") for key in state.leaves)
     # Of FSDP2, fsdp_config has the strategy, whatever `fsdp` says.
     if not has_replicas:
-        convert_fsdp_section(state, by_default=(section or is_true_yes_on(value)) and named is None)
+        convert_fsdp(state, by_default=(section or is_true_yes_on(value)) and named is None)
     if named is not None and "sharding.strategy" not in state.settings:
         state.record_setting("fsdp", "sharding.strategy", value=named)
     elif named is not None or is_true_yes_on(value):

@@ -156,7 +156,7 @@ class ConversionState:
             return
         self.origins.setdefault(target, key)
         same = key.rpartition(".")[2] == target.rpartition(".")[2]
-        self._record_verdict(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target)
+        self._record(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target)
 
     def infer_setting(self, target: str, value: Any, *, origin: str) -> None:
         """Sets `target`, unless it is set, to a value that follows from `origin`, a key or a reason."""
@@ -187,15 +187,15 @@ class ConversionState:
 
     def record_not_needed(self, key: str, why: str) -> None:
         """Records that the result is the same without `key`."""
-        self._record_verdict(key, KeyVerdict.NOT_NEEDED, why=why)
+        self._record(key, KeyVerdict.NOT_NEEDED, why=why)
 
     def record_unsupported(self, key: str, why: str, *, misses: str = "") -> None:
         """Records that the result differs from what `key` requests; `misses`: see `KeyResult`."""
-        self._record_verdict(key, KeyVerdict.NOT_SUPPORTED, why=why, misses=misses)
+        self._record(key, KeyVerdict.NOT_SUPPORTED, why=why, misses=misses)
 
     def record_auto_value(self, key: str, target: str) -> None:
         """Records that the value of `key`, which `target` expresses, is "auto"."""
-        self._record_verdict(key, KeyVerdict.OPEN, why="", misses=target)
+        self._record(key, KeyVerdict.OPEN, why="", misses=target)
 
     def record_unknown_keys(self, known: list[str]) -> None:
         """Records keys without a verdict as unknown, with a similar `known` one; empty tables as unneeded."""
@@ -205,11 +205,9 @@ class ConversionState:
                 continue
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
-            self._record_verdict(key, KeyVerdict.UNKNOWN, why=why)
+            self._record(key, KeyVerdict.UNKNOWN, why=why)
 
-    def _record_verdict(
-        self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "", misses: str = ""
-    ) -> None:
+    def _record(self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "", misses: str = "") -> None:
         if key in self.leaves and key not in self.key_results:
             self.key_results[key] = KeyResult(
                 key=key, value=self.get(key), verdict=verdict, sets=sets, misses=misses, why=why
@@ -223,12 +221,9 @@ def iterate_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
     """
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if (
-            isinstance(value, list)
-            and value
-            and all(isinstance(one, Mapping) for one in cast(list[Any], value))
-        ):
-            value = {str(number): one for number, one in enumerate(cast(list[Any], value))}
+        items = cast(list[Any], value) if isinstance(value, list) else []
+        if items and all(isinstance(one, Mapping) for one in items):
+            value = {str(number): one for number, one in enumerate(items)}
         if isinstance(value, Mapping) and value:
             yield from iterate_leaves(cast(Mapping[str, Any], value), f"{key}.")
         else:

@@ -181,16 +181,14 @@ def _pack_training_and_held_out(
 ) -> tuple[Mapping[str, token_store.Integers], Mapping[str, Any]]:
     """Returns (row arrays of both parts, number of tokens per part and of the longest training document)."""
     section = run.data
-    training, held_out = packing.split_training_and_held_out(
+    training, held_out = packing.split_off_held_out(
         *stream.document_begins_and_lengths(), fraction=section.validation_fraction
     )
     if section.packing == "concat":
         training = packing.shuffle_spans(training, seed=run.run.seed)
     arrays, tokens = dict[str, token_store.Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
-        rows = packing.pack_spans_into_rows(
-            spans, packing=section.packing, sequence_length=section.sequence_length
-        )
+        rows = packing.pack_spans(spans, packing=section.packing, sequence_length=section.sequence_length)
         arrays |= {f"{part}-{name}": array for name, array in rows.items()}
         tokens[part] = packing.count_tokens_in_row_arrays(rows)
     return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}

@@ -371,12 +371,10 @@ class _MarkerWriter:
                 parts = [
                     (part, _MarkedContent(i, name, self._next_markers(1))) for part in cast(list[Any], value)
                 ]
-                marked[name] = [
-                    self._mark_leaves_and_record_content(part, content) for part, content in parts
-                ]
+                marked[name] = [self._mark_and_record_content(part, content) for part, content in parts]
         for name in _OTHER_FIELDS:
             if message.get(name):
-                marked[name] = self._mark_leaves_and_record_content(
+                marked[name] = self._mark_and_record_content(
                     message[name], _MarkedContent(i, name, self._next_markers(1))
                 )
         if "tool_calls" in message:
@@ -408,7 +406,7 @@ class _MarkerWriter:
         begin = next((i for i, one in enumerate(text[:end], start=1) if one.isalnum()), end)
         return f"{text[:begin]}{first}{text[begin:end]}{last}{text[end:]}"
 
-    def _mark_leaves_and_record_content(self, value: Any, content: _MarkedContent) -> Any:
+    def _mark_and_record_content(self, value: Any, content: _MarkedContent) -> Any:
         self.found.append(content)
         return _mark_leaves(value, content.markers[0])
 

@@ -53,7 +53,7 @@ def _open_memmap_store(
             tokens, bounds = _open_bin_tokens(path, fields.dtype), None
     except OSError as error:
         raise unreadable_path_error(path, error) from error
-    _check_settings_fit_file(fields, path, dtype=tokens.dtype, has_bounds=bounds is not None)
+    _check_settings(fields, path, dtype=tokens.dtype, has_bounds=bounds is not None)
 
     def write_document_bounds(draft: Path) -> Mapping[str, Any]:
         eod_token = fields.eod_token if bounds is None else None
@@ -68,7 +68,7 @@ def _open_memmap_store(
 
     facts = {
         "kind": "memmap",
-        "files": token_store.source_file_digests(files, root=root, alive=alive),
+        "files": token_store.file_digests(files, root=root, alive=alive),
         "dtype": str(tokens.dtype),
         "eod_token": fields.eod_token,
         "rows": bounds is not None,
@@ -89,9 +89,7 @@ def _open_memmap_store(
     )
 
 
-def _check_settings_fit_file(
-    fields: DataSourceFields, path: str, *, dtype: np.dtype[Any], has_bounds: bool
-) -> None:
+def _check_settings(fields: DataSourceFields, path: str, *, dtype: np.dtype[Any], has_bounds: bool) -> None:
     """Raises DataError for settings that contradict a file that says its dtype and documents itself."""
     if fields.dtype is not None and np.dtype(fields.dtype) != dtype:
         raise DataError(

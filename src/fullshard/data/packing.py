@@ -53,9 +53,7 @@ class TokenSpans:
         return int(self.lengths.sum())
 
 
-def split_training_and_held_out(
-    begins: Int64, lengths: Int64, *, fraction: float
-) -> tuple[TokenSpans, TokenSpans]:
+def split_off_held_out(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[TokenSpans, TokenSpans]:
     """Returns (training spans, held-out spans) with about `fraction` of the tokens held out.
 
     `begins` and `lengths` are those of the documents. See [Note: what is held out].
@@ -162,7 +160,7 @@ Rows = ConcatenatedRows | PaddedRows
 """Rows of one length, of the training or the held-out part."""
 
 
-def pack_spans_into_rows(spans: TokenSpans, *, packing: Packing, sequence_length: int) -> dict[str, Integers]:
+def pack_spans(spans: TokenSpans, *, packing: Packing, sequence_length: int) -> dict[str, Integers]:
     """Packs `spans` into rows. Returns the arrays from which `build_rows_from_arrays` builds them."""
     if packing == "concat":
         return {"begins": spans.begins, "offsets": np.append(0, np.cumsum(spans.lengths)).astype(np.int64)}
@@ -177,14 +175,14 @@ def pack_spans_into_rows(spans: TokenSpans, *, packing: Packing, sequence_length
 
 
 def count_tokens_in_row_arrays(arrays: Mapping[str, Integers]) -> int:
-    """Returns the tokens in the arrays of `pack_spans_into_rows`; with `concat`, including the tail."""
+    """Returns the tokens in the arrays of `pack_spans`; with `concat`, including the tail."""
     return int(arrays["lengths"].sum(dtype=np.int64) if "lengths" in arrays else arrays["offsets"][-1])
 
 
 def build_rows_from_arrays(
     arrays: Mapping[str, Integers], *, tokens: int, sequence_length: int, masked: bool
 ) -> Rows:
-    """Builds rows from the arrays of `pack_spans_into_rows`, which may be memory maps.
+    """Builds rows from the arrays of `pack_spans`, which may be memory maps.
 
     tokens: number of tokens in the arrays, see `count_tokens_in_row_arrays`
     masked: whether labels across document boundaries are left out

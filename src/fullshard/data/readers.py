@@ -72,7 +72,7 @@ class CorruptRecord:
     why: str
 
 
-def split_file_into_parts(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
+def split_file(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
     """Cuts `file` into parts of about SHARD_BYTES; parquet into its row groups.
 
     A compressed file or a JSON array stays one part. Raises DataError for a broken parquet file. See

@@ -53,14 +53,7 @@ _LOSS_MASKS = (
 )
 _POSITIONS = ("position_ids", "input_pos", "positions")  # of each token in its document
 # Number of each token's document; places where documents begin, and the end; lengths of documents.
-_DOCUMENT_NUMBERS = (
-    "seq_idx",
-    "sequence_ids",
-    "document_ids",
-    "doc_ids",
-    "segment_ids",
-    "inputs_segmentation",
-)
+_DOCUMENT_IDS = ("seq_idx", "sequence_ids", "document_ids", "doc_ids", "segment_ids", "inputs_segmentation")
 _DOCUMENT_BEGINS = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q", "seq_start_id")
 _DOCUMENT_LENGTHS = ("seq_lengths", "seq_lens", "seqlens", "sequence_lengths", "document_lengths")
 _TRAINED_IF_TRUE = ("train", "training", "trainable", "is_trainable", "do_train", "train_on")
@@ -73,13 +66,9 @@ _UNCLEAR = ("mask", "train_detail", "training_detail")
 # Field of a row -> whether its numbers exclude and separate nothing.
 _EXCLUDES_NOTHING: dict[str, Callable[[Numbers], bool]] = {
     "labels": lambda numbers: IGNORED_LABEL not in numbers,
-    **dict.fromkeys(
-        (*_TRAINED_IF_ONE, *_LOSS_MASKS, "attention_mask"), lambda numbers: bool((numbers == 1).all())
-    ),
-    **dict.fromkeys(
-        (*_TRAINED_IF_ZERO, "prompt_mask", "special_tokens_mask"), lambda numbers: not numbers.any()
-    ),
-    **dict.fromkeys((*_DOCUMENT_NUMBERS, "token_type_ids"), lambda ids: bool((ids == ids[:1]).all())),
+    **dict.fromkeys((*_TRAINED_IF_ONE, *_LOSS_MASKS, "attention_mask"), lambda mask: bool((mask == 1).all())),
+    **dict.fromkeys((*_TRAINED_IF_ZERO, "prompt_mask", "special_tokens_mask"), lambda mask: not mask.any()),
+    **dict.fromkeys((*_DOCUMENT_IDS, "token_type_ids"), lambda ids: bool((ids == ids[:1]).all())),
     **dict.fromkeys(_POSITIONS[:2], lambda numbers: np.array_equal(numbers, np.arange(len(numbers)))),
     **dict.fromkeys(_DOCUMENT_BEGINS, lambda numbers: len(numbers) < 3),
     **dict.fromkeys(_DOCUMENT_LENGTHS, lambda numbers: len(numbers) < 2),
@@ -245,9 +234,7 @@ def _name_and_sibling_of_main_field(name: str, main_field: str) -> list[str]:
     return [name, f"{parent}.{name}"] if dot else [name]
 
 
-def check_no_unused_exclusion_marks(
-    row: Mapping[str, Any], main_field: str, *, used: Collection[str] = ()
-) -> None:
+def check_exclusions_are_used(row: Mapping[str, Any], main_field: str, *, used: Collection[str] = ()) -> None:
     """Raises UntokenizableRecordError for marks of `row`, not in `used`, that exclude or separate something.
 
     main_field: name of the field with the row's text, messages or tokens
@@ -259,9 +246,7 @@ def check_no_unused_exclusion_marks(
             name = key.removeprefix(f"{parent}.")
             if name in used or key == main_field or value is None:
                 continue
-            numbers = (
-                _number_array_or_none(value, single=name in _SINGLE) if name in _EXCLUDES_NOTHING else None
-            )
+            numbers = _numbers_or_none(value, single=name in _SINGLE) if name in _EXCLUDES_NOTHING else None
             excludes = numbers is not None and not _EXCLUDES_NOTHING[name](numbers)
             # A number is a measured loss; NeMo's mask is the name of a role.
             if excludes or (name == "loss" and value is False) or (name == "mask" and isinstance(value, str)):
@@ -291,7 +276,7 @@ def true_train_flag_names(message: Mapping[str, Any]) -> list[str]:
     return [name for name in _TRAINED_IF_TRUE if message.get(name) is True]
 
 
-def _number_array_or_none(value: Any, *, single: bool) -> Numbers | None:
+def _numbers_or_none(value: Any, *, single: bool) -> Numbers | None:
     """Returns a number or a list of numbers as an array; None for other values. `single`: allows a number."""
     is_single = single and isinstance(value, bool | int | float)
     try:
@@ -342,7 +327,7 @@ def read_token_row(
                 padding |= ~mask
             else:
                 trained &= mask != (mark == "prompt_mask")
-    check_no_unused_exclusion_marks(row, tokens_field, used=_USED)
+    check_exclusions_are_used(row, tokens_field, used=_USED)
     found, trained, begins = found[~padding], trained[~padding], begins[~padding]
     if found.size and not 0 <= (wrong := found.max() if found.min() >= 0 else found.min()) < vocabulary_size:
         raise UntokenizableRecordError(

@@ -17,13 +17,7 @@ from fullshard.data import token_store
 from fullshard.data.chat_template import read_chat_template
 from fullshard.data.files import SourceFile, is_compressed, list_matching_files, list_stdlib_files
 from fullshard.data.memmaps import open_memmap_stores
-from fullshard.data.readers import (
-    SHARD_BYTES,
-    FilePart,
-    check_reader_installed,
-    open_dataset,
-    split_file_into_parts,
-)
+from fullshard.data.readers import SHARD_BYTES, FilePart, check_reader_installed, open_dataset, split_file
 from fullshard.data.row_fields import TOKEN_LIMIT
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import (
@@ -57,7 +51,7 @@ _TOKENS, _OFFSETS, _TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 
 @dataclass(frozen=True)
-class _SourceFiles:
+class _FileSet:
     """The files of a source before they are read.
 
     name: name for display
@@ -122,12 +116,12 @@ def open_token_stores(
     vocabulary = None if foreign else tokenizer.vocabulary_size
     if section.tokenizer is None and files.is_small_text:
         tasks: list[TokenizedTask] = []
-        offsets, facts = _tokenize_and_write_each_task(files, settings, processes=1, write=tasks.append)
+        offsets, facts = _tokenize_and_write(files, settings, processes=1, write=tasks.append)
         tokens = np.concatenate([task.tokens for task in tasks])
         facts |= {"vocabulary": vocabulary}
         store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
     else:
-        digests = [*token_store.source_file_digests(files.files, root=root, alive=alive), *files.fingerprints]
+        digests = [*token_store.file_digests(files.files, root=root, alive=alive), *files.fingerprints]
         key = token_store.cache_key({"files": digests, "kind": files.kind, **_settings_cache_facts(settings)})
         processes = section.processes or count_usable_cores()
 
@@ -168,20 +162,20 @@ def _check_has_trained_tokens(store: token_store.TokenStore, section: DataSectio
         )
 
 
-def _list_source_files(source: Source, fields: DataSourceFields) -> _SourceFiles:
+def _list_source_files(source: Source, fields: DataSourceFields) -> _FileSet:
     kind = "text" if source == "stdlib" else source
     assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into parts"
     files = list_stdlib_files() if source == "stdlib" else list_matching_files(fields.paths, kind=kind)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return _SourceFiles(
+    return _FileSet(
         name=source if source == "stdlib" else f"{files[0].path.rpartition('/')[2]}{more}",
         kind=kind,
         files=files,
-        split=lambda: [part for file in files for part in split_file_into_parts(kind, file)],
+        split=lambda: [part for file in files for part in split_file(kind, file)],
     )
 
 
-def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
+def _list_dataset_files(fields: DataSourceFields) -> _FileSet:
     parts, files, fingerprints = list[FilePart](), list[SourceFile](), list[str]()
     for path in fields.paths or ("",):
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
@@ -197,7 +191,7 @@ def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             parts.append(FilePart("datasets", place, begin, end, size * (end - begin) // rows, end == rows))
-    return _SourceFiles(
+    return _FileSet(
         name=fields.name or ", ".join(Path(path).name for path in fields.paths),
         kind="datasets",
         files=files,
@@ -207,12 +201,7 @@ def _list_dataset_files(fields: DataSourceFields) -> _SourceFiles:
 
 
 def _tokenize_into_draft(
-    draft: Path,
-    files: _SourceFiles,
-    *,
-    settings: TokenizeSettings,
-    processes: int,
-    alive: token_store.Heartbeat,
+    draft: Path, files: _FileSet, *, settings: TokenizeSettings, processes: int, alive: token_store.Heartbeat
 ) -> Mapping[str, Any]:
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
@@ -227,9 +216,7 @@ def _tokenize_into_draft(
             progress.add_task(one)
             alive()
 
-        offsets, facts = _tokenize_and_write_each_task(
-            files, settings, processes=processes, write=write_task_tokens
-        )
+        offsets, facts = _tokenize_and_write(files, settings, processes=processes, write=write_task_tokens)
         progress.print_counts()
     np.save(draft / _OFFSETS, offsets)
     if facts["trained"] == facts["tokens"]:
@@ -237,8 +224,8 @@ def _tokenize_into_draft(
     return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
 
 
-def _tokenize_and_write_each_task(
-    files: _SourceFiles, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
+def _tokenize_and_write(
+    files: _FileSet, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
     ends, tokens, trained, largest = [np.zeros(1, dtype=np.int64)], 0, 0, -1

@@ -120,9 +120,7 @@ def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
         raise _unwritable_cache_error(lock.parent, error) from error
 
 
-def source_file_digests(
-    files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat
-) -> list[str]:
+def file_digests(files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
     """Returns a digest of the content of each file.
 
     The cache directory `root` remembers the digests, see [Note: what a name stands for]. Raises DataError for

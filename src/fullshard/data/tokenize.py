@@ -185,9 +185,8 @@ class TaskTokenizer:
         messages = self._record_field(record, fields.messages_field)
         train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         conversation = read_conversation(record.value, messages, fields=fields, train_on=train_on)
-        self._check_and_count_unused_fields(
-            record, [message.get("content") for message in conversation.messages]
-        )
+        contents = [message.get("content") for message in conversation.messages]
+        self._check_and_count_unused_fields(record, contents)
         encoded = self._chat.encode_conversation(conversation, train_on=train_on)
         if (largest := encoded.tokens.max(initial=0)) >= self._tokenizer.vocabulary_size:
             raise row_fields.UntokenizableRecordError(
@@ -230,9 +229,7 @@ class TaskTokenizer:
         texts = [row.text for _, row in rows]
         if any(row.first_trained or any(row.context) for _, row in rows):
             encoded = self._tokenizer.encode_texts_with_offsets(texts)
-            parts = [
-                _select_tokens_outside_context(one, row) for one, (_, row) in zip(encoded, rows, strict=True)
-            ]
+            parts = [_tokens_outside_context(one, row) for one, (_, row) in zip(encoded, rows, strict=True)]
         else:  # offsets take time
             parts = [(one, np.ones(len(one), np.bool_)) for one in self._tokenizer.encode_texts(texts)]
         found: list[EncodedRecord] = []
@@ -270,7 +267,7 @@ class TaskTokenizer:
     def _check_and_count_unused_fields(self, record: SourceRecord, contents: Sequence[Any]) -> None:
         """Raises UntokenizableRecordError for unused marks; counts unused content not in `contents`."""
         row, fields = cast(dict[str, Any], record.value), self.settings.fields
-        row_fields.check_no_unused_exclusion_marks(row, self._read_names[0])
+        row_fields.check_exclusions_are_used(row, self._read_names[0])
         for name in self._unread_names:
             value = row_fields.look_up_field(row, name)
             parts = cast(list[Any], value) if isinstance(value, list) else [value]
@@ -287,7 +284,7 @@ class TaskTokenizer:
         raise row_fields.UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
 
 
-def _select_tokens_outside_context(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask]:
+def _tokens_outside_context(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask]:
     """Returns (tokens that begin in the row's own part of its text, mask of the trained ones)."""
     before, after = row.context
     own = encoded.begins >= before

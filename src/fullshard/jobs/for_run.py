@@ -55,7 +55,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     run = _with_resolved_precision((request.plan or request).run, device)
     plain = Plan.from_run(run, world_size=ranks, device=device)
     for note in unused_setting_notes(run):
-        _print_note_on_rank_0(note)
+        _print_on_rank_0(note)
     if run.checkpoint.dir is not None:
         from fullshard.checkpoint.location import location_of
 
@@ -69,7 +69,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
         else:
             plan = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
     if plan.prediction is not None and not plan.prediction.has_complete_step_time:
-        _print_note_on_rank_0(
+        _print_on_rank_0(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
@@ -87,7 +87,7 @@ def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
     data = build_data(run)
     step, rows = _newest_step_and_rows(run) if request.resume else (0, 0)
     resolved = resolve_epochs(run, data, step=step, rows=rows)
-    _print_note_on_rank_0(
+    _print_on_rank_0(
         f"train.epochs = {run.train.epochs:g} of {data.training_sequences:,} sequences: "
         f"train.steps = {resolved.train.step_count:,}"
     )
@@ -115,11 +115,9 @@ def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType
 
     ranks, asked = int(os.environ["WORLD_SIZE"]), request.run.run.ranks
     if asked not in (0, ranks):
-        _print_note_on_rank_0(f"run.ranks = {asked} is not used: the launcher has set WORLD_SIZE = {ranks}")
+        _print_on_rank_0(f"run.ranks = {asked} is not used: the launcher has set WORLD_SIZE = {ranks}")
     if restarts := request.run.run.restarts:
-        _print_note_on_rank_0(
-            f"run.restarts = {restarts} is not used: another launcher has started the ranks"
-        )
+        _print_on_rank_0(f"run.restarts = {restarts} is not used: another launcher has started the ranks")
     return ranks, choose_device_type(request.run.run.device)
 
 
@@ -163,10 +161,10 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         _check_host_limit_is_planned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
         got = f" ({error.got})" if isinstance(error, TraceError) else ""
         fix = f"\n  try: {error.fix}" if error.fix and not isinstance(error, TraceError) else ""
-        _print_note_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
+        _print_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
         return chosen or plain
     for left_out in spec.untraced:
-        _print_note_on_rank_0(str(left_out))
+        _print_on_rank_0(str(left_out))
     return require_best(found, spec=spec, hardware=hardware, run=run)
 
 
@@ -208,7 +206,7 @@ def _build_and_check_model(run: Run) -> "Module":
     model = build_model(run)
     options = run.model.options if isinstance(run.model, HuggingFaceModel) else {}
     if (note := unused_balance_loss_factor_note(model, options)) is not None:
-        _print_note_on_rank_0(note)
+        _print_on_rank_0(note)
     check_sequence_length(model, run)
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data), model=model)
     choose_loss(run, model)
@@ -255,7 +253,7 @@ def _with_resolved_precision(run: Run, device: DeviceType) -> Run:
     return run.model_copy(update={"precision": precision})
 
 
-def _print_note_on_rank_0(text: str) -> None:
+def _print_on_rank_0(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {escape_control_characters(text)}", file=sys.stderr)
 

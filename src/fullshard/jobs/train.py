@@ -69,7 +69,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
 def _train_save_and_return_if_interrupted(job: TrainJob) -> bool:
     """Trains, and saves at the end. Returns True if a signal ended training early."""
     # Signals are only noted until everything is saved, because ranks must agree on how to react.
-    with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
+    with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_sigint=True) as job.signals:
         interrupted = _train_and_return_if_interrupted(job)
         save_and_report_end(job, interrupted=interrupted)
         close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)

@@ -9,14 +9,7 @@ from fullshard.errors import LaunchError
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, count_usable_cores
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LEFT_BEHIND = (
-    *_TORCHRUN,
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-)
+_LEFTOVER = (*_TORCHRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
 
 
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
@@ -46,7 +39,7 @@ def drop_unused_launcher_variables(environment: MutableMapping[str, str]) -> Non
     variables.
     """
     if not is_started_by_srun(environment) and "RANK" not in environment:
-        for name in [one for one in environment if one in _LEFT_BEHIND or one.startswith("TORCHELASTIC_")]:
+        for name in [one for one in environment if one in _LEFTOVER or one.startswith("TORCHELASTIC_")]:
             del environment[name]
 
 
@@ -70,10 +63,8 @@ def prepare_environment_if_started_as_rank(environment: MutableMapping[str, str]
 def _check_rank_variables(environment: Mapping[str, str]) -> None:
     missing = [name for name in _TORCHRUN if name not in environment]
     numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    are_valid = all(map(str.isdecimal, numbers.values())) and int(numbers["RANK"]) < int(
-        numbers["WORLD_SIZE"]
-    )
-    if missing or not are_valid:
+    is_valid = all(map(str.isdecimal, numbers.values())) and int(numbers["RANK"]) < int(numbers["WORLD_SIZE"])
+    if missing or not is_valid:
         shown = ", ".join(f"{name}={environment[name]}" for name in _TORCHRUN if name in environment)
         raise LaunchError(
             "the environment is that of a rank, but not whole."

@@ -56,9 +56,7 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
-        _be_killed_when_launcher_ends(
-            os.getppid()
-        )  # torchrun itself: it starts ranks as leaders of a session
+        _be_killed_when_launcher_ends(os.getppid())  # torchrun: it starts ranks as leaders of a session
     from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
 
     try:

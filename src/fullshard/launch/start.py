@@ -95,9 +95,8 @@ class RestartBudget:
             return RestartOrEnd(("ended at once; unsaved steps are lost",), CTRL_C_EXIT_CODE)
         if found is None:
             codes = {one.ending.exit_code for one in ended if one.ending}
-            return RestartOrEnd(
-                (), errors.INTERRUPTED_EXIT_CODE if errors.INTERRUPTED_EXIT_CODE in codes else 0
-            )
+            interrupted = errors.INTERRUPTED_EXIT_CODE
+            return RestartOrEnd((), interrupted if interrupted in codes else 0)
         rank, failure = found
         outcome, text = ended[rank], failure.user_message(rank)
         if interrupted_by is not None and outcome.ending is None and outcome.exit_code == -signal.SIGTERM:
@@ -263,15 +262,13 @@ def _run_attempts(request: LaunchRequest, *, ranks: int) -> int:
             )
             for text in conclusion.messages:
                 _print_to_stderr(text)
-            _record_restart_or_end(conclusion, events, attempts=attempts)
+            _record_conclusion(conclusion, events, attempts=attempts)
             if conclusion.exit_code is not None:
                 return conclusion.exit_code
             request = request.model_copy(update={"command_started": time.time()})
 
 
-def _record_restart_or_end(
-    conclusion: RestartOrEnd, events: LaunchEventLog, *, attempts: RestartBudget
-) -> None:
+def _record_conclusion(conclusion: RestartOrEnd, events: LaunchEventLog, *, attempts: RestartBudget) -> None:
     """Records the failure of an attempt, its restart, or that its ranks were ended without time to save."""
     if conclusion.fault is not None:
         rank, failure = conclusion.fault

@@ -94,9 +94,7 @@ def chunked_cross_entropy(
     targets = _Targets(labels.flatten(), None if weights is None else weights.flatten())
     divided = None if head is None else deferred_logits.find_divided_head(head)
     if head is not None and chunk_rows == "auto":
-        count = (
-            deferred_logits.count_logits_per_row(head) if divided is None else divided.part.largest_part_size
-        )
+        count = deferred_logits.count_logits_per_row(head) if divided is None else divided.part.largest_size
         chunk_rows = AUTO_ROWS if 4 * length * count > _WORTHWHILE_BYTES else 0
     if head is None or not (chunk_rows or divided):
         output = call()

@@ -42,19 +42,19 @@ class VocabularyPart:
     group: str
 
     @property
-    def largest_part_size(self) -> int:
+    def largest_size(self) -> int:
         """Number of tokens of the first part, which no part exceeds."""
         return -(-self.vocabulary_size // self.ranks)
 
     @property
     def first_token(self) -> int:
         """This rank's first token."""
-        return self.rank * self.largest_part_size
+        return self.rank * self.largest_size
 
     @property
     def tokens(self) -> range:
         """This rank's tokens."""
-        return range(self.first_token, min(self.first_token + self.largest_part_size, self.vocabulary_size))
+        return range(self.first_token, min(self.first_token + self.largest_size, self.vocabulary_size))
 
     def local_rows_and_mask(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of `tokens` in this rank's part (0 if not in it), and which are in it."""
@@ -87,7 +87,7 @@ class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, part: VocabularyPart) -> Tensor:
         ctx.part, ctx.count = part, logits.shape[-1]
-        padded = F.pad(logits, (0, part.largest_part_size - logits.shape[-1]))
+        padded = F.pad(logits, (0, part.largest_size - logits.shape[-1]))
         whole = gather_sequence(padded.transpose(-1, -2), part.ranks, 1, part.group)
         return whole.transpose(-1, -2)[..., : part.vocabulary_size]
 

@@ -134,11 +134,9 @@ class Experts(nn.Module):
         order = top_k_index.flatten().argsort(stable=True)
         ends = count_rows_per_expert(top_k_index, self.num_experts).cumsum(0).to(torch.int32)
         rows = hidden_states[order // top_k_index.shape[1]]  # sorted by expert
-        inner = F.silu(multiply_groups(rows, self.gate, ends=ends)) * multiply_groups(
-            rows, self.up, ends=ends
-        )
+        inner = F.silu(matmul_groups(rows, self.gate, ends=ends)) * matmul_groups(rows, self.up, ends=ends)
         return sum_weighted_rows_per_token(
-            multiply_groups(inner, self.down, ends=ends), order, weights=top_k_weights
+            matmul_groups(inner, self.down, ends=ends), order, weights=top_k_weights
         )
 
 
@@ -159,7 +157,7 @@ def sum_weighted_rows_per_token(rows: Tensor, order: Tensor, *, weights: Tensor)
     return (each * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
 
 
-def multiply_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
+def matmul_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     """Returns rows (rows, in) times the matrix of their group, (rows, out).
 
     matrices: (groups, in, out)
@@ -167,7 +165,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     """
     if _has_grouped_matmul_kernel(rows, matrices):
         return find_grouped_matmul()(rows, matrices, offs=ends)
-    return multiply_groups_in_turn(rows, matrices, ends)
+    return matmul_groups_in_turn(rows, matrices, ends)
 
 
 def _has_grouped_matmul_kernel(rows: Tensor, matrices: Tensor) -> bool:
@@ -191,7 +189,7 @@ def _has_grouped_matmul_kernel(rows: Tensor, matrices: Tensor) -> bool:
 
 # Named as torch's, whose meaning it has, so that traces count it alike.
 @torch.library.custom_op("fullshard::_grouped_mm", mutates_args=())
-def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
+def matmul_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
     """Multiplies one group at a time, where torch has no kernel for all.
 
     left (rows, in) and mat2 (groups, in, out) give (rows, out); left (in, rows) and mat2 (rows, out) give
@@ -210,7 +208,7 @@ def multiply_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-@multiply_groups_in_turn.register_fake
+@matmul_groups_in_turn.register_fake
 def _empty_grouped_product(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
     shape = (left.shape[0], mat2.shape[-1])
     return left.new_empty(shape if mat2.ndim == 3 else (len(offs), *shape))
@@ -220,8 +218,8 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # 
     ctx.save_for_backward(*inputs)
 
 
-@partial(multiply_groups_in_turn.register_autograd, setup_context=_save_inputs)
+@partial(matmul_groups_in_turn.register_autograd, setup_context=_save_inputs)
 def _grouped_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     left, mat2, offs = ctx.saved_tensors
-    of_left = multiply_groups_in_turn(gradient, mat2.transpose(1, 2), offs)
-    return of_left, multiply_groups_in_turn(left.t(), gradient, offs), None
+    of_left = matmul_groups_in_turn(gradient, mat2.transpose(1, 2), offs)
+    return of_left, matmul_groups_in_turn(left.t(), gradient, offs), None

@@ -121,7 +121,7 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
 
 def _choose_config_class(section: HuggingFaceModel, data: Mapping[str, Any], *, path: Path) -> Any:
     transformers = import_transformers(f"[model] {section.setting_text}")
-    kind, beside = str(data["model_type"]), auto_map_class_references(data).get("AutoConfig")
+    kind, beside = str(data["model_type"]), auto_map_references(data).get("AutoConfig")
     if beside is not None and section.trust_remote_code:
         return load_class_from_model_code(beside, directory=path.parent, source=section.setting_text)
     if kind in transformers.CONFIG_MAPPING:
@@ -172,7 +172,7 @@ def is_causal_lm(model: nn.Module) -> bool:
     if not hasattr(getattr(model, "config", None), "model_type"):
         return False
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-    beside = auto_map_class_references(vars(model.config)).get(_CAUSAL, "")
+    beside = auto_map_references(vars(model.config)).get(_CAUSAL, "")
     names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), beside.rpartition(".")[2]}
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
@@ -211,11 +211,7 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
             continue
         if option in ("rope_scaling", "rope_parameters") and isinstance(value, Mapping):
             # A config of transformers 5 keeps the base of the rotation here, where scaling replaces the rest.
-            bases = {
-                name: one
-                for name, one in (part or {}).items()
-                if name in ("rope_theta", "partial_rotary_factor")
-            }
+            bases = {k: v for k, v in (part or {}).items() if k in ("rope_theta", "partial_rotary_factor")}
             value = {**bases, **value}
             changed.pop("rope_scaling", None)  # its name in transformers 4, which would come first
         if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
@@ -262,7 +258,7 @@ def _choose_model_class(section: HuggingFaceModel, config: Any) -> Any:
         named: Any = getattr(config, "architectures", None)
         name = str(named[0]) if isinstance(named, list) and named else _CAUSAL
     path = locate_config_file(section.hf)
-    beside = auto_map_class_references(read_config(path))
+    beside = auto_map_references(read_config(path))
     by_class = {reference.rpartition(".")[2]: reference for reference in beside.values()}
     reference = by_class.get(name) or beside.get(name)
     if reference is not None and section.trust_remote_code:
@@ -292,7 +288,7 @@ def remove_code_references(value: Any) -> Any:
     return value
 
 
-def auto_map_class_references(config: Mapping[str, Any]) -> dict[str, str]:
+def auto_map_references(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the config's `auto_map`: auto class -> `file.Class`, a class in a file beside the config."""
     named = config.get(_AUTO_MAP)
     if not isinstance(named, Mapping):

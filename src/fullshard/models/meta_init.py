@@ -113,12 +113,9 @@ class ConstructorTape(TorchDispatchMode):
         )
 
     def _record_tensor_if_new(self, value: Any) -> RecordedTensor | None:
-        is_meta = isinstance(value, Tensor) and value.is_meta
-        return (
-            self._record_tensor(value)
-            if is_meta and id(value.untyped_storage()) not in self._memories
-            else None
-        )
+        if isinstance(value, Tensor) and value.is_meta and id(value.untyped_storage()) not in self._memories:
+            return self._record_tensor(value)
+        return None
 
     def record_written_parameters(self, model: nn.Module) -> None:
         """Notes, in each module, the places of the meta parameters that something wrote to."""
@@ -155,9 +152,8 @@ class ConstructorTape(TorchDispatchMode):
             if _SEEDED in getattr(operation.function, "tags", (_SEEDED,)):
                 digest = hashlib.sha256(f"{seed}/constructor/{number}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            for one, value in zip(
-                operation.results, tree_leaves(operation.function(*args, **given)), strict=True
-            ):
+            made = tree_leaves(operation.function(*args, **given))
+            for one, value in zip(operation.results, made, strict=True):
                 if one is not None:
                     tensor_at(one).copy_(value)
         return tensor_at(place)
@@ -204,11 +200,7 @@ def construct_with_meta_parameters(
     The seed is fixed, so that values are the same on every rank. Raises SpecError for more than
     `most_parameters` or very large tables, before a wrong number in a config uses up all memory.
     """
-    with (
-        torch.random.fork_rng(devices=[]),
-        tape or nullcontext(),
-        _MakeEmptyTensorsOnMeta(most_parameters, tape),
-    ):
+    with torch.random.fork_rng(devices=[]), tape or nullcontext(), _MakeEmptyOnMeta(most_parameters, tape):
         torch.manual_seed(0)
         model = construct()
     if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -221,7 +213,7 @@ def construct_with_meta_parameters(
     return model
 
 
-class _MakeEmptyTensorsOnMeta(TorchFunctionMode):
+class _MakeEmptyOnMeta(TorchFunctionMode):
     """Makes `torch.empty` return meta tensors. Limits their number, and the sizes of other new tensors."""
 
     def __init__(self, most_parameters: int, tape: ConstructorTape | None) -> None:

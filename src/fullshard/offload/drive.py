@@ -23,7 +23,7 @@ from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
 from fullshard.spec.records.measurement import DriveTrafficBytes
 from fullshard.system import direct_io
-from fullshard.system.files import atomic_replace_context, free_disk_bytes, os_error_reason_and_fix
+from fullshard.system.files import atomic_replace_context, free_disk_bytes, os_error_why_and_fix
 
 logger = logging.getLogger("fullshard")
 
@@ -107,7 +107,7 @@ def offload_error_from_os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
     """Returns the OffloadError for an OSError: `what` failed, `where`, the reason, and the fix."""
-    why, fix = os_error_reason_and_fix(error, directory=_SETTING)
+    why, fix = os_error_why_and_fix(error, directory=_SETTING)
     if error.errno == errno.ENOENT:
         why, fix = "it is not there, and the file system does not make it", f"{_SETTING} that can be written"
     why, fix = why or "the operating system says no more", fix or CHECK_DRIVE

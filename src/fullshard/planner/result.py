@@ -24,7 +24,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.settings.run_checks import divisors
-from fullshard.system.targets import build_can_load_predicate, check_output_file
+from fullshard.system.targets import check_output_file, make_load_predicate
 from fullshard.system.terminal import escape_control_characters
 
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
@@ -214,7 +214,7 @@ def check_output_replaceable(path: Path, *, force: bool) -> None:
     """Raises SpecError if the file of the plan must not be replaced, or has no directory."""
     with _convert_write_errors(path):
         path.parent.stat()
-    check_output_file(path, is_kind=build_can_load_predicate(Plan.load), force=force, streams=True)
+    check_output_file(path, is_kind=make_load_predicate(Plan.load), force=force, streams=True)
 
 
 @contextmanager

@@ -132,9 +132,7 @@ class ExplainedOSError(OSError):
         self.why, self.fix = why, fix
 
 
-def os_error_reason_and_fix(
-    error: OSError, *, directory: str = "a directory"
-) -> tuple[str | None, str | None]:
+def os_error_why_and_fix(error: OSError, *, directory: str = "a directory") -> tuple[str | None, str | None]:
     """Returns the reason of an OSError and a fix, or None for each that is unknown.
 
     directory: how the fix names the directory to change, e.g. the setting that contains its path
@@ -147,7 +145,7 @@ def os_error_reason_and_fix(
 
 def checkpoint_error_from_os_error(what: str, error: OSError) -> CheckpointError:
     """Returns a CheckpointError for `error`, with `what` (the failure) as its first line."""
-    why, fix = os_error_reason_and_fix(error)
+    why, fix = os_error_why_and_fix(error)
     fix = _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else fix
     place = f" ({error.filename})" if error.filename else ""
     return CheckpointError(what, got=f"{error.strerror or error}{place}", why=why, fix=fix)

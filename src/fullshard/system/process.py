@@ -95,12 +95,10 @@ class RecordedSignals:
 
 
 @contextmanager
-def record_signals(
-    *numbers: signal.Signals, raise_second_interrupt: bool = False
-) -> Generator[RecordedSignals]:
+def record_signals(*numbers: signal.Signals, raise_second_sigint: bool = False) -> Generator[RecordedSignals]:
     """Context in which the signals `numbers` are recorded in the value that it yields, and do nothing else.
 
-    raise_second_interrupt: a second SIGINT raises KeyboardInterrupt
+    raise_second_sigint: a second SIGINT raises KeyboardInterrupt
 
     Signals that the process already ignores (under nohup, in a shell's background jobs) are not recorded, nor
     are any outside the main thread, where Python allows no handlers.
@@ -109,7 +107,7 @@ def record_signals(
 
     def record_signal(number: int, frame: FrameType | None) -> None:
         signals.arrivals.append((signal.Signals(number), time.monotonic()))
-        if number == signal.SIGINT and raise_second_interrupt:
+        if number == signal.SIGINT and raise_second_sigint:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     is_main = threading.current_thread() is threading.main_thread()

@@ -87,9 +87,7 @@ def check_not_checkpoint_or_run_record(path: Path) -> None:
         )
 
 
-def build_can_load_predicate(
-    load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES
-) -> IsKind:
+def make_load_predicate(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES) -> IsKind:
     """Returns a predicate that is True for files of at most `most_bytes` that `load` reads without error."""
 
     def loads_without_error(path: Path) -> bool:

@@ -31,7 +31,7 @@ from fullshard.weights.files import (
     ONE_FILE,
     StridedCopy,
     encode_header,
-    iterate_copies_into,
+    iterate_copies,
     split_copy,
 )
 from fullshard.weights.tensor_source import LayerMerging, MergedModelTensors, SavedModelTensors, TensorSource
@@ -100,7 +100,7 @@ class SafetensorsWriter:
             rows = min(most, shape[0] - begin)
             piece = torch.empty((rows, *shape[1:]) if tensor.shape else (), dtype=tensor.torch_dtype)
             offsets = (begin, *(0 for _ in shape[1:])) if tensor.shape else ()
-            for move in iterate_copies_into(piece, self.parts[name], offsets=offsets):
+            for move in iterate_copies(piece, self.parts[name], offsets=offsets):
                 self._read_into_target(move)
             yield piece
 

@@ -101,9 +101,7 @@ def _describe_for_peft(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None
     shapes = {name: one.shape for name, one in model.named_parameters() if name in trained}
     tensors = _map_trained_tensors(shapes, trained=trained).shapes
-    _check_peft_loads(
-        base, copy.deepcopy(config), tensors=tensors
-    )  # peft changes the config that it is given
+    _check_peft_loads(base, copy.deepcopy(config), tensors=tensors)  # peft changes the config it is given
     return config, trained
 
 
@@ -145,9 +143,7 @@ def _map_trained_tensors(shapes: Mapping[str, Shape], *, trained: set[str]) -> W
 
     Names in files lack the adapter's name, which peft's names in a model contain.
     """
-    names = {
-        f"{_WITHIN}{name.replace(f'.{adapters.ADAPTER}', '')}": name for name in shapes if name in trained
-    }
+    names = {f"{_WITHIN}{key.replace(f'.{adapters.ADAPTER}', '')}": key for key in shapes if key in trained}
     return WeightMap(
         parts={new: map_unchanged_tensor(name, shapes[name]) for new, name in names.items()},
         shapes={new: shapes[name] for new, name in names.items()},

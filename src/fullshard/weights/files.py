@@ -96,7 +96,7 @@ class StridedCopy:
         self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
 
 
-def iterate_copies_into(
+def iterate_copies(
     target: Tensor, parts: Sequence[BoxCopy], *, offsets: Sequence[int]
 ) -> Iterator[StridedCopy]:
     """Yields the copies from `parts` of a tensor that fill `target`, which begins at `offsets` in it."""

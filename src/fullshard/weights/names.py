@@ -20,11 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import CheckpointError
-from fullshard.models.huggingface import (
-    auto_map_class_references,
-    import_transformers,
-    remove_code_references,
-)
+from fullshard.models.huggingface import auto_map_references, import_transformers, remove_code_references
 from fullshard.spec.pretrained import check_config_limits
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor, map_weights_by_name
@@ -46,15 +42,13 @@ def map_file_tensors_to_model(model: nn.Module, saved: Mapping[str, Shape]) -> W
     """
     found = _find_transformers_submodule(model)
     if found is None:
-        return map_weights_by_name(_state_dict_shapes(model), saved, prefixes=_BASES)
+        return map_weights_by_name(_shapes_of(model), saved, prefixes=_BASES)
     within, pretrained = found
     with torch.device("meta"):  # built anew: transformers uses the class names, which FSDP2 changes
         meta_model: Any = _class_before_sharding(pretrained)(copy.deepcopy(pretrained.config))
     core = _import_conversion_rules()
     if core is None:
-        named = map_weights_by_name(
-            _state_dict_shapes(meta_model), saved, prefixes=(meta_model.base_model_prefix,)
-        )
+        named = map_weights_by_name(_shapes_of(meta_model), saved, prefixes=(meta_model.base_model_prefix,))
     else:
         named = _apply_conversion_rules(meta_model, core, saved=saved)
     own = {
@@ -110,7 +104,7 @@ def build_meta_model(config: Mapping[str, Any], *, needed_for: str) -> Any:
     named = config.get("architectures")
 
     def unknown_model_error(got: str) -> CheckpointError:
-        if auto_map_class_references(config):
+        if auto_map_references(config):
             return CheckpointError(
                 f"{needed_for} would run Python code that came with the model.",
                 got=f"{named}, which is not one of transformers' own",
@@ -145,7 +139,7 @@ def _class_before_sharding(model: nn.Module) -> type:
     return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
 
 
-def _state_dict_shapes(model: nn.Module) -> dict[str, Shape]:
+def _shapes_of(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -162,7 +156,7 @@ def _apply_conversion_rules(meta_model: Any, core: Any, *, saved: Mapping[str, S
     renamings = [rule for rule in rules if isinstance(rule, core.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, core.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    wanted, base = _state_dict_shapes(meta_model), meta_model.base_model_prefix
+    wanted, base = _shapes_of(meta_model), meta_model.base_model_prefix
     parts, shapes = dict[str, tuple[BoxCopy, ...]](), dict[str, Shape]()
     surplus, converting = list[str](), dict[str, Any]()
     for source in sorted(saved, key=core.dot_natural_key):
@@ -201,9 +195,7 @@ def _convert_untraced_errors(meta_model: Any) -> Generator[None]:
 
 def _unexpected_tensor_names(meta_model: Any, surplus: Iterable[str]) -> list[str]:
     """Returns the surplus tensors that transformers reports too: all except masks, position tables, etc."""
-    kept = {
-        name for name, _ in meta_model.named_buffers()
-    }  # computed, not loaded: absent from the state dict
+    kept = {name for name, _ in meta_model.named_buffers()}  # computed, so absent from the state dict
     patterns = [re.compile(one) for one in meta_model._keys_to_ignore_on_load_unexpected or ()]
     left = [name for name in surplus if name not in kept and not name.endswith(".inv_freq")]
     return [name for name in left if not any(pattern.search(name) for pattern in patterns)]

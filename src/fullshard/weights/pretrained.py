@@ -26,12 +26,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.spec.weight_map import WeightMap
-from fullshard.weights.files import (
-    PretrainedFiles,
-    copy_from_files,
-    iterate_copies_into,
-    open_pretrained_files,
-)
+from fullshard.weights.files import PretrainedFiles, copy_from_files, iterate_copies, open_pretrained_files
 from fullshard.weights.names import map_file_tensors_to_model
 from fullshard.weights.tensor_source import ADDED
 
@@ -130,7 +125,7 @@ def load_pretrained(
             fix="load_pretrained(..., plan=plan), which initialises them",
         )
     if plan is not None:
-        _check_needed_tensors_were_read(loaded, parameters, run=plan.run)
+        _check_needed_were_read(loaded, parameters, run=plan.run)
         names = [name for name in missing if parameters[name] not in elsewhere]
         initialise_parameters(model, names, plan=plan, init=init)
     for own in iterate_parameters_to_load(outside) if outside is not None and elsewhere else ():
@@ -143,9 +138,7 @@ def load_pretrained(
     return loaded
 
 
-def _check_needed_tensors_were_read(
-    loaded: LoadReport, parameters: Mapping[str, nn.Parameter], *, run: Run
-) -> None:
+def _check_needed_were_read(loaded: LoadReport, parameters: Mapping[str, nn.Parameter], *, run: Run) -> None:
     """Raises CheckpointError for missing tensors that are required, or frozen beside adapters.
 
     A frozen parameter that was initialised here would be lost: adapters are exported without it, and the base
@@ -219,7 +212,7 @@ class _TensorAssignments:
         moves = (
             move
             for name, shard in shards.items()
-            for move in iterate_copies_into(shard, self.map.parts[name], offsets=shard_offsets(filled[name]))
+            for move in iterate_copies(shard, self.map.parts[name], offsets=shard_offsets(filled[name]))
         )
         return copy_from_files(moves, self.files)
 

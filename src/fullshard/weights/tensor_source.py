@@ -13,7 +13,7 @@ from fullshard.checkpoint.shard_file import ShardRecord
 from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
-from fullshard.weights.files import iterate_copies_into
+from fullshard.weights.files import iterate_copies
 
 # Parts of the names that peft gives to the base module and to the adapter.
 BASE, ADDED = ".base_layer.", ".lora_"
@@ -71,7 +71,7 @@ class SavedModelTensors:
             for number, (_, piece) in enumerate(places)
             for box in (piece.shape or (1,),)
         ]
-        for move in iterate_copies_into(rows, parts, offsets=(first, *(0 for _ in shape[1:]))):
+        for move in iterate_copies(rows, parts, offsets=(first, *(0 for _ in shape[1:]))):
             place = places[int(move.source)]
             if move.is_contiguous:
                 self._read_piece_elements(move.target.view(-1), place, begin=move.begin)

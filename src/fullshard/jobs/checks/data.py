@@ -74,9 +74,8 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
     run, attempt = make_eager_fp32_cpu_run(plan.run, rows=_ROWS, microbatch=_MICROBATCH), ErrorCapture()
     with attempt:
         data = build_data(run, alive=stop_when_late)
-        trial = DataTrial(
-            data, run, min(plan.data_parallel_degree, _MOST_RANKS), count_vocabulary_rows(None, run)
-        )
+        ranks = min(plan.data_parallel_degree, _MOST_RANKS)
+        trial = DataTrial(data, run, ranks, count_vocabulary_rows(None, run))
         for _ in trial.microbatches(0, ranks=1):
             break
         return trial
@@ -184,17 +183,15 @@ def check_duplicates(trial: DataTrial) -> Finding:
 
 def check_order(trial: DataTrial) -> Finding:
     """Compares the rows of a step on 1, 2 and 3 ranks, and those of a step that is read again."""
-    first = _step_row_digests(trial, step=1, ranks=1)
-    if _step_row_digests(trial, step=1, ranks=1) != first:
+    first = _step_digests(trial, step=1, ranks=1)
+    if _step_digests(trial, step=1, ranks=1) != first:
         return Finding.warning(
             "step 2 has other rows when it is read again",
             why="a resumed run, and one that rolls back, does not see the data of an undisturbed run",
             fix="rows that depend only on the seed and on `step`, not on what was read before",
         )
     others = [
-        ranks
-        for ranks in _RANKS[1:]
-        if sorted(_step_row_digests(trial, step=1, ranks=ranks)) != sorted(first)
+        ranks for ranks in _RANKS[1:] if sorted(_step_digests(trial, step=1, ranks=ranks)) != sorted(first)
     ]
     if others:
         return Finding.warning(
@@ -205,7 +202,7 @@ def check_order(trial: DataTrial) -> Finding:
     return Finding.ok("a step has the same rows on 1, 2 and 3 ranks, and when it is read again")
 
 
-def _step_row_digests(trial: DataTrial, *, step: int, ranks: int) -> list[bytes]:
+def _step_digests(trial: DataTrial, *, step: int, ranks: int) -> list[bytes]:
     return [digest for _, batch in trial.microbatches(step, ranks=ranks) for digest in row_digests(batch)]
 
 

@@ -1,7 +1,6 @@
 """Checks of a model: its loss and gradients, by `loss(model, batch)` alone, and its parameters."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -101,9 +100,7 @@ def check_row_independence(trial: ModelTrial) -> Finding:
         return Finding.skipped("the loss counts labels of -100")
     others = {name: torch.cat((one[:1], one[1:].roll(1, 0))) for name, one in batch.items()}
     noise = {
-        name: _reverse_rows_except_first(one)
-        for name, one in others.items()
-        if name not in ("labels", "documents")
+        name: _reverse_other_rows(one) for name, one in others.items() if name not in ("labels", "documents")
     }
     moved = _relative_loss_change(
         trial, model, batches=[{**batch, "labels": labels}, {**others, **noise, "labels": labels}]
@@ -125,7 +122,7 @@ def check_row_independence(trial: ModelTrial) -> Finding:
     )
 
 
-def _reverse_rows_except_first(tensor: Tensor) -> Tensor:
+def _reverse_other_rows(tensor: Tensor) -> Tensor:
     """Returns `tensor` with the second dim of all rows except the first reversed, if it has one."""
     return tensor if tensor.ndim < 2 else torch.cat((tensor[:1], tensor[1:].flip(1)))
 
@@ -143,9 +140,7 @@ def _loss_leaves_out_masked_labels(trial: ModelTrial, model: nn.Module, *, batch
     return float(result[1]) <= int((batch["labels"] != IGNORED).sum())
 
 
-def _relative_loss_change(
-    trial: ModelTrial, model: nn.Module, *, batches: Sequence[dict[str, Tensor]]
-) -> float:
+def _relative_loss_change(trial: ModelTrial, model: nn.Module, *, batches: list[dict[str, Tensor]]) -> float:
     losses: list[float] = []
     for batch in batches:
         torch.manual_seed(1)  # the same dropout
@@ -232,7 +227,7 @@ def check_microbatches(trial: ModelTrial) -> Finding:
     return Finding.ok(f"microbatches add up to the whole gradient, within {error:.0e}")
 
 
-def _step_gradient(trial: ModelTrial, model: nn.Module, *, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+def _step_gradient(trial: ModelTrial, model: nn.Module, *, batches: list[dict[str, Tensor]]) -> Tensor:
     """Returns the gradient of a step as fullshard computes it: summed losses over the summed count."""
     model.zero_grad()
     total = 0.0

@@ -233,18 +233,15 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
         )
     loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
     worst = max(errors, key=lambda name: errors[name])
-    if (
-        not math.isfinite(loss + errors[worst])
-        or loss > _LOSS_TOLERANCE
-        or errors[worst] > _PARAMETER_TOLERANCE
-    ):
+    largest = errors[worst]
+    if not math.isfinite(loss + largest) or loss > _LOSS_TOLERANCE or largest > _PARAMETER_TOLERANCE:
         return Finding.failure(
             f"{_STEPS} steps on {ranks.world_size} ranks differ from unsharded ones: loss {loss:.1e}, "
-            f"{worst} {errors[worst]:.1e}",
+            f"{worst} {largest:.1e}",
             why="the model or the loss depends on the rank, or computes with parameters outside of forward",
             fix="a look for ranks, cached weights, and own collectives in the model and the loss",
         )
-    return Finding.ok(f"{_STEPS} sharded steps equal unsharded ones within {max(loss, errors[worst]):.0e}")
+    return Finding.ok(f"{_STEPS} sharded steps equal unsharded ones within {max(loss, largest):.0e}")
 
 
 def _build_trial_on_all_ranks(run: Run, *, world_size: int) -> ModelTrial | str:
