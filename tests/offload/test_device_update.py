@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard.offload.adamw import (
-    DeviceGroupUpdater,
+    DeviceUpdater,
     DeviceUpdateStreams,
     GroupPieceOnDevice,
     StreamingAdamW,
@@ -99,9 +99,7 @@ def passing(
 ) -> StreamingAdamW:
     """`streaming`, of which state passes through a device that is late. `order`: of what it does."""
     plain = streaming(parameters, moments=moments, sub_group_parameters=sub_group_parameters)
-    through = DeviceGroupUpdater(
-        plain.offloaded.groups, device=CPU, moments=moments, streams=late_lanes(order)
-    )
+    through = DeviceUpdater(plain.offloaded.groups, device=CPU, moments=moments, streams=late_lanes(order))
     return StreamingAdamW(
         groups_of(parameters),
         plain.offloaded,
@@ -191,7 +189,7 @@ def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
     for moments, itemsize in ((None, 16), (BF16, 12)):
         device = Device(0)
         lanes = [LateLane(device) for _ in DeviceUpdateStreams._fields]
-        through = DeviceGroupUpdater(groups, device=CPU, moments=moments, streams=DeviceUpdateStreams(*lanes))
+        through = DeviceUpdater(groups, device=CPU, moments=moments, streams=DeviceUpdateStreams(*lanes))
         assert sum(one.nbytes for one in through.buffers) == 2 * itemsize * copy_chunk_elements(groups)
         assert all(lane.memory == through.buffers for lane in lanes)
     assert copy_chunk_elements(groups) == 61 * CUT_ELEMENTS
@@ -202,7 +200,7 @@ def test_pieces_without_a_gradient_are_not_copied() -> None:
         [ShardSizes(name, 2048, 2048, "float32") for name in "ab"], sub_group_parameters=4096
     )
     store, seen = HostMemoryStore(groups, moments=None, pinned=False), list[str]()
-    through = DeviceGroupUpdater(groups, device=CPU, moments=None)
+    through = DeviceUpdater(groups, device=CPU, moments=None)
 
     def change(piece: GroupPieceOnDevice) -> None:
         seen.extend(piece.group.names)
@@ -230,7 +228,7 @@ def test_an_error_is_raised_after_the_lanes_are_idle() -> None:
     groups = group_shards([ShardSizes("a", 8192, 8192, "float32")], sub_group_parameters=8192)
     store = HostMemoryStore(groups, moments=None, pinned=False)
     lanes = DeviceUpdateStreams(LateLane(device), Full(device), LateLane(device))
-    through = DeviceGroupUpdater(groups, device=CPU, moments=None, streams=lanes)
+    through = DeviceUpdater(groups, device=CPU, moments=None, streams=lanes)
     for group, parts in store.stream_for_update():
         with pytest.raises(MemoryError):
             through.update_group(group, parts, gradients={"a": torch.ones(8192)}, change=lambda _: None)

@@ -319,7 +319,7 @@ def test_a_failing_drive_raises_path_and_offset_and_keeps_the_last_generation(
         store.commit_generation(1, b"beside")
         if name == "preadv":
             (one,) = store.generations.list_complete_generations()
-            store.set_newest_slot_and_return_previous(one.slot)  # nothing is in memory
+            store.swap_newest_slot(one.slot)  # nothing is in memory
         drive.broken = True
         with pytest.raises(OffloadError, match=r"(?s)state-\d\.data.*at offset \d+"):
             put_and_settle(store, groups, time_=2, before=1)
@@ -327,7 +327,7 @@ def test_a_failing_drive_raises_path_and_offset_and_keeps_the_last_generation(
     with drive_store(tmp_path, groups) as store:
         (one,) = store.generations.list_complete_generations()
         assert (one.step, store.generations.read_generation_payload(one)) == (1, b"beside")
-        store.set_newest_slot_and_return_previous(one.slot)
+        store.swap_newest_slot(one.slot)
         assert all_hold(store, time_=1, verify=True)
 
 
@@ -354,7 +354,7 @@ def test_a_pass_that_was_left_early_leaves_the_last_whole_state(after: int, tmp_
         stream.close()
         store.wait_for_writes()
         (one,) = store.generations.list_complete_generations()
-        store.set_newest_slot_and_return_previous(one.slot)
+        store.swap_newest_slot(one.slot)
         assert all_hold(store, time_=1, verify=True)
         put(store, time_=2, before=1)
         store.commit_generation(2, b"")
@@ -376,7 +376,7 @@ def test_only_committed_passes_are_resumed(tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         (one,) = store.generations.list_complete_generations()
         assert (one.step, store.generations.read_generation_payload(one)) == (11, b"eleven")
-        store.set_newest_slot_and_return_previous(one.slot)
+        store.swap_newest_slot(one.slot)
         put(store, time_=5, before=3)
 
 

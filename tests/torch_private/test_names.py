@@ -7,7 +7,7 @@ import pytest
 
 import fullshard.torch_private
 from fullshard.errors import UnsupportedTorchError
-from fullshard.torch_private.names import PrivateName, private_names, require_names
+from fullshard.torch_private.names import PrivateName, require_names, torch_names
 
 ENGINES = [one.name for one in pkgutil.iter_modules(fullshard.torch_private.__path__) if one.name != "names"]
 FSDP = "torch.distributed.fsdp._fully_shard"
@@ -30,9 +30,9 @@ def test_this_torch_has_every_name_that_is_needed(engine: str):
     ],
 )
 def test_a_missing_name_is_reported_in_one_sentence(path: str):
-    require_names(private_names(path, "shards", is_optional=True))
+    require_names(torch_names(path, "shards", is_optional=True))
     with pytest.raises(UnsupportedTorchError) as raised:
-        require_names(private_names(path, "shards"))
+        require_names(torch_names(path, "shards"))
     assert path in str(raised.value)
     assert "2.11 to 2.15" in str(raised.value)
     assert str(raised.value).count("\n") == 0

@@ -10,10 +10,10 @@ for.
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -40,9 +40,7 @@ class OwnWorkClock:
     queued: the time in ns for which the thread was runnable without a core
     """
 
-    def __init__(
-        self, now: Callable[[], int] = time.perf_counter_ns, queued: Callable[[], int] = int
-    ) -> None:
+    def __init__(self, now: Callable[[], int] = perf_counter_ns, queued: Callable[[], int] = int) -> None:
         self._now, self._queued, self._thread = now, queued, threading.get_ident()
         self._waiting = self._garbage = self._collecting_since = self._waiting_since = 0
         self._wait = ""  # kind of the collective that is open

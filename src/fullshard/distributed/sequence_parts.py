@@ -233,7 +233,7 @@ def _reduce_sequence_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None
 @partial(reduce_over_ranks.register_autograd, setup_context=_save_arguments)
 def _reduce_over_ranks_backward(
     ctx: Any, gradient: Tensor
-) -> tuple[Tensor | None, ...]:  # signature: torch's
+) -> tuple[Tensor, None, None]:  # signature: torch's
     maximum, group = ctx.rest
     assert not maximum, "the maximum has no gradient"
     return (reduce_over_ranks(gradient.contiguous(), False, group), None, None)

@@ -56,9 +56,8 @@ class MetricsLog:
 
         Raises TrainError if it cannot be written.
         """
-        values = {
-            k: none_if_not_finite(v) for k, v in (metrics.measured_values() | dict(window or {})).items()
-        }
+        measured = metrics.measured_values() | dict(window or {})
+        values = {key: none_if_not_finite(value) for key, value in measured.items()}
         data = f"{json.dumps({'step': metrics.step} | values)}\n".encode()
         try:
             written = self._file.write(data)

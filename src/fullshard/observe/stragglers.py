@@ -138,7 +138,7 @@ def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
     step = median(one.step_seconds for one in windows)
     largest: dict[int, tuple[float, StragglerCause]] = {}
     for cause in StragglerCause:
-        for rank, excess in _outlier_ranks_and_seconds([one.own[cause] for one in windows], step=step):
+        for rank, excess in _outliers([one.own[cause] for one in windows], step=step):
             largest[rank] = max(largest.get(rank, (0.0, cause)), (excess, cause))
     return [
         Straggler(rank, cause, excess, excess / step if step else 0.0)
@@ -146,9 +146,7 @@ def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
     ]
 
 
-def _outlier_ranks_and_seconds(
-    figures: Sequence[tuple[float, float, float]], *, step: float
-) -> Iterable[tuple[int, float]]:
+def _outliers(figures: Sequence[tuple[float, float, float]], *, step: float) -> Iterable[tuple[int, float]]:
     """Yields (rank, seconds) of the ranks whose figures of one cause stand out."""
     medians = [middle for _, middle, _ in figures]
     highest, second = sorted(medians)[-1], sorted(medians)[-2]

@@ -85,7 +85,7 @@ class DeviceUpdateStreams(NamedTuple):
     out: WorkStream
 
 
-class DeviceGroupUpdater:
+class DeviceUpdater:
     """Updates `groups` through buffers in the memory of `device`: see [Note: two buffers].
 
     moments: dtype of the moments; None for the masters' dtype
@@ -152,11 +152,9 @@ def iterate_group_pieces(group: OffloadGroup, elements: int) -> Iterator[tuple[i
     """Yields (position in the group, piece) for each run of `elements` elements that contains a segment's."""
     for begin in range(0, group.padded_numel, elements):
         segments = tuple(
-            ShardSegment(
-                one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin
-            )
+            ShardSegment(one.name, one.begin + low - one.offset, one.begin + high - one.offset, low - begin)
             for one in group.segments
-            if (first := max(begin, one.offset)) < (last := min(begin + elements, one.offset + one.numel))
+            if (low := max(begin, one.offset)) < (high := min(begin + elements, one.offset + one.numel))
         )
         if segments:
             yield begin, OffloadGroup(group.index, group.dtype, tuple(one.name for one in segments), segments)
@@ -264,7 +262,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         gradients: HostGradients | None,
         defaults: rounding.AdamOptions,
         seed: int = 0,
-        on_device: DeviceGroupUpdater | None = None,
+        on_device: DeviceUpdater | None = None,
     ) -> None:
         lr, *betas, eps, decay = defaults
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": decay})
@@ -302,10 +300,8 @@ class StreamingAdamW(torch.optim.Optimizer):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
             state["step"] += 1
-            beta1, beta2 = group["betas"]
-            options = rounding.AdamOptions(
-                float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
-            )
+            rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+            options = rounding.AdamOptions(rate, beta1, beta2, group["eps"], group["weight_decay"])
             step, shard = int(state["step"].item()), rounding.shard_index(parameter)
             seed = rounding.rounding_key(self.seed, step=step, parameter=place, shard=shard)
             job = _UpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
@@ -358,7 +354,7 @@ class StreamingAdamW(torch.optim.Optimizer):
 
 
 def _update_group_on_device(  # signature: as `_update_group`
-    jobs: _Jobs, group: OffloadGroup, parts: MasterAndMoments, *, on_device: DeviceGroupUpdater, factor: float
+    jobs: _Jobs, group: OffloadGroup, parts: MasterAndMoments, *, on_device: DeviceUpdater, factor: float
 ) -> None:
     def update_piece(piece: GroupPieceOnDevice) -> None:
         _update_group(jobs, piece.group, piece.state, factor=factor, gradient=piece.gradient)

@@ -109,9 +109,7 @@ class DriveStore:
     def host_bytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in self._buffers.all)
 
-    def set_newest_slot_and_return_previous(
-        self, file: int | None, *, committed: bool = True
-    ) -> tuple[int | None, bool]:
+    def swap_newest_slot(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
         """Sets which slot has the state (None: no state) and if it is committed. Returns the old values."""
         before = self._newest, self._committed
         self._newest, self._committed = file, committed
@@ -262,14 +260,14 @@ def check_generation(store: DriveStore, generation: Generation) -> None:
     Raises DamagedOffloadError for other bytes than were written, and for numbers that no training can
     continue from.
     """
-    store.set_newest_slot_and_return_previous(generation.slot)
+    store.swap_newest_slot(generation.slot)
     try:
         # After an error, the stream gives its buffers back before another generation is read.
         with closing(store.stream_read_only(verify=True)) as stream:
             for segment, parts in ((one, parts) for group, parts in stream for one in group.segments):
                 _check_numbers(parts, segment)
     finally:
-        store.set_newest_slot_and_return_previous(None)
+        store.swap_newest_slot(None)
 
 
 def _check_numbers(parts: MasterAndMoments, segment: ShardSegment) -> None:

@@ -178,9 +178,8 @@ class GenerationFiles:
                 last.close()
                 last.callback(self._hashing.submit(found.update, piece).result)
         if found.hexdigest() != self._digests[slot][name]:
-            raise directories.digest_mismatch_error(
-                file.path, f"{name}, bytes {record.offset_bytes} to {end}"
-            )
+            part = f"{name}, bytes {record.offset_bytes} to {end}"
+            raise directories.digest_mismatch_error(file.path, part)
 
     def read_record_part(self, name: str, *, slot: int, offset: int, size_bytes: int) -> Tensor:
         """Returns `size_bytes` of a record, from `offset` on, as uint8. Does not check its digest."""

@@ -26,10 +26,11 @@ from fullshard.offload import gather_source
 from fullshard.offload.drive import DriveCounters
 from fullshard.offload.store import GroupStore, HostMemoryStore, MasterAndMoments, master_and_moment_dtypes
 from fullshard.spec import groups
+from fullshard.spec.groups import OffloadGroup, ShardSegment
 from fullshard.torch_private.fsdp import compute_dtype, padded_shard_shape, shard_shape
 from fullshard.torch_private.tensors import local_part, set_local_part
 
-Update = Callable[[groups.OffloadGroup, MasterAndMoments], None]
+Update = Callable[[OffloadGroup, MasterAndMoments], None]
 
 
 class DriveShardsFactory(Protocol):
@@ -61,7 +62,7 @@ class OffloadSettings:
     sub_group_parameters: int
     shards_outside: bool = False
     moments: torch.dtype | None = None
-    on_drive: Callable[[Sequence[groups.OffloadGroup]], GroupStore] | None = None
+    on_drive: Callable[[Sequence[OffloadGroup]], GroupStore] | None = None
     shards_on_drive: DriveShardsFactory | None = None
     traffic: DriveCounters = field(default_factory=DriveCounters)
 
@@ -103,7 +104,7 @@ class OffloadedState:
 
     def __init__(self, settings: OffloadSettings) -> None:
         self.settings = settings
-        self.groups: tuple[groups.OffloadGroup, ...] = ()
+        self.groups: tuple[OffloadGroup, ...] = ()
         self.engine: dict[str, Any] = {}
         self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
@@ -279,7 +280,7 @@ class OffloadedState:
             parts = MasterAndMoments(*(torch.empty(0, dtype=dtype) for dtype in dtypes))
         return {key: gather_source.dtensor_like(one, part) for key, part in parts._asdict().items()}
 
-    def _write_segment_to_shard(self, segment: groups.ShardSegment, parts: MasterAndMoments) -> None:
+    def _write_segment_to_shard(self, segment: ShardSegment, parts: MasterAndMoments) -> None:
         values = parts.master[segment.slice_in_group]
         self.shards.write_shard_elements(segment.name, segment.begin, values=values)
 
@@ -329,9 +330,7 @@ def iterate_parameters_to_load(offloaded: OffloadedState) -> Iterator[set[Tensor
 class _InitialValueWriter:
     """Writes initial values into a new store, in the order of its groups. Moments are zero."""
 
-    def __init__(
-        self, store: GroupStore, publish: Callable[[groups.ShardSegment, MasterAndMoments], None]
-    ) -> None:
+    def __init__(self, store: GroupStore, publish: Callable[[ShardSegment, MasterAndMoments], None]) -> None:
         stream = store.stream_for_update(fresh=True)
         self._segments = ((segment, parts) for group, parts in stream for segment in group.segments)
         self._next, self._publish = next(self._segments, None), publish
@@ -347,9 +346,7 @@ class _InitialValueWriter:
         assert self._next is None, "every unit was offered, in the order of use"
 
 
-def _copy_segment(
-    new: MasterAndMoments | None, parts: MasterAndMoments, *, segment: groups.ShardSegment
-) -> None:
+def _copy_segment(new: MasterAndMoments | None, parts: MasterAndMoments, *, segment: ShardSegment) -> None:
     assert new is not None, "the rank has rows of it"
     for source, target in zip(new, parts, strict=True):
         own, into = source[segment.slice_in_shard], target[segment.slice_in_group]
@@ -364,7 +361,7 @@ def _master_dtype_name(one: Any) -> str:
 _ATTRIBUTE = "_fullshard_offloaded"  # attribute of the model
 
 
-def set_offload_attribute(model: nn.Module, state: OffloadedState) -> None:
+def set_offloaded_state(model: nn.Module, state: OffloadedState) -> None:
     """Stores `state` as an attribute of its model, where `find_offloaded_state` finds it."""
     setattr(model, _ATTRIBUTE, state)
 

@@ -25,12 +25,7 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, attach_unit_order_recorder
 from fullshard.errors import ShardError
 from fullshard.parallel import compile as block_compiler
-from fullshard.parallel.fp8 import (
-    Fp8Choice,
-    check_fp8_device,
-    choose_fp8_linears,
-    convert_linears_to_fp8,
-)
+from fullshard.parallel.fp8 import Fp8Choice, check_fp8_device, choose_fp8_linears, convert_linears_to_fp8
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
@@ -70,10 +65,10 @@ class PreparedSharding:
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
         """Returns the mesh of a unit's parameters."""
-        return self.meshes[_is_on_expert_mesh_and_is_sharded(unit, self.plan)]
+        return self.meshes[_mesh_key(unit, self.plan)]
 
 
-def _is_on_expert_mesh_and_is_sharded(unit: Unit, plan: Plan) -> tuple[bool, bool]:
+def _mesh_key(unit: Unit, plan: Plan) -> tuple[bool, bool]:
     return unit.has_experts and plan.has_expert_mesh, unit.is_sharded
 
 
@@ -99,8 +94,7 @@ def prepare_sharding(
     repeated = find_recompute_blocks(model, units=found)
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
-    # All ranks build them in one order.
-    kinds = sorted({_is_on_expert_mesh_and_is_sharded(unit, plan) for unit in found})
+    kinds = sorted({_mesh_key(unit, plan) for unit in found})  # all ranks build them in one order
     meshes = {kind: build_mesh(plan, of_experts=kind[0], is_sharded=kind[1]) for kind in kinds}
     check_fp8_device(plan)
     _check_batch_norm_dtypes_on_cpu(model, found, plan=plan)
@@ -133,9 +127,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
         _reduce_unreached_experts_as_zeros(unit)
     names.append(UnitNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0]))
     attach_unit_order_recorder(model, order)
-    model.forward = _wrap_forward_to_explain_ungathered(
-        _log_buffers_changed_in_first_forward(model, model.forward)
-    )
+    model.forward = _wrap_forward_to_explain_ungathered(_log_changed_buffers_once(model, model.forward))
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)
     return order
@@ -193,9 +185,7 @@ def _apply_recompute_and_compile(
     # pieces hide.
     compiled = list[block_compiler.CompiledForward]()
     if section.mode != "selective":
-        compiled = block_compiler.compile_blocks(
-            [block for block in blocks if block in pieces], pieces=pieces
-        )
+        compiled = block_compiler.compile_blocks([one for one in blocks if one in pieces], pieces=pieces)
     elif pieces:
         kinds = ", ".join(sorted({type(block).__name__ for block in pieces}))
         warnings.warn(
@@ -294,9 +284,7 @@ def _wrap_forward_to_explain_ungathered(forward: Callable[..., Any]) -> Callable
     return forward_explaining_ungathered
 
 
-def _log_buffers_changed_in_first_forward(
-    model: nn.Module, forward: Callable[..., Any]
-) -> Callable[..., Any]:
+def _log_changed_buffers_once(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `forward` so that the first one in training mode logs the buffers that it changes.
 
     Each rank changes them by its own batch, and a checkpoint has those of one rank.

@@ -161,9 +161,7 @@ class _DividedExperts:
     ) -> Tensor:
         """Returns what the experts of all ranks compute, as `experts.Experts` does. Collective."""
         order = top_k_index.flatten().argsort(stable=True)  # by expert, and so by rank
-        sent = count_rows_per_expert(top_k_index, self.experts).view(
-            self.ranks, -1
-        )  # (ranks, experts of each)
+        sent = count_rows_per_expert(top_k_index, self.experts).view(self.ranks, -1)  # (ranks, experts each)
         received = exchange_counts(sent, self.group)
         # Copied to the host once, which waits for the device: exchanges need the sizes there.
         sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()

@@ -148,10 +148,7 @@ def _reason_for_bf16(
         return f"in units in {own.param}"
     conditions = (
         (outside, "outside of the blocks"),
-        (
-            any(type(module) is not nn.Linear or key != "weight" for module, key in modules),
-            "of other modules",
-        ),
+        (any(type(one) is not nn.Linear or key != "weight" for one, key in modules), "of other modules"),
         ("experts" in name.split("."), "of experts"),
         (not unit.parameters[name].requires_grad, "frozen"),
         (any(size % _MULTIPLE for size in sizes), f"with features that {_MULTIPLE} does not divide"),

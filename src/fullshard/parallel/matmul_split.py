@@ -252,13 +252,11 @@ def multiply_gathered(x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tens
 
 class _LinearRegatheringInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, whole: Tensor, weight: Tensor, bias: Tensor | None, source: _GatheredPart
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: _GatheredPart) -> Tensor:
         ctx.save_for_backward(source.part, weight)
         ctx.gathered = source.backward
         ctx.gathered.readers += 1
-        return F.linear(whole, weight, bias)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

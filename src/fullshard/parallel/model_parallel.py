@@ -68,21 +68,21 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
         kind = str(getattr(model.config, "_attn_implementation", "eager"))
         if getattr(config, "attn_logit_softcapping", None) is not None:
             why = "it caps the logits of attention, which only its own attention on one rank does"
-            raise _unsupported_error(model, why=why)
+            raise _sequence_error(model, why=why)
         if kind != "sdpa" and all(getattr(model, one, False) for one in DECLARED):
             why = f'it computes attention as "{kind}", and only "sdpa" can be replaced'
-            raise _unsupported_error(
+            raise _sequence_error(
                 model, why=why, fix='model.attention = "sdpa", or sharding.context_parallel = 1'
             )
-        raise _unsupported_error(model, why="transformers lets no other code replace its attention")
+        raise _sequence_error(model, why="transformers lets no other code replace its attention")
 
 
 def _check_only_attention_mixes_tokens(model: nn.Module) -> None:
     """Raises ShardError unless `model` is a causal language model whose only layers over tokens attend."""
     if not is_causal_lm(model):
-        raise _unsupported_error(model, why="its attention is not that of a causal language model")
+        raise _sequence_error(model, why="its attention is not that of a causal language model")
     if has_balance_loss(model):
-        raise _unsupported_error(
+        raise _sequence_error(
             model,
             why="its balance loss (output_router_logits) is one of all tokens, of which each rank has a part",
             fix="model.options.output_router_logits = false, or sharding.context_parallel = 1",
@@ -94,18 +94,14 @@ def _check_only_attention_mixes_tokens(model: nn.Module) -> None:
     ]
     if reads_in_order or getattr(model, "_is_stateful", False):
         layer = reads_in_order[0] if reads_in_order else "its layers keep a state"
-        raise _unsupported_error(
-            model, why=f"recurrent and convolutional layers read tokens in order: {layer}"
-        )
+        raise _sequence_error(model, why=f"recurrent and convolutional layers read tokens in order: {layer}")
     try:
         windows_by_layer_kind(cast(Any, model.config).get_text_config())
     except TrainError as error:
-        raise _unsupported_error(model, why=error.what) from error
+        raise _sequence_error(model, why=error.what) from error
 
 
-def _unsupported_error(
-    model: nn.Module, *, why: str, fix: str = "sharding.context_parallel = 1"
-) -> ShardError:
+def _sequence_error(model: nn.Module, *, why: str, fix: str = "sharding.context_parallel = 1") -> ShardError:
     return ShardError(
         f"the sequences of {type(model).__name__} cannot be divided over ranks.",
         got="sharding.context_parallel above 1",

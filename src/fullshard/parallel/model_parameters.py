@@ -302,16 +302,14 @@ def collect_rank0_values(model: nn.Module) -> Rank0Values:
         )
         for name, t in tensors.items()
     }
-    first = _broadcast_and_compare_tensor_properties(own) if dist.get_world_size() > 1 else own
+    first = _broadcast_and_compare_properties(own) if dist.get_world_size() > 1 else own
     real = {name: given for name, given in first.items() if given.is_real}
     if dist.get_rank() == 0:
         return Rank0Values({name: tensors[name].detach() for name in real})
     return Rank0Values({n: torch.empty(g.shape, dtype=g.dtype, device="meta") for n, g in real.items()})
 
 
-def _broadcast_and_compare_tensor_properties(
-    own: dict[str, _TensorProperties],
-) -> dict[str, _TensorProperties]:
+def _broadcast_and_compare_properties(own: dict[str, _TensorProperties]) -> dict[str, _TensorProperties]:
     """Returns rank 0's tensor properties. Raises ShardError on all ranks if any rank's own differ."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)
@@ -352,9 +350,7 @@ def warn_of_modules_to_keep_in_fp32(model: nn.Module, precision: Precision) -> N
     asked: set[Any] = set()
     for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         asked |= set(getattr(model, key, None) or ())
-    kept = sorted(
-        part for part in map(str, asked) if any(part in name for name, _ in model.named_parameters())
-    )
+    kept = sorted(part for part in map(str, asked) if any(part in key for key, _ in model.named_parameters()))
     if kept and precision.param != "fp32" and rank() == 0:
         logger.warning(
             "transformers keeps %s of %s in fp32, and this run computes them in %s. For fp32: "

@@ -94,9 +94,7 @@ class BufferSnapshot:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         own = _buffers(block)
-        copies = {
-            id(one): one.detach().clone() for one in own.values()
-        }  # modules that share a buffer share its copy
+        copies = {id(one): one.detach().clone() for one in own.values()}  # a shared buffer has one copy
         self._before = {slot: (one, version(one), copies[id(one)]) for slot, one in own.items()}
 
     def copies_of_changed_buffers(self, *, statistics: bool) -> dict[tuple[nn.Module, str], Tensor | None]:
@@ -122,9 +120,7 @@ class BufferSnapshot:
 
 def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     """Returns the buffers of `block`, by the module that has each and its name there."""
-    return {
-        (module, name): one for module in block.modules() for name, one in module.named_buffers(recurse=False)
-    }
+    return {(owner, key): one for owner in block.modules() for key, one in owner.named_buffers(recurse=False)}
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
@@ -204,9 +200,8 @@ def block_recompute_policy(section: RecomputeSection) -> OperationPolicy | None:
         return None
     if section.mode != "selective":
         return lambda _operation: CheckpointPolicy.PREFER_RECOMPUTE
-    return partial(
-        _SelectiveRecomputePolicy(section.save_matmuls), SelectiveCheckpointContext(is_recompute=False)
-    )
+    policy = _SelectiveRecomputePolicy(section.save_matmuls)
+    return partial(policy, SelectiveCheckpointContext(is_recompute=False))
 
 
 class _SelectiveRecomputePolicy:

@@ -315,10 +315,8 @@ def _styles_of_modules(model: Any) -> dict[str, str]:
     plan = _tp_plan_with_attention_styles(model)
     patterns = {re.escape(one).replace(r"\*", r"\d+"): style for one, style in plan.items()}
     styles: dict[str, str] = {}
-    adapted = tuple(
-        f"{name}." for name, one in model.base_model.named_modules() if hasattr(one, "base_layer")
-    )
     modules = dict(model.base_model.named_modules())
+    adapted = tuple(f"{name}." for name, module in modules.items() if hasattr(module, "base_layer"))
     experts = tuple(name for name, module in modules.items() if is_experts(module))
     mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts)
     for name, module in modules.items():

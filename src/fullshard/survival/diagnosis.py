@@ -161,9 +161,8 @@ _OF_A_STEP = (RunPhase.DATA, RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.REDUC
 
 
 def _phase_and_place(report: RankReport, waits: str = "") -> str:
-    return (
-        f"in {_phase_text(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {_place_text(report)}"
-    )
+    seen = report.seen
+    return f"in {_phase_text(seen)} for {seen.unmoved_seconds:.0f} s{waits}, {_place_text(report)}"
 
 
 def _report_summary_text(report: RankReport) -> str:

@@ -163,9 +163,7 @@ def _fingerprint_text(one: StepFingerprint | None, names: Sequence[str]) -> str:
     if one is None:
         return "in another collective"
     values = {name: getattr(one, name) for name in names}
-    return ", ".join(
-        f"{v} collectives" if name == "collectives" else f"{name} {v}" for name, v in values.items()
-    )
+    return ", ".join(f"{v} collectives" if k == "collectives" else f"{k} {v}" for k, v in values.items())
 
 
 def _exchange_fingerprints(

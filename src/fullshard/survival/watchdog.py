@@ -345,10 +345,7 @@ def _clamp(value: float, bounds: tuple[float, float]) -> float:
 
 
 # Parts of the paths of files in which a thread waits for other ranks.
-_IN_COLLECTIVES = (
-    f"{os.sep}torch{os.sep}distributed{os.sep}",
-    f"{os.sep}fullshard{os.sep}distributed{os.sep}",
-)
+_WAIT_PATHS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}fullshard{os.sep}distributed{os.sep}")
 
 
 def _thread_frames(thread: int) -> list[FrameType]:
@@ -360,7 +357,7 @@ def _thread_frames(thread: int) -> list[FrameType]:
 def _is_in_collective(thread: int) -> bool:
     """Returns whether a thread's innermost frame is in torch.distributed or fullshard's own collectives."""
     frames = _thread_frames(thread)
-    return bool(frames) and any(part in frames[0].f_code.co_filename for part in _IN_COLLECTIVES)
+    return bool(frames) and any(part in frames[0].f_code.co_filename for part in _WAIT_PATHS)
 
 
 def _user_frame_text(thread: int) -> str:

@@ -12,28 +12,26 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 
-from fullshard.torch_private.names import private_names, require_names
+from fullshard.torch_private.names import require_names, torch_names
 
 _GRAPHS = "traces compiled blocks without values"
 
 NAMES = require_names(
-    private_names(
+    torch_names(
         "torch._dynamo.config.recompile_limit accumulated_recompile_limit", "compiles blocks that differ"
     ),
-    private_names(
+    torch_names(
         "torch._dynamo.exc.TorchDynamoException FailOnRecompileLimitHit", "runs eagerly what does not compile"
     ),
-    private_names("torch._dynamo.callback.callback_handler", "counts recompilations"),
-    private_names("torch._dynamo.utils.counters get_compilation_metrics", "counts graphs and breaks"),
-    private_names("torch._dynamo.explain", "checks that a block is one graph"),
-    private_names(
-        "torch._functorch.config.force_non_lazy_backward_lowering", "compiles backward with forward"
-    ),
-    private_names("torch._functorch.aot_autograd.aot_function", _GRAPHS),
-    private_names("torch._functorch.partitioners.min_cut_rematerialization_partition", _GRAPHS),
-    private_names("torch._guards.detect_fake_mode", _GRAPHS),
-    private_names("torch._inductor.decomposition.select_decomp_table", _GRAPHS),
-    private_names("torch.nn.utils.stateless._reparametrize_module", _GRAPHS),
+    torch_names("torch._dynamo.callback.callback_handler", "counts recompilations"),
+    torch_names("torch._dynamo.utils.counters get_compilation_metrics", "counts graphs and breaks"),
+    torch_names("torch._dynamo.explain", "checks that a block is one graph"),
+    torch_names("torch._functorch.config.force_non_lazy_backward_lowering", "compiles backward with forward"),
+    torch_names("torch._functorch.aot_autograd.aot_function", _GRAPHS),
+    torch_names("torch._functorch.partitioners.min_cut_rematerialization_partition", _GRAPHS),
+    torch_names("torch._guards.detect_fake_mode", _GRAPHS),
+    torch_names("torch._inductor.decomposition.select_decomp_table", _GRAPHS),
+    torch_names("torch.nn.utils.stateless._reparametrize_module", _GRAPHS),
 )
 
 dynamo: Any = torch._dynamo

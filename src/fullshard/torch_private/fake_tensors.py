@@ -17,24 +17,24 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type,
 )
 
-from fullshard.torch_private.names import private_names, require_names
+from fullshard.torch_private.names import require_names, torch_names
 
 NAMES = require_names(
-    private_names(
+    torch_names(
         "torch._subclasses.fake_tensor.FakeTensor FakeTensorMode unset_fake_temporarily "
         "DataDependentOutputException DynamicOutputShapeException",
         "traces a model without values",
     ),
-    private_names(
+    torch_names(
         "torch.utils._python_dispatch.TorchDispatchMode _disable_current_modes "
         "is_traceable_wrapper_subclass is_traceable_wrapper_subclass_type",
         "sees each operation, and the data of a tensor subclass",
     ),
-    private_names("torch._C.DisableTorchFunctionSubclass", "reads the shape of logits that are not computed"),
-    private_names("torch.Tensor._make_wrapper_subclass", "makes tensors that are computed or read later"),
-    private_names("torch._ops.OpOverload._schema", "finds the arguments that an operation writes to"),
-    private_names("torch._ops.OpOverload._uncache_dispatch", "replaces kernels while it traces"),
-    private_names("torch.library.Library._destroy", "replaces kernels while it traces"),
+    torch_names("torch._C.DisableTorchFunctionSubclass", "reads the shape of logits that are not computed"),
+    torch_names("torch.Tensor._make_wrapper_subclass", "makes tensors that are computed or read later"),
+    torch_names("torch._ops.OpOverload._schema", "finds the arguments that an operation writes to"),
+    torch_names("torch._ops.OpOverload._uncache_dispatch", "replaces kernels while it traces"),
+    torch_names("torch.library.Library._destroy", "replaces kernels while it traces"),
 )
 
 disable_current_modes = _disable_current_modes

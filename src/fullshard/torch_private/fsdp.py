@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch_private.names import private_names, require_names
+from fullshard.torch_private.names import require_names, torch_names
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_PACKAGE}._fsdp_state.FSDPState"
@@ -20,33 +20,32 @@ _GROUP = f"{_PACKAGE}._fsdp_param_group.FSDPParamGroup"
 _PARAMETER = f"{_PACKAGE}._fsdp_param.FSDPParam"
 
 NAMES = require_names(
-    private_names("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds the parts of a unit"),
-    private_names(f"{_STATE}._fsdp_param_group _modules", "finds the parts of a unit"),
-    private_names(  # several meshes
-        f"{_STATE}._fsdp_param_groups", "finds the parts of a unit", is_optional=True
-    ),
-    private_names(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
-    private_names(f"{_GROUP}.fsdp_params", "finds the parts of a unit"),
-    private_names(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
-    private_names(f"{_GROUP}.post_backward reduce_grads", "reduces experts that no token reached"),
-    private_names(f"{_GROUP}.all_reduce_grads mesh_info", "completes sums over replicas"),
-    private_names(f"{_GROUP}.unshard _all_gather_result", "compares the units that ranks run"),
-    private_names(f"{_PARAMETER}.sharded_param", "finds the parts of a unit"),
-    private_names(
+    torch_names("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds the parts of a unit"),
+    torch_names(f"{_STATE}._fsdp_param_group _modules", "finds the parts of a unit"),
+    # of units with several meshes
+    torch_names(f"{_STATE}._fsdp_param_groups", "finds the parts of a unit", is_optional=True),
+    torch_names(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
+    torch_names(f"{_GROUP}.fsdp_params", "finds the parts of a unit"),
+    torch_names(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
+    torch_names(f"{_GROUP}.post_backward reduce_grads", "reduces experts that no token reached"),
+    torch_names(f"{_GROUP}.all_reduce_grads mesh_info", "completes sums over replicas"),
+    torch_names(f"{_GROUP}.unshard _all_gather_result", "compares the units that ranks run"),
+    torch_names(f"{_PARAMETER}.sharded_param", "finds the parts of a unit"),
+    torch_names(
         f"{_PARAMETER}._sharded_param_data sharded_size padded_sharded_param_size mp_policy",
         "gathers offloaded and fp8 shards",
     ),
-    private_names(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
-    private_names(f"{_GROUP}._init_mp_dtypes", "reduces parameters that are trained later in their dtype"),
+    torch_names(f"{_PARAMETER}._unsharded_param", "finds parameters without a gradient"),
+    torch_names(f"{_GROUP}._init_mp_dtypes", "reduces parameters that are trained later in their dtype"),
     # read where there is no set_reduce_scatter_unused_params
-    private_names(
+    torch_names(
         f"{_PARAMETER}.unsharded_accumulated_grad", "reduces experts that no token reached", is_optional=True
     ),
-    private_names(  # until torch 2.14, whose reductions refuse two dtypes
+    torch_names(  # until torch 2.14, whose reductions refuse two dtypes
         f"{_PARAMETER}.to_accumulated_grad_if_needed", "casts a first gradient", is_optional=True
     ),
-    private_names(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
-    private_names(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
+    torch_names(f"{_PARAMETER}.is_dtensor", "computes with local parts of divided matmuls"),
+    torch_names(f"{_PARAMETER}._unsharded_dtensor_spec", "is_dtensor since torch 2.13", is_optional=True),
 )
 
 

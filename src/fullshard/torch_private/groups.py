@@ -6,20 +6,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.torch_private.names import private_names, require_names
+from fullshard.torch_private.names import require_names, torch_names
 
 _C10D = "torch.distributed.distributed_c10d"
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-_BINDINGS = "torch._C._distributed_c10d"
+_NATIVE = "torch._C._distributed_c10d"
 
 NAMES = require_names(
-    private_names("torch.distributed.ProcessGroup._get_backend", "finds the backend of a device"),
-    private_names(
-        f"{_BINDINGS}.Backend._get_sequence_number_for_group", "counts collectives", is_optional=True
-    ),
-    private_names(f"{_C10D}._resolve_process_group", "finds a group by its name, in a graph"),
-    private_names(f"{_C10D}._get_default_store", "exchanges what differs between ranks", is_optional=True),
-    private_names(f"{_BINDINGS}.{' '.join(_RECORDERS)}", "reads the flight recorder", is_optional=True),
+    torch_names("torch.distributed.ProcessGroup._get_backend", "finds the backend of a device"),
+    torch_names(f"{_NATIVE}.Backend._get_sequence_number_for_group", "counts collectives", is_optional=True),
+    torch_names(f"{_C10D}._resolve_process_group", "finds a group by its name, in a graph"),
+    torch_names(f"{_C10D}._get_default_store", "exchanges what differs between ranks", is_optional=True),
+    torch_names(f"{_NATIVE}.{' '.join(_RECORDERS)}", "reads the flight recorder", is_optional=True),
 )
 
 
@@ -58,5 +56,5 @@ def find_default_store() -> dist.Store | None:
 
 def dump_flight_recorders() -> list[str]:
     """Returns what torch's recorders of collectives hold, each as JSON."""
-    bindings = importlib.import_module(_BINDINGS)
+    bindings = importlib.import_module(_NATIVE)
     return [getattr(bindings, name)() for name in _RECORDERS if hasattr(bindings, name)]

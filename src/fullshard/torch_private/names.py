@@ -36,7 +36,7 @@ class PrivateName:
         return hasattr(owner, last) or (inspect.isclass(owner) and last in set(_instance_attributes(owner)))
 
 
-def private_names(paths: str, purpose: str, *, is_optional: bool = False) -> list[PrivateName]:
+def torch_names(paths: str, purpose: str, *, is_optional: bool = False) -> list[PrivateName]:
     """Returns private names of one owner and purpose: `torch.Tensor._version _base` are two."""
     first, *others = paths.split()
     owner = first.rpartition(".")[0]

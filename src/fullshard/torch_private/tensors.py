@@ -18,48 +18,42 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from fullshard.torch_private.names import private_names, require_names
+from fullshard.torch_private.names import require_names, torch_names
 
 NAMES = require_names(
-    private_names(
+    torch_names(
         "torch.utils._pytree.TreeSpec tree_flatten tree_leaves tree_map_only tree_unflatten",
         "finds the tensors in arguments and batches",
     ),
-    private_names("torch._foreach_norm", "computes norms of gradients"),
-    private_names("torch._foreach_mul_", "scales gradients"),
-    private_names("torch._fused_adamw_", "updates offloaded state"),
-    private_names("torch._grouped_mm", "multiplies experts before F.grouped_mm", is_optional=True),
-    private_names("torch.UntypedStorage._cdata", "identifies memory"),
-    private_names("torch.Tensor._version", "sees that a saved activation was overwritten"),
-    private_names("torch.Tensor._base", "finds the tensor of a view"),
-    private_names("torch.Tensor._backward_hooks", "finds hooks of parameters"),
-    private_names("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
-    private_names(
+    torch_names("torch._foreach_norm", "computes norms of gradients"),
+    torch_names("torch._foreach_mul_", "scales gradients"),
+    torch_names("torch._fused_adamw_", "updates offloaded state"),
+    torch_names("torch._grouped_mm", "multiplies experts before F.grouped_mm", is_optional=True),
+    torch_names("torch.UntypedStorage._cdata", "identifies memory"),
+    torch_names("torch.Tensor._version", "sees that a saved activation was overwritten"),
+    torch_names("torch.Tensor._base", "finds the tensor of a view"),
+    torch_names("torch.Tensor._backward_hooks", "finds hooks of parameters"),
+    torch_names("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
+    torch_names(
         "torch.optim.Optimizer._optimizer_step_pre_hooks _optimizer_step_post_hooks",
         "finds hooks of optimizers",
         is_optional=True,
     ),
-    private_names(
-        "torch.nn.Module._parameters _buffers _modules", "replaces parameters, buffers and modules"
-    ),
-    private_names("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
-    private_names("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
-    private_names("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
-    private_names("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
-    private_names("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
-    private_names(
+    torch_names("torch.nn.Module._parameters _buffers _modules", "replaces parameters, buffers and modules"),
+    torch_names("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
+    torch_names("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
+    torch_names("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
+    torch_names("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
+    torch_names("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
+    torch_names(
         "torch._C._autograd._ProfilerResult.experimental_event_tree", "reads allocations of a profile"
     ),
-    private_names(
-        "torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"
-    ),
-    private_names(
+    torch_names("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
+    torch_names(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset", "finds the box of a shard"
     ),
-    private_names("torch.distributed.tensor.DTensor._local_tensor", "replaces the part that a rank has"),
-    private_names(
-        "torch.distributed.tensor.DTensor._spec", "makes a DTensor whose part is on another device"
-    ),
+    torch_names("torch.distributed.tensor.DTensor._local_tensor", "replaces the part that a rank has"),
+    torch_names("torch.distributed.tensor.DTensor._spec", "makes a DTensor whose part is on another device"),
 )
 
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]

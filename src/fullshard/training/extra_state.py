@@ -132,9 +132,8 @@ def _encode(value: Any, *, name: str, tensors: dict[str, Tensor]) -> JsonValue:
         tensors[name] = cast(Tensor, value).detach()
         return {"tensor": name, "host": tensors[name].device.type == "cpu"}
     if type(value) in (list, tuple):
-        parts = [
-            _encode(one, name=f"{name}.{i}", tensors=tensors) for i, one in enumerate(cast(list[Any], value))
-        ]
+        elements = enumerate(cast(list[Any], value))
+        parts = [_encode(one, name=f"{name}.{i}", tensors=tensors) for i, one in elements]
         return parts if type(value) is list else {"tuple": parts}
     if isinstance(value, dict):
         items = cast(dict[Any, Any], value).items()

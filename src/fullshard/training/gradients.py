@@ -133,13 +133,11 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
     per dtype.
     """
     groups = defaultdict[tuple[torch.dtype, dist.ProcessGroup], list[Tensor]](list)
-    for gradient in gradients:
-        if not isinstance(gradient, DTensor) or TENSOR_AXIS not in (
-            gradient.device_mesh.mesh_dim_names or ()
-        ):
+    for one in gradients:
+        if not isinstance(one, DTensor) or TENSOR_AXIS not in (one.device_mesh.mesh_dim_names or ()):
             continue
-        if gradient.placements[-1].is_replicate():  # `tp` is the last axis
-            part, group = gradient.to_local(), gradient.device_mesh.get_group(TENSOR_AXIS)
+        if one.placements[-1].is_replicate():  # `tp` is the last axis
+            part, group = one.to_local(), one.device_mesh.get_group(TENSOR_AXIS)
             if part.nbytes >= _ALONE_BYTES and part.is_contiguous():
                 dist.all_reduce(part, group=group)
             else:
@@ -168,11 +166,7 @@ def select_tensors_counted_on_this_rank(tensors: Iterable[Tensor]) -> list[Tenso
     by_replicas = defaultdict[tuple[int, int], list[Tensor]](list)
     for tensor in tensors:
         is_dtensor = isinstance(tensor, DTensor)
-        key = (
-            _replica_index_and_count(tensor.device_mesh, tensor.placements)
-            if is_dtensor
-            else (rank(), world_size())
-        )
+        key = _replica_place(tensor.device_mesh, tensor.placements) if is_dtensor else (rank(), world_size())
         by_replicas[key].append(tensor)
     counted = list[Tensor]()
     for (index, replicas), same in by_replicas.items():
@@ -193,7 +187,7 @@ def local_share_of_squared_norm(norms: Sequence[Tensor]) -> Tensor | float:
 
 
 @lru_cache(maxsize=64)  # a step asks for each parameter
-def _replica_index_and_count(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
+def _replica_place(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, int]:
     """Returns this rank's number among the ranks with the same part, and how many these are."""
     assert mesh.size() == world_size(), "all our meshes are over all ranks"
     coordinate, index, replicas = mesh.get_coordinate(), 0, 1
@@ -215,12 +209,8 @@ def host_waits_before_each_update(optimizer: torch.optim.Optimizer, plan: Plan) 
     - `fault_tolerance.on_spike = "rollback"`: no step may follow a spike
     - fp16, whose loss scale follows from the step before
     """
-    run = plan.run
-    return (
-        run.fault_tolerance.on_spike == "rollback"
-        or plan.precision.loss_scaling
-        or not _is_fused_adam(optimizer)
-    )
+    next_step_depends = plan.run.fault_tolerance.on_spike == "rollback" or plan.precision.loss_scaling
+    return next_step_depends or not _is_fused_adam(optimizer)
 
 
 @torch.no_grad()
@@ -306,9 +296,7 @@ def _local_parameters_and_state(optimizer: torch.optim.Optimizer) -> Generator[N
         optimizer.param_groups, optimizer.state = groups, states
     for parameter, local in pairs:
         if not states.get(parameter) and (new := local_states.get(local)):
-            states[parameter] = {
-                key: _optimizer_state_as_dtensor(value, parameter) for key, value in new.items()
-            }
+            states[parameter] = {key: _state_as_dtensor(value, parameter) for key, value in new.items()}
 
 
 def _local_part(value: Any) -> Any:
@@ -316,7 +304,7 @@ def _local_part(value: Any) -> Any:
     return local_part(value) if isinstance(value, DTensor) else value
 
 
-def _optimizer_state_as_dtensor(value: Any, parameter: Tensor) -> Any:
+def _state_as_dtensor(value: Any, parameter: Tensor) -> Any:
     """Returns optimizer state of this rank's part as a DTensor like `parameter`; counts stay unchanged."""
     is_moment = isinstance(value, Tensor) and value.ndim == parameter.ndim
     return (

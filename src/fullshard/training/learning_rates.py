@@ -92,9 +92,7 @@ def warn_that_schedule_multiplies_rates(optimizer: torch.optim.Optimizer, run: R
     ReduceLROnPlateau leaves no trace in the optimizer until it first reduces a rate.
     """
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
-    is_known = is_built_by_fullshard(optimizer) or any(
-        {"initial_lr", _LAST} & group.keys() for group in groups
-    )
+    is_known = is_built_by_fullshard(optimizer) or any({"initial_lr", _LAST} & one.keys() for one in groups)
     section = run.schedule
     if is_known or not groups or rank() != 0 or (section.kind == "constant" and not section.warmup_steps):
         return
@@ -113,9 +111,7 @@ def warn_of_unused_settings(optimizer: torch.optim.Optimizer, section: Optimizer
     unused = list[str]()
     for name, key in _KEYS.items():
         wanted = getattr(section, name)
-        found = [
-            _initial_value(group, key, wanted=wanted) for group in optimizer.param_groups if key in group
-        ]
+        found = [_initial_value(one, key, wanted=wanted) for one in optimizer.param_groups if key in one]
         is_default = wanted == getattr(OptimizerSection(), name)
         if not is_default and not any(_is_same(wanted, value) for value in found):
             own = found[0] if found else f"no {key}"
@@ -187,7 +183,7 @@ _Scalar = bool | int | float | str | None
 _Plain = _Scalar | list[_Scalar]  # a list for a tuple (betas), as in JSON
 
 
-def scalar_group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Plain]]:
+def scalar_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Plain]]:
     """Returns the scalars and tuples of them in each group, except rates. Waits for entries on a GPU."""
     found: list[dict[str, _Plain]] = []
     for group in optimizer.param_groups:
@@ -210,10 +206,8 @@ def changed_group_entries(
     """Returns {name of a group's first parameter: entries that differ from `initial`}, to be saved."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, JsonValue] = {}
-    for number, (group, now) in enumerate(
-        zip(optimizer.param_groups, scalar_group_entries(optimizer), strict=True)
-    ):
-        before = initial[number] if number < len(initial) else {}
+    for index, (group, now) in enumerate(zip(optimizer.param_groups, scalar_entries(optimizer), strict=True)):
+        before = initial[index] if index < len(initial) else {}
         changed = {key: one for key, one in now.items() if key not in before or before[key] != one}
         if changed and group["params"] and group["params"][0] in names:
             found[names[group["params"][0]]] = cast(JsonValue, changed)
@@ -232,15 +226,13 @@ def restore_group_entries(
     Logs a warning if arguments of the optimizer change, which are not its own state. Raises CheckpointError
     if one group would get the state of two.
     """
-    for group, now, before in zip(
-        optimizer.param_groups, scalar_group_entries(optimizer), initial, strict=False
-    ):
+    for group, now, before in zip(optimizer.param_groups, scalar_entries(optimizer), initial, strict=False):
         for key in now.keys() & before.keys():
             if now[key] != before[key]:
                 _set_group_entry(group, key, value=before[key])
     parameters = dict(model.named_parameters())
     restored: dict[int, dict[str, Any]] = {}
-    unrestored = scalar_group_entries(optimizer)
+    unrestored = scalar_entries(optimizer)
     for name, entries in saved.items():
         values = cast(dict[str, Any], entries)
         for number, group in enumerate(optimizer.param_groups):
@@ -258,7 +250,7 @@ def restore_group_entries(
     arguments = inspect.signature(type(optimizer)).parameters
     taken_over = [
         f"{key} {old.get(key)} -> {new.get(key)}"
-        for old, new in zip(unrestored, scalar_group_entries(optimizer), strict=True)
+        for old, new in zip(unrestored, scalar_entries(optimizer), strict=True)
         for key in arguments
         if old.get(key) != new.get(key)
     ]

@@ -135,14 +135,11 @@ class StochasticAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        step = int(state["step"].item())
+        step, shard = int(state["step"].item()), rounding.shard_index(parameter)
         kept = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
         value, first, second, g = map(local_tensor, kept)
-        seed = rounding.RoundingSeed(
-            rounding.rounding_key(
-                self.seed, step=step, parameter=index, shard=rounding.shard_index(parameter)
-            )
-        )
+        key = rounding.rounding_key(self.seed, step=step, parameter=index, shard=shard)
+        seed = rounding.RoundingSeed(key)
         beta1, beta2 = group["betas"]
         options = rounding.AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         rounding.adamw_with_stochastic_rounding(

@@ -103,11 +103,11 @@ class OffloadedTensors:
         store = self._offloaded.store
         if isinstance(store, DriveStore):
             self.wait_for_updates()
-            slot, committed = store.set_newest_slot_and_return_previous(None)
+            slot, committed = store.swap_newest_slot(None)
             if slot is not None and committed:
                 store.generations.reopen_generation(slot)
                 committed = False
-            store.set_newest_slot_and_return_previous(slot, committed=committed)
+            store.swap_newest_slot(slot, committed=committed)
 
     def newest_restorable_step(self, *, at_least: int) -> int | None:
         """Returns the newest step >= `at_least` that every rank has a generation of, or None. Collective."""
@@ -133,13 +133,13 @@ class OffloadedTensors:
             self._offloaded.rewrite_shards_from_masters(verify=True)
             return beside
 
-        file, committed = store.set_newest_slot_and_return_previous(found.slot)
+        file, committed = store.swap_newest_slot(found.slot)
         doing = f"going on from step {step} in {store.generations.directory}"
         try:
             return run_on_all_ranks(read_payload_and_rewrite_shards, doing=doing)
         except CheckpointError as error:
             store.generations.invalidate_generation(found.slot)
-            store.set_newest_slot_and_return_previous(file, committed=committed)
+            store.swap_newest_slot(file, committed=committed)
             if file is not None:
                 self._offloaded.rewrite_shards_from_masters(verify=False)
             self._offloaded.updates.unusable = lacking
@@ -152,9 +152,8 @@ class OffloadedTensors:
         if not isinstance(store, DriveStore):
             return {}
         files = store.generations
-        return {
-            one.step: one for one in files.list_complete_generations() if files.read_generation_payload(one)
-        }
+        complete = files.list_complete_generations()
+        return {one.step: one for one in complete if files.read_generation_payload(one)}
 
 
 def _checkpoint_tensor_name(name: str, key: str) -> str:

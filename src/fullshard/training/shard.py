@@ -20,12 +20,7 @@ from fullshard.offload.drive_store import DriveStore, check_generation
 from fullshard.offload.gather_source import DriveShards, master_dtype
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.rounding import AdamOptions
-from fullshard.offload.state import (
-    OffloadedState,
-    OffloadSettings,
-    find_offloaded_state,
-    set_offload_attribute,
-)
+from fullshard.offload.state import OffloadedState, OffloadSettings, find_offloaded_state, set_offloaded_state
 from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.parallel import apply, model_parameters
 from fullshard.parallel.fp8 import set_up_fp8_gathers
@@ -98,7 +93,7 @@ def shard(
     allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if state is not None:
         state.finish_offloading_shards()
-        set_offload_attribute(model, state)
+        set_offloaded_state(model, state)
     if prepared.fp8 is not None:
         set_up_fp8_gathers(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
     carried.set_on(model)
@@ -121,9 +116,7 @@ def build_streaming_adamw(
     gradients = adamw.HostGradients(offloaded.engine) if settings.has_gpu else None
     on_device = None
     if plan.run.offload.update == "device":
-        on_device = adamw.DeviceGroupUpdater(
-            offloaded.groups, device=settings.device, moments=settings.moments
-        )
+        on_device = adamw.DeviceUpdater(offloaded.groups, device=settings.device, moments=settings.moments)
     return adamw.StreamingAdamW(
         groups,
         offloaded,

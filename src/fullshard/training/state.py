@@ -103,7 +103,7 @@ class TrainState:
         self.loss_scale = LossScale()
         is_outside = isinstance(optimizer, StreamingAdamW)
         self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
-        self._initial_entries = learning_rates.scalar_group_entries(optimizer)
+        self._initial_entries = learning_rates.scalar_entries(optimizer)
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
         reshard_unsharded_units(model)
@@ -189,11 +189,8 @@ class TrainState:
                 own = _empty_optimizer_tensor(self.optimizer, parameters[owner], key=key, info=info)
                 tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        return (
-            tensors
-            | extra_state.empty_generator_states_to_fill(saved)
-            | extra_state.empty_extra_state_tensors_to_fill(saved)
-        )
+        tensors |= extra_state.empty_generator_states_to_fill(saved)
+        return tensors | extra_state.empty_extra_state_tensors_to_fill(saved)
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
@@ -328,12 +325,11 @@ class TrainedWith:
     @classmethod
     def from_values(cls, values: Mapping[str, JsonValue]) -> Self:
         run, order = values.get("run"), values.get("row_order")
+        has_rows = rows_taken_by_saved_state(values) is not None
         return cls(
             run=run if isinstance(run, dict) else None,
             row_order=order if isinstance(order, str) else None,
-            batches=_batches_taken_by_saved_state(values)
-            if rows_taken_by_saved_state(values) is None
-            else None,
+            batches=None if has_rows else _batches_taken_by_saved_state(values),
             is_loaded=True,
         )
 
@@ -421,9 +417,8 @@ def _warn_of_unsaved_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         return
     unsaved = [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        unsaved += [
-            f"state_dict()[{key!r}]" for key in optimizer.state_dict().keys() - {"state", "param_groups"}
-        ]
+        added = optimizer.state_dict().keys() - {"state", "param_groups"}
+        unsaved += [f"state_dict()[{key!r}]" for key in added]
     if unsaved and rank() == 0:
         logger.warning(
             "checkpoints hold the state and groups of %s, but not %s: a resumed run will differ from one "

@@ -101,9 +101,7 @@ def run_step(
     sums = torch.zeros(_SUMS - 1, dtype=torch.float64, device=device)  # without the stop requests
     rates = set_learning_rates(state.optimizer, plan.run, step=state.step)
     with make_scale_reuse_context(state.model):
-        nominal = _run_microbatches_and_return_nominal_count(
-            state, plan, microbatches=microbatches, loss=loss, sums=sums
-        )
+        nominal = _run_microbatches(state, plan, microbatches=microbatches, loss=loss, sums=sums)
     where.enter(RunPhase.REDUCE)
     gradients = list_gradients(parameters := list(state.model.parameters()), state.optimizer)
     average_scalar_gradients(state.model)
@@ -189,18 +187,16 @@ def _all_reduce(
             units=events.checksum,
         )
         numbers = own.summable_numbers(plan.world_size)
-    known_here = figures.copy_to_device(
-        torch.tensor([float(stop), *numbers], dtype=torch.float64), sums.device
-    )
-    totals = torch.cat([sums, known_here])
+    signals = figures.copy_to_device(torch.tensor([float(stop), *numbers], dtype=torch.float64), sums.device)
+    totals = torch.cat([sums, signals])
     if plan.world_size > 1:
         with TimedRange("all_reduce"):
             dist.all_reduce(totals)
-    are_equal = (totals[_SUMS:] == plan.world_size * known_here[1:]).all()
+    are_equal = (totals[_SUMS:] == plan.world_size * signals[1:]).all()
     return _Totals(totals, are_equal, own, events, plan.world_size)
 
 
-def _run_microbatches_and_return_nominal_count(
+def _run_microbatches(
     state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor
 ) -> int:
     """Runs forward and backward of every microbatch, and returns the nominal count.
