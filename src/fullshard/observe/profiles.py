@@ -74,7 +74,10 @@ class StepProfiler:
         is_chosen = step in self._section.profile
         with (
             profile(
-                activities=activities, record_shapes=is_chosen, with_stack=is_chosen and self._rank == 0
+                activities=activities,
+                record_shapes=is_chosen,
+                with_stack=is_chosen and self._rank == 0,
+                acc_events=True,  # else torch 2.11 warns that events of other cycles are cleared
             ) as profiler,
             record_function(STEP_RANGE),
         ):
