@@ -161,5 +161,8 @@ def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> t
 )
 def test_a_disk_that_refuses_is_a_clear_error_and_loses_nothing(ranks, tmp_path, fault, mode):
     ended, started = disk_fault(ranks, tmp_path, fault=fault, mode=mode)
-    assert DISK_FAULTS[fault][2] in ended or (fault == "taken away" and ended == "continued")
+    expected = {DISK_FAULTS[fault][2]}
+    if fault == "taken away":  # between two saves, or after one rank has made the directory of a save
+        expected |= {"continued", "not the same on all ranks"}
+    assert any(text in ended for text in expected)
     assert started.startswith("resumed")
