@@ -50,6 +50,10 @@ class FullshardError(Exception):
         lines += [f"  try: {fix}"] if fix else []
         super().__init__("\n".join(lines))
 
+    @property
+    def what_and_got(self) -> str:
+        return self.what if self.got is None else f"{self.what} got: {self.got}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the error without its `__init__`, whose parameters differ between classes."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # pyright: ignore

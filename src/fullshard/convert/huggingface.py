@@ -272,10 +272,10 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
 
 def _record_unsupported_default_masks(state: ConversionState) -> None:
     """Records data with the mask that LLaMA-Factory has by default, or that axolotl leaves out as asked."""
-    trains_on_prompts = is_true_yes_on(state.get("train_on_inputs"))
-    for key in [key for key in state.leaves if key.startswith("datasets.") and key.endswith(".type")]:
-        if trains_on_prompts:
-            state.record_unsupported(key, "data.records, with data.train_on = all")
+    if is_true_yes_on(state.get("train_on_inputs")):
+        for key in state.leaves:
+            if key.startswith("datasets.") and key.endswith(".type"):
+                state.record_unsupported(key, "data.records, with data.train_on = all")
     is_tuning = state.get("stage") in (None, "sft") and state.get("train_on_prompt") is None
     if is_tuning and _has_any_key_in(state, _LLAMA_FACTORY):
         why = "trains on answers alone, by default: data.train_on, of data.records = messages or completion"

@@ -185,7 +185,6 @@ def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:
     if isinstance(error, OSError):
         return checkpoint_error_from_os_error(what, error)
     if isinstance(error, FullshardError):
-        got = error.what if error.got is None else f"{error.what} got: {error.got}"
-        return CheckpointError(what, got=got, why=error.why, fix=error.fix)
+        return CheckpointError(what, got=error.what_and_got, why=error.why, fix=error.fix)
     lines = str(error).strip().splitlines()
     return CheckpointError(what, got=f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

@@ -136,7 +136,7 @@ def _iterate_steps(job: TrainJob) -> Iterator[Step]:
 
 
 def _try_roll_back(job: TrainJob, step: Step) -> bool:
-    """Rolls back to the newest checkpoint, as `step.rollback` demands. Returns False if there is none."""
+    """Rolls back to the newest checkpoint after `step.rollback`. Returns False if no checkpoint exists."""
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait_for_saves()

@@ -29,7 +29,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
@@ -44,7 +43,7 @@ Source = Callable[[torch.dtype], Tensor]
 def iterate_sharded_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
     """Yields (unit number, name, FSDP2's object) of each sharded parameter, in the order of use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
+    for unit, module in enumerate(fsdp.list_units(model)):
         for one in fsdp.engine_parameters(module):
             yield unit, names[id(one.sharded_param)], one
 

@@ -45,6 +45,7 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.model_section import expert_shard_dim
 from fullshard.spec.settings.run_checks import check_settings_work_together
 from fullshard.torch_private import fsdp
+from fullshard.torch_private.fsdp import list_units
 from fullshard.torch_private.tensors import BatchNorm, tree_leaves, version
 
 logger = logging.getLogger("fullshard")
@@ -135,7 +136,7 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
 
 def _check_not_sharded(model: nn.Module) -> None:
     name = type(model).__name__
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if list_units(model):
         raise ShardError(f"{name} is sharded already.", fix="shard a model once")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(

@@ -38,7 +38,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.tensors import find_linear_function, set_linear_function
 from fullshard.errors import MissingExtraError, PlanError, ShardError
@@ -47,7 +46,7 @@ from fullshard.parallel.units import Unit
 from fullshard.spec.model import Fp8Share
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
 from fullshard.system.dotted import import_quietly
-from fullshard.torch_private.fsdp import engine_parameters, flat_padded_shard
+from fullshard.torch_private.fsdp import engine_parameters, flat_padded_shard, list_units
 from fullshard.torch_private.tensors import foreach_norm, local_part
 
 _MULTIPLE = 16  # of rows and columns, as fp8 matmuls need
@@ -332,11 +331,10 @@ def set_up_fp8_gathers(
         return
     matmul = _make_fp8_matmul(choice.scaling, emulated=device == "cpu")
     weights = {id(module.weight) for module in choice.linears.values()}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for one in engine_parameters(module):
-                if id(one.sharded_param) in weights:
-                    scales.add_parameter(one, matmul)
+    for unit in list_units(model):
+        for one in engine_parameters(unit):
+            if id(one.sharded_param) in weights:
+                scales.add_parameter(one, matmul)
     # Before FSDP2's own hook, which gathers the root.
     model.register_forward_pre_hook(lambda *_: scales.compute_unless_reused(), prepend=True)
     for name in methods:

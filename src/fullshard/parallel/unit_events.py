@@ -30,6 +30,7 @@ from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import (
     cast_late_gradients_to_kept_dtype,
     gathered_parameter,
+    list_units,
     parameter_groups,
     pending_gather,
 )
@@ -74,10 +75,9 @@ def install_reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder)
             reshard_unsharded_units(model)
 
     def check(_model: nn.Module, _args: Any) -> None:  # signature: torch's hook
-        if not torch.is_grad_enabled():
-            units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-            if not any(group.is_unsharded for unit in units for group in parameter_groups(unit)):
-                check_parameters_not_replaced(model)
+        groups = (group for unit in list_units(model) for group in parameter_groups(unit))
+        if not (torch.is_grad_enabled() or any(group.is_unsharded for group in groups)):
+            check_parameters_not_replaced(model)
 
     model.register_forward_hook(reshard)
     model.register_forward_pre_hook(check, prepend=True)  # before FSDP2's, which drops new parameters
@@ -85,9 +85,8 @@ def install_reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder)
 
 def reshard_unsharded_units(model: nn.Module) -> None:
     """Reshards units that a forward without backward left unsharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in list_units(model):
+        unit.reshard()
 
 
 def install_unit_event_recording(

@@ -381,7 +381,7 @@ class ModelSpec(FrozenModel):
         return cast(MicrobatchTrace, self.derived_value_cache[key])
 
     def trace_for_plan(self, plan: Plan) -> MicrobatchTrace:
-        """Returns the plan's trace. Raises PlanError if there is none, or the spec has other degrees."""
+        """Returns the plan's trace. Raises PlanError if the spec has no such trace, or has other degrees."""
         divisions = {
             "matmuls": ("tensor_parallel", plan.tensor_parallel, self.tensor_parallel),
             "sequences": ("context_parallel", plan.context_parallel, self.context_parallel),

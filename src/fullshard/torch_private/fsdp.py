@@ -49,6 +49,11 @@ NAMES = require_names(
 )
 
 
+def list_units(model: nn.Module) -> list[FSDPModule]:
+    """Returns the modules of `model` that are units, in the order of `model.modules()`."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def unit_state(module: FSDPModule) -> Any:
     """Returns FSDP2's state of a unit, which its modules share."""
     return module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]

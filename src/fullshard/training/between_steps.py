@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank, world_size
@@ -21,7 +20,7 @@ from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.quantities import join_names
-from fullshard.torch_private.fsdp import update_reduce_dtypes
+from fullshard.torch_private.fsdp import list_units, update_reduce_dtypes
 from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.gradients import list_gradients
 from fullshard.training.state import TrainState
@@ -79,9 +78,8 @@ class ModelBetweenSteps:
             reshard_unsharded_units(model)
             check_parameters_not_replaced(model)
             self._parameters = _ids_storages_and_requires_grad(model.parameters())
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    update_reduce_dtypes(module)
+            for unit in list_units(model):
+                update_reduce_dtypes(unit)
             _warn_of_not_updated_or_half_precision_parameters(self._state)
 
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -38,7 +37,7 @@ from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
-from fullshard.torch_private.fsdp import engine_parameters, gathered_parameter
+from fullshard.torch_private.fsdp import engine_parameters, gathered_parameter, list_units
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, local_part, step_hooks
 from fullshard.training.figures import StepDecision
 
@@ -79,8 +78,7 @@ def refuse_parameters_outside_model(loss: Loss, model: nn.Module) -> Loss:
 
 
 def _raise_for_other_parameters(total: Tensor, model: nn.Module, *, loss: Loss) -> None:
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    own = {id(gathered_parameter(one)) for unit in units for one in engine_parameters(unit)}
+    own = {id(gathered_parameter(one)) for unit in list_units(model) for one in engine_parameters(unit)}
     own |= {id(one) for one in model.parameters()}
     if others := [one for one in _list_parameters_in_graph(total) if id(one) not in own]:
         known = loss.named_parameters() if isinstance(loss, nn.Module) else ()

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -245,16 +244,7 @@ class _SkipsInARow:
         if self.are_too_many:
             if state.offloaded:
                 state.offloaded.withdraw_generation()
-            if self.without_labels == self.count:
-                raise TrainError(
-                    f"{self.count} steps in a row had nothing to train on.",
-                    got="no label that counts on any rank",
-                    why="a step without such a label updates nothing",
-                    fix="data.train_on = all, or a longer data.sequence_length (answers beyond are cut off); "
-                    "of your own data and loss, labels other than -100, and counts above 0",
-                )
-            loaded = self.begun_after if self.count == self.total else 0
-            raise _too_many_skipped_error(self.count, self.last, loaded=loaded)
+            raise _too_many_skipped_error(self)
 
 
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
@@ -343,10 +333,9 @@ def _check_batches_of_ranks(batch: Any, plan: Plan) -> None:
     for tensor in (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_cpu):
         values = tensor.detach().contiguous().flatten().view(torch.uint8)
         checksum = zlib.crc32(values.numpy().tobytes(), checksum or 0)
-    by_data_rank = defaultdict[int, set[int | None]](set)
+    by_data_rank: dict[int, int | None] = {}
     for number, own in enumerate(all_gather_object(checksum)):
-        by_data_rank[plan.data_rank(number)].add(own)
-        if len(by_data_rank[plan.data_rank(number)]) > 1:
+        if by_data_rank.setdefault(plan.data_rank(number), own) != own:
             raise TrainError(
                 "ranks that share each sequence have different batches.",
                 got=f"ranks {number - 1} and {number}",
@@ -354,7 +343,7 @@ def _check_batches_of_ranks(batch: Any, plan: Plan) -> None:
                 fix="DistributedSampler(…, plan.data_parallel_degree, plan.data_rank(rank)); or in your own "
                 "source, rows that depend on nothing except its arguments",
             )
-    is_same = checksum is not None and len(set[int | None]().union(*by_data_rank.values())) == 1
+    is_same = checksum is not None and len(set(by_data_rank.values())) == 1
     if len(by_data_rank) > 1 and is_same and rank() == 0:
         logger.warning(
             "the first microbatch is the same on all %d ranks: each row would be trained on %d times. Give "
@@ -400,8 +389,17 @@ class _TimedMicrobatches:
             yield batch
 
 
-def _too_many_skipped_error(count: int, last: StepResult, *, loaded: int) -> TrainError:
-    """Returns the error after `count` steps. `loaded`: step of the checkpoint right before them, or 0."""
+def _too_many_skipped_error(skips: _SkipsInARow) -> TrainError:
+    count, last = skips.count, skips.last
+    if skips.without_labels == count:
+        return TrainError(
+            f"{count} steps in a row had nothing to train on.",
+            got="no label that counts on any rank",
+            why="a step without such a label updates nothing",
+            fix="data.train_on = all, or a longer data.sequence_length (answers beyond are cut off); "
+            "of your own data and loss, labels other than -100, and counts above 0",
+        )
+    loaded = skips.begun_after if count == skips.total else 0  # step of a checkpoint right before them, or 0
     or_stands_out = ", or stood out" if last.spike else ""
     return TrainError(
         f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",

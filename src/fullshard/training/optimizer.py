@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
@@ -18,6 +17,7 @@ from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
+from fullshard.torch_private.fsdp import list_units
 from fullshard.training.learning_rates import mark_as_built_by_fullshard
 from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw
@@ -78,7 +78,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
 
 def _check_sharded(model: nn.Module) -> None:
     """Raises ShardError unless `model` is sharded, and has the same parameters since. Reshards its units."""
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not list_units(model):
         raise ShardError(
             f"{type(model).__name__} is not sharded.",
             why="fullshard.shard replaces parameters, and the optimizer would hold the old ones",

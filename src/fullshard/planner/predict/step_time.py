@@ -260,7 +260,7 @@ class StepTimePredictor:
         )
 
     def _extra_recompute_ticks(self, plan: Plan) -> int:
-        """Returns the ticks per step that recompute adds to the trace without it; 0 if there is none."""
+        """Returns the ticks per step that recompute adds to the trace without it; 0 without such a trace."""
         trace, none = self.unit_costs(plan).trace, RecomputeSection(mode="none")
         sizes, compiled = plan.microbatch, trace.compiled
         valid = (one for one in self.spec.traces if one.is_valid_for(none, sizes, compiled=compiled))

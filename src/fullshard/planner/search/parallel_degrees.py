@@ -232,10 +232,11 @@ def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
 
 
 def most_sequences_shared_by_ranks(run: Run, *, ranks: int, per_node: int, most_tokens: int) -> int | None:
-    """Returns the most sequences within `most_tokens` that divide `ranks` and are fewer; None without any.
+    """Returns the most sequences within `most_tokens` that divide `ranks` and are fewer than these.
 
-    None also if `ranks` cannot share so many sequences: by context parallelism that `run` leaves open, with
-    LEAST_TOKENS or more per rank; by the tensor parallelism of a decoder (`iterate_tensor_degrees`); or both.
+    Returns None if no number does, or if `ranks` cannot share that many sequences: by context parallelism
+    that `run` leaves open, with LEAST_TOKENS or more per rank; by the tensor parallelism of a decoder
+    (`iterate_tensor_degrees`); or both.
     """
     length, is_open = run.data.sequence_length, run.sharding.context_parallel == "auto"
     divisible = isinstance(run.model, DecoderConfig)

@@ -47,8 +47,7 @@ class Finding(FrozenModel):
     @classmethod
     def from_error(cls, error: FullshardError, *, check: str = "") -> Self:
         """Returns the failure that an error reports."""
-        got = error.what if error.got is None else f"{error.what} got: {error.got}"
-        return cls.failure(got, why=error.why, fix=error.fix, check=check)
+        return cls.failure(error.what_and_got, why=error.why, fix=error.fix, check=check)
 
     @property
     def is_problem(self) -> bool:
