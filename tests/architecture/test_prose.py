@@ -1,4 +1,4 @@
-"""Plain English: how docstrings open, and words that hide who does what, in names and comments too."""
+"""Plain English: how docstrings open, and words that hide who does what, in names too; links of pages."""
 
 import ast
 import re
@@ -8,7 +8,9 @@ from pathlib import Path
 from tests.architecture.source import ROOT, Module, package
 
 FRAGMENTS = re.compile(r"(What|Of|That|Where|Whether|The same)\b")
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 UNCLEAR = re.compile(r"\b(told|goes on|go on)\b", re.IGNORECASE)  # say: reports, logs, resumes, continues
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")]
 BENCH_AND_TESTS = [path for place in ("bench", "tests") for path in sorted((ROOT / place).rglob("*.py"))]
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -49,3 +51,9 @@ def test_prose_rules_find_violations():
     assert not fragments(Module("a", ROOT, 'def f():\n    """Returns where it lies."""'))
     assert unclear("def test_runs_go_on(): ...", name="a.py")
     assert not unclear("def test_a_run_resumes(): ...", name="a.py")
+
+
+def test_relative_links_of_all_pages_lead_to_files():
+    targets = [(page, target) for page in PAGES for target in LINK.findall(page.read_text(encoding="utf-8"))]
+    assert targets
+    assert [f"{page}: {target}" for page, target in targets if not (page.parent / target).exists()] == []
