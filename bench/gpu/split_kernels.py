@@ -7,7 +7,7 @@ import torch
 
 from bench.gpu.kernels import ATTENTION, HEAD_DIM, MATMULS, KernelBench, start_kernel_bench
 from bench.gpu.record import Record
-from fullshard.distributed.sequence_parts import SequencePart, bounds_of_documents
+from fullshard.distributed.sequence_parts import SequencePart, flatten_document_ends_to_bounds
 from fullshard.models.document_attention import QueryKeyValue, attend_within_documents
 from fullshard.spec.machine.hardware import Hardware
 
@@ -82,7 +82,7 @@ def _time_gather(bench: KernelBench, ranks: int, *, length: int) -> None:
         for heads, n in shapes
     ]
     ends = torch.tensor([[length]], device=bench.meter.device, dtype=torch.int32)
-    bounds = bounds_of_documents(ends, sequence_length=length)
+    bounds = flatten_document_ends_to_bounds(ends, sequence_length=length)
     begins = SequencePart(ranks, 0).begins(length)
 
     def forward() -> torch.Tensor:

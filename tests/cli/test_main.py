@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import typer
 
-from fullshard.cli.check import passed_and_skipped_text
+from fullshard.cli.check import passed_and_skipped_check_names
 from fullshard.cli.main import _COMMANDS, EXAMPLES, _build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
 from fullshard.spec.records.finding import CheckReport, Finding
@@ -185,7 +185,9 @@ def test_group_is_one_line_with_reasons_of_skipped_checks() -> None:
         Finding.skipped("no tokens").model_copy(update={"check": "labels"}),
         Finding.skipped("no tokens").model_copy(update={"check": "vocabulary_range"}),
     ]
-    assert passed_and_skipped_text(found) == "first loss; skipped: labels, vocabulary range (no tokens)"
+    assert (
+        passed_and_skipped_check_names(found) == "first loss; skipped: labels, vocabulary range (no tokens)"
+    )
 
 
 CONFIG = Path(__file__).parents[1] / "convert" / "configs" / "deepspeed_zero3.json"

@@ -73,7 +73,7 @@ def test_auto_is_open_and_loses_nothing():
     assert "optimizer.clip_norm = 1.0 here, its default" in whys["gradient_clipping"]
     assert "0.0002 here, from scheduler.params.warmup_max_lr" in whys["optimizer.params.lr"]
     assert "fp16.enabled" in whys
-    assert conversion.lost_keys == ()
+    assert conversion.keys_changing_training == ()
 
 
 def test_accelerate_completes_its_deepspeed_config():
@@ -194,7 +194,7 @@ def test_torchtitans_decay_ratio_of_zero_is_a_constant_rate():
 def test_fsdps_version_chooses_the_key_of_the_strategy(keys: str, strategy: str):
     conversion = converted(f"distributed_type: FSDP\nfsdp_config: {{{keys}}}")
     assert conversion.run.sharding.strategy == strategy
-    assert conversion.lost_keys == ()
+    assert conversion.keys_changing_training == ()
 
 
 def test_torchtitan_shards_over_ranks_that_replicas_and_tensor_parallelism_leave():
@@ -230,7 +230,7 @@ def test_torchtitans_warmup_is_at_most_as_long_as_the_run(text: str, warmup: int
     ],
 )
 def test_a_schedule_without_counterpart_is_reported_as_lost(text: str):
-    assert converted(text).lost_keys
+    assert converted(text).keys_changing_training
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_schedule_without_counterpart_is_reported_as_lost(text: str):
 def test_fp8_is_a_precision(text, mode):
     conversion = converted(text)
     assert conversion.run.precision.mode == mode
-    assert conversion.lost_keys == ()
+    assert conversion.keys_changing_training == ()
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_ranks_that_share_a_sequence_or_matmuls_do_not_multiply_the_batch(text, 
     assert conversion.run.train.global_batch == 8
     section = conversion.run.sharding
     assert (section.tensor_degree, section.context_degree) == degrees
-    assert conversion.lost_keys == ()
+    assert conversion.keys_changing_training == ()
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_axolotl_is_not_taken_for_accelerate():
     conversion = converted(text)
     assert conversion.format is ConfigFormat.AXOLOTL
     assert conversion.settings["model.hf"] == "a/b"
-    assert conversion.lost_keys == ("deepspeed",)
+    assert conversion.keys_changing_training == ("deepspeed",)
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_each_key_is_converted_not_needed_or_lost_as_listed(around, line):
     toml = ConfigFormat.TORCHTITAN if around.startswith("[") else None
     conversion = convert_config(around + line, name="config", format=toml)
     expected = OUTCOMES[around, line]
-    assert bool(conversion.lost_keys) == (expected == LOST)
+    assert bool(conversion.keys_changing_training) == (expected == LOST)
     if expected == NOT_NEEDED:
         assert conversion.key_results[-1].verdict is KeyVerdict.NOT_NEEDED
     elif expected != LOST:

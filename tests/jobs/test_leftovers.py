@@ -10,7 +10,7 @@ import pytest
 
 from fullshard.checkpoint.location import newest_complete_step
 from fullshard.errors import CheckpointError
-from fullshard.jobs.run_start import find_unusable_state, unusable_state_message
+from fullshard.jobs.run_start import find_unusable_offloaded_state, unusable_offloaded_state_message
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import (
     DataFileRegion,
@@ -105,22 +105,24 @@ def test_unusable_directories_have_no_saved_state(what: str, tmp_path: Path) -> 
 def test_reason_why_saved_state_is_not_used(tier: str, ranks: int, why: str | None, tmp_path: Path) -> None:
     directory = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, tier, ranks=ranks)
-    found = find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
+    found = find_unusable_offloaded_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
     assert (found is not None) == (why is not None)
     if found is not None:
-        said = unusable_state_message(plan, found, step=5) or ""
+        said = unusable_offloaded_state_message(plan, found, step=5) or ""
         assert said.startswith(f"{directory} holds step 8 of 4 ranks (")
         assert said.endswith(f"which is not used, for {why}: the run resumes from the checkpoint of step 5")
-        assert (unusable_state_message(plan, found, step=0) or "").endswith("the run starts again")
-        assert unusable_state_message(plan, found, step=8) is None, "the checkpoint is as new"
-    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run has no earlier state"
+        assert (unusable_offloaded_state_message(plan, found, step=0) or "").endswith("the run starts again")
+        assert unusable_offloaded_state_message(plan, found, step=8) is None, "the checkpoint is as new"
+    assert find_unusable_offloaded_state(plan, saved=None, must_resume=False) is None, (
+        "a new run has no earlier state"
+    )
 
 
 def test_resume_stops_if_unusable_state_is_the_only_one(tmp_path: Path) -> None:
     leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
-        find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
+        find_unusable_offloaded_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
 
 
 # Whole runs #

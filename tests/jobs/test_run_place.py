@@ -9,7 +9,7 @@ from fullshard.cli.main import main
 from fullshard.errors import SpecError
 from fullshard.jobs.run_directory import (
     LastAttemptRecord,
-    check_directory_is_free,
+    check_usable_by_new_run,
     open_run_directory,
     parse_run_directory,
     set_aside_earlier_run,
@@ -90,7 +90,7 @@ def test_a_new_run_is_not_begun_among_other_things(tmp_path: Path, name: str) ->
     before = contents(tmp_path)
     assert main(["train", "--set", f"run.dir={root}"]) == SpecError.exit_code
     with pytest.raises(SpecError, match=f"(?s)other things.*{name.partition('/')[0]}"):
-        check_directory_is_free(root)
+        check_usable_by_new_run(root)
     assert contents(tmp_path) == before
 
 
@@ -134,7 +134,7 @@ def test_a_new_run_may_begin_beside_other_files(tmp_path: Path) -> None:
         (tmp_path / directory / "x").touch() if directory != "empty" else None
     for file in ("run.toml", "slurm-1.out", ".gitkeep", "train.sh"):
         (tmp_path / file).touch()
-    check_directory_is_free(tmp_path)
+    check_usable_by_new_run(tmp_path)
     assert set_aside_earlier_run(tmp_path) is None
 
 

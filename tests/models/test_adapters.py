@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
-from fullshard.models.adapters import log_adapted_and_frozen_modules
+from fullshard.models.adapters import warn_of_unexpected_adapter_targets
 from fullshard.models.build import build_model
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
@@ -221,12 +221,12 @@ def test_places_that_targets_adapt_or_leave_frozen_are_logged(
 ) -> None:
     write_config(name, tmp_path)
     run = run_of(f"model.hf={tmp_path}", f"adapter.targets={targets}")
-    log_adapted_and_frozen_modules(build_model(run), run.adapter)
+    warn_of_unexpected_adapter_targets(build_model(run), run.adapter)
     assert message in caplog.text if message else not caplog.text
 
 
 def test_stacked_weights_that_targets_mean_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     block = nn.ParameterDict({"gate_up_proj": torch.zeros(2, 3, 4)})
     section = run_of('adapter.targets=["gate_proj"]').adapter
-    log_adapted_and_frozen_modules(nn.ModuleDict({"layers": nn.ModuleList([block])}), section)
+    warn_of_unexpected_adapter_targets(nn.ModuleDict({"layers": nn.ModuleList([block])}), section)
     assert "leaves 0.gate_up_proj frozen" in caplog.text

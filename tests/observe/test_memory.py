@@ -15,7 +15,7 @@ from fullshard.observe.memory import (
     allocator_figures,
     measure_peak_memory,
     read_live_bytes,
-    read_memory_figures,
+    read_memory_and_reset_peaks,
     storage_bytes_of_tensors,
 )
 from fullshard.spec.records.run_files import METRICS
@@ -141,10 +141,10 @@ def test_each_step_has_the_memory_of_rank_0_and_a_window_the_most_of_all_ranks(r
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_has_the_live_bytes_and_the_peak_of_each_step():
     device = torch.device("cuda", 0)
-    before = read_memory_figures(device)["allocated_bytes"]
+    before = read_memory_and_reset_peaks(device)["allocated_bytes"]
     kept = torch.ones(1 << 23, device="cuda")
     torch.ones(1 << 24, device="cuda")  # freed at once
-    during, after = read_memory_figures(device), read_memory_figures(device)
+    during, after = read_memory_and_reset_peaks(device), read_memory_and_reset_peaks(device)
     assert during["allocated_bytes"] - before == kept.nbytes
     assert during["peak_allocated_bytes"] - before == 3 * kept.nbytes
     assert after["peak_allocated_bytes"] == after["allocated_bytes"] == during["allocated_bytes"]

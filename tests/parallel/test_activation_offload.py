@@ -17,7 +17,7 @@ from fullshard.parallel.activation_offload import (
     HostCopier,
     offload_activations,
 )
-from fullshard.parallel.units import find_recompute_blocks, find_units
+from fullshard.parallel.units import find_recompute_and_compile_blocks, find_units
 from fullshard.spec.run import UnitSection
 from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
@@ -404,7 +404,7 @@ def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
     plan = plan_of(2, "recompute.mode=offload", *settings)
     model = shard(on_meta(name), plan)
     section = UnitSection()
-    assert len(find_recompute_blocks(model, units=find_units(on_meta(name), section))) == 2
+    assert len(find_recompute_and_compile_blocks(model, units=find_units(on_meta(name), section))) == 2
     with Clones() as clones:
         loss = loss_of(model, tokens_of(0, sequences=1))
     loss.backward()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.errors import ShardError
-from fullshard.parallel.units import ROOT, Unit, find_recompute_blocks, find_units
+from fullshard.parallel.units import ROOT, Unit, find_recompute_and_compile_blocks, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import ARCHITECTURES, WIDTH, Block, Encoder, Repeating, on_meta
 
@@ -157,13 +157,13 @@ def test_overrides_match_units_by_any_of_their_names() -> None:
 def test_repeated_blocks_recompute_for_any_units(section: dict[str, Any]) -> None:
     model = on_meta("decoder")
     units = find_units(model, UnitSection(**section))
-    assert find_recompute_blocks(model, units=units) == list(model.blocks)
+    assert find_recompute_and_compile_blocks(model, units=units) == list(model.blocks)
 
 
 def test_recompute_works_on_the_outermost_units_where_nothing_repeats() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)), nn.Linear(4, 4))
     section = UnitSection(names=("0", "0.0", "1"))
-    assert find_recompute_blocks(model, units=find_units(model, section)) == [model[0], model[1]]
+    assert find_recompute_and_compile_blocks(model, units=find_units(model, section)) == [model[0], model[1]]
 
 
 def test_a_dense_head_of_two_layers_is_no_pair_of_blocks() -> None:

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.tensors import (
     dtensor_from_local_part,
-    is_wrapper_class,
+    is_tensor_wrapper_subclass,
     local_tensor,
     storage_key,
     tensors_with_data,
 )
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.apply import apply_recompute_and_fsdp, prepare_sharding
+from fullshard.parallel.apply import apply_recompute_and_fsdp, choose_sharding
 from fullshard.parallel.fp8 import set_up_fp8_gathers
 from fullshard.parallel.mesh import build_axis_group, forget_groups
 from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
@@ -37,7 +37,7 @@ from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.planner.describe.operations import OpCall, run_on_fake_tensors, transient_kernel_bytes
 from fullshard.planner.describe.trace import disable_packing_detection
 from fullshard.spec.plan import DeviceType, Plan
-from fullshard.torch_private.tensors import storage_address, tree_leaves
+from fullshard.torch_private.tensors import storage_id, tree_leaves
 from fullshard.training.optimizer import build_optimizer
 
 
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1 if args[0].dtype is torch.bool else args[0].dtype.is_floating_point * 0.0 + 1
-        if any(map(is_wrapper_class, types)):
+        if any(map(is_tensor_wrapper_subclass, types)):
             return NotImplemented  # the subclass calls operations on the tensors that it holds
         call = OpCall(func, args, kwargs or {})
         result = run_on_fake_tensors(call)
@@ -86,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
         resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            result, key = resize(storage, size), storage_address(storage)
+            result, key = resize(storage, size), storage_id(storage)
             if key in self._watched:
                 self._resize(key, storage.nbytes())
             return result
@@ -176,7 +176,7 @@ def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, fakes: FakeTe
     split = divide_model_and_return_split_dims(
         model, plan, rank=0, group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
-    prepared = replace(prepare_sharding(model, plan, split=split), device=device)
+    prepared = replace(choose_sharding(model, plan, split=split), device=device)
     apply_recompute_and_fsdp(model, prepared)
     for module in model.modules():
         if isinstance(module, FSDPModule):

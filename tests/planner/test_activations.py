@@ -135,7 +135,7 @@ def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: fl
     assert terms is not None
     assert terms.copy_seconds == pytest.approx(2 * 8 * plan.accumulation * (3_000_000 + (1 << 20)) / rate)
     assert terms.copy_seconds <= total * (1 + 1e-9)
-    bound = timer.lower_bound_seconds(timer.device_and_host_ticks(plan), timer.least_stream_ticks(plan))
+    bound = timer.lower_bound_seconds(timer.sum_phase_ticks(plan), timer.least_stream_ticks(plan))
     assert bound <= total
 
 

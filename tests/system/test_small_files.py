@@ -57,7 +57,7 @@ def test_values_that_refer_to_one_another_are_not_counted_out() -> None:
     for _ in range(50):
         value = [value, value]
     with pytest.raises(ValueError, match="more values than it has characters"):
-        check_nesting_depth(value, most=1000)
+        check_nesting_depth(value, most_per_level=1000)
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,14 @@ def abandoned() -> int:
 
 
 def test_messages_to_a_reader_that_has_left_are_dropped(abandoned: int) -> None:
-    stream = open_stream_dropping_failed_writes(abandoned, like=None, is_result=False)
+    stream = open_stream_dropping_failed_writes(abandoned, like=None, raises_first_failure=False)
     print("a message", file=stream, flush=True)
     os.close(abandoned)
     print("another, and the descriptor is closed", file=stream, flush=True)
 
 
 def test_a_result_without_a_reader_ends_the_process_once(abandoned: int) -> None:
-    stream = open_stream_dropping_failed_writes(abandoned, like=None, is_result=True)
+    stream = open_stream_dropping_failed_writes(abandoned, like=None, raises_first_failure=True)
     with pytest.raises(SystemExit) as ended:
         print("a result", file=stream, flush=True)
     assert ended.value.code == CLOSED_OUTPUT_EXIT_CODE
@@ -93,13 +93,13 @@ def test_a_result_without_a_reader_ends_the_process_once(abandoned: int) -> None
 
 def test_a_result_that_cannot_be_written_to_a_full_disk_is_an_error() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        stream = open_stream_dropping_failed_writes(full.fileno(), like=None, is_result=True)
+        stream = open_stream_dropping_failed_writes(full.fileno(), like=None, raises_first_failure=True)
         with pytest.raises(OSError, match="No space"):
             print("a result", file=stream, flush=True)
 
 
 def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     with open(tmp_path / "out", "w", encoding="ascii") as like:
-        stream = open_stream_dropping_failed_writes(like.fileno(), like=like, is_result=True)
+        stream = open_stream_dropping_failed_writes(like.fileno(), like=like, raises_first_failure=True)
         print("grün ␀", file=stream, flush=True)
     assert (tmp_path / "out").read_text() == "gr\\xfcn \\u2400\n"

@@ -16,7 +16,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.fp8 import choose_fp8_linears, find_weight_scales
 from fullshard.parallel.materialize import materialize
-from fullshard.parallel.units import find_recompute_blocks, find_units
+from fullshard.parallel.units import find_recompute_and_compile_blocks, find_units
 from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -232,7 +232,7 @@ def summary(model: nn.Module, *overrides: str, mode: str = "fp8") -> tuple[set[s
     plan = Plan.from_run(make_run(mode, overrides), world_size=2)
     section = plan.run.sharding.units
     units = find_units(model, section)
-    blocks = find_recompute_blocks(model, units=units)
+    blocks = find_recompute_and_compile_blocks(model, units=units)
     divided = {"blocks.0.attention.output.weight": 1}
     chosen = choose_fp8_linears(model, units, plan=plan, blocks=blocks, divided=divided)
     assert chosen is not None

@@ -164,7 +164,7 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
             with raise_on_all_ranks(doing):
                 read(portion, reader)
     with raise_on_all_ranks(doing):
-        state.load_values(manifest.state_values, receivers)
+        state.load_values(manifest.values_with_run, receivers)
 
 
 def _quarantine_and_describe(place: location.CheckpointLocation, files: CheckpointFiles) -> str:
@@ -257,7 +257,7 @@ def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]
         for damaged in _iterate_file_damage(reader, name, sizes=sizes):
             yield damaged
     if not damaged:
-        yield from _iterate_index_damage(reader)
+        yield from _iterate_shard_index_damage(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 
@@ -279,7 +279,7 @@ def _iterate_file_damage(
         yield Damage(name, _damage_text_in_error(error, name), _affected_tensors(reader, name))
 
 
-def _iterate_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
+def _iterate_shard_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
     """Yields the damage of an unreadable index, and of its shards that the data files lack."""
     manifest = reader.manifest
     if manifest.layout == "ranks":

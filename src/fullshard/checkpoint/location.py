@@ -221,7 +221,7 @@ def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Ch
     that may be complete but cannot be read, since an older one is no substitute for it.
     """
     last: list[tuple[CheckpointFiles, Manifest]] = []
-    for files, manifest in _iterate_checkpoints_by_step(place):
+    for files, manifest in _iterate_complete_newest_first(place):
         if not manifest.skipped_in_a_row:
             yield files, manifest
             continue
@@ -234,7 +234,7 @@ def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Ch
     yield from last
 
 
-def _iterate_checkpoints_by_step(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
+def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
     if not place.exists():
         return
     for name in place.list_drafts():

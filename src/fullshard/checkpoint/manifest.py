@@ -148,7 +148,7 @@ class Manifest(FrozenModel):
         return sum(file.size_bytes for file in self.files.values())
 
     @property
-    def state_values(self) -> dict[str, JsonValue]:
+    def values_with_run(self) -> dict[str, JsonValue]:
         """The state's values, with the settings of its run from the plan if the state has none itself."""
         known = self.values.get("run") is not None or self.plan is None
         return self.values if known else self.values | {"run": (self.plan or {}).get("run")}
@@ -402,7 +402,7 @@ class Checkpointable(Protocol):
 class StateRequiringFiniteTensors(Protocol):
     """A state some of whose tensors must be finite to train on; others, such as masks, may hold infinity."""
 
-    def select_finite_tensors(self, names: Iterable[str]) -> Collection[str]:
+    def select_names_to_check_finite(self, names: Iterable[str]) -> Collection[str]:
         """Returns those of `names` whose tensors must be finite: if one is not, the state is not saved."""
         ...
 

@@ -105,7 +105,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     finite: Collection[str] = ()  # names of the tensors that must be finite
 
-    def check_no_nan_or_inf(self, name: str, numbers: Tensor) -> None:
+    def check_no_unusable_number(self, name: str, numbers: Tensor) -> None:
         """Raises CheckpointError for numbers of a tensor from which no training can continue.
 
         Infinities are accepted in model tensors outside `finite`, such as masks. Other tensors are unchecked.
@@ -142,17 +142,17 @@ class CheckpointSaver:
         doing = f"saving step {mine.step} to {self.place}"
         needed_bytes = _check_ranks_agree_and_sum_bytes(mine, group=group)
         with ExitStack() as held:
-            create = partial(self._create_draft_unless_saved, held, mine, needed_bytes=needed_bytes)
+            create = partial(self._lock_and_draft_unless_saved, held, mine, needed_bytes=needed_bytes)
             draft = run_on_rank_zero(create, doing=doing, group=group)
             if isinstance(draft, _SavedStep):
-                if draft.has_same_numbers(mine, group=group):
+                if draft.has_same_smallest_matrix(mine, group=group):
                     return path_or_url_of(draft.files)
                 replace = partial(
                     self._quarantine_other_and_create_draft, mine, draft.files, needed_bytes=needed_bytes
                 )
                 draft = run_on_rank_zero(replace, doing=doing, group=group)
             try:
-                files, metadata = _write_shards(mine, draft, doing=doing, group=group)
+                files, metadata = _write_shards_on_all_ranks(mine, draft, doing=doing, group=group)
                 commit = partial(self._commit, mine, draft, files=files, metadata=metadata)
                 return run_on_rank_zero(commit, doing=doing, group=group)
             except CheckpointError:
@@ -172,7 +172,7 @@ class CheckpointSaver:
                 step,
             )
 
-    def _create_draft_unless_saved(
+    def _lock_and_draft_unless_saved(
         self, held: ExitStack, mine: Snapshot, *, needed_bytes: int
     ) -> "CheckpointFiles | _SavedStep":
         """Returns a new draft, or the step if it is already saved. Called on rank 0.
@@ -257,7 +257,7 @@ class _SavedStep(NamedTuple):
     files: CheckpointFiles
     manifest: Manifest
 
-    def has_same_numbers(self, mine: Snapshot, *, group: Group) -> bool:
+    def has_same_smallest_matrix(self, mine: Snapshot, *, group: Group) -> bool:
         """Returns whether it has the numbers of `mine`, judged by the smallest trained matrix. Collective.
 
         Returns True without such a matrix, and for the layout "ranks".
@@ -274,7 +274,7 @@ class _SavedStep(NamedTuple):
         return all(all_gather_object(same, group=group))
 
 
-def _write_shards(
+def _write_shards_on_all_ranks(
     mine: Snapshot, draft: CheckpointFiles, *, doing: str, group: Group
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes the shards of every rank. Returns the files of all ranks, and on rank 0 DCP's metadata.
@@ -294,7 +294,9 @@ def _write_shards(
     left = of_rank_zero if rank() else set[str]()
     with raise_on_all_ranks(doing, group=group):
         tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in left}
-        own, metadata = storage.write_with_dcp(tensors, draft, check=mine.check_no_nan_or_inf, group=group)
+        own, metadata = storage.write_with_dcp(
+            tensors, draft, check=mine.check_no_unusable_number, group=group
+        )
     return {n: f for part in all_gather_object(own, group=group) for n, f in part.items()}, metadata
 
 
@@ -314,7 +316,9 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
             got=f"{reason}",
             why="they go into a JSON file: strings, finite numbers, booleans, null, lists and objects",
         ) from error
-    finite = state.select_finite_tensors(tensors) if isinstance(state, StateRequiringFiniteTensors) else ()
+    finite = (
+        state.select_names_to_check_finite(tensors) if isinstance(state, StateRequiringFiniteTensors) else ()
+    )
     return Snapshot(state.step, values, tensors, finite)
 
 

@@ -63,7 +63,7 @@ def calibrate(
 
     path = out or user_hardware_path()
     check_output_file(path, is_kind=_is_hardware_file, force=force)
-    _check_output_is_writable(path)
+    _create_output_directory(path)
     typer.echo(f"measuring for about {seconds:g} s", err=True)
     with temporary_private_directory() as name:
         run = Run.load(overrides=[f"run.dir={name}", f"run.device={device}", f"run.ranks={ranks}"])
@@ -87,7 +87,7 @@ def _is_hardware_file(path: Path) -> bool:
     return make_load_predicate(read_toml)(path) and "chip" in read_toml(path)
 
 
-def _check_output_is_writable(path: Path) -> None:
+def _create_output_directory(path: Path) -> None:
     """Creates the directory of `path`. Raises SpecError if this fails, rather than after the measurement."""
     from fullshard.errors import SpecError
 

@@ -157,7 +157,7 @@ def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> 
         rows = [(f"  {one.check}", f"{one.status}: {one.got}") for one in findings if not one.is_problem]
         show_labelled_lines([(group, status), *rows])
     else:
-        show_labelled_lines([(f"{group:<9} {status:<8}", passed_and_skipped_text(findings))])
+        show_labelled_lines([(f"{group:<9} {status:<8}", passed_and_skipped_check_names(findings))])
     for one in findings:
         if one.is_problem:
             indented = one.text.replace("\n", "\n  ")
@@ -165,7 +165,7 @@ def _show_group(group: str, findings: "Sequence[Finding]", *, verbose: bool) -> 
     sys.stdout.flush()
 
 
-def passed_and_skipped_text(findings: "Sequence[Finding]") -> str:
+def passed_and_skipped_check_names(findings: "Sequence[Finding]") -> str:
     """Returns the names of the checks that found nothing, and of those that were skipped with the reasons."""
     fine = [_name_of_check_in_words(one) for one in findings if one.status == "ok"]
     by_reason: dict[str, list[str]] = defaultdict(list)

@@ -21,7 +21,7 @@ from fullshard.cli import (
     trace,
     train,
 )
-from fullshard.cli.options import SettingsCommand
+from fullshard.cli.options import SettingHintCommand
 from fullshard.launch.environment import drop_unused_launcher_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.terminal import escape_control_characters, escape_log_messages, prepare_standard_streams
@@ -146,7 +146,7 @@ def _build_app() -> typer.Typer:
     groups = {"": app, "ckpt": checkpoints, "data": prepared}
     for words, command in _COMMANDS.items():
         group, _, name = words.rpartition(" ")
-        groups[group].command(name, cls=SettingsCommand, epilog=_examples_text(words))(command)
+        groups[group].command(name, cls=SettingHintCommand, epilog=_examples_text(words))(command)
     app.add_typer(checkpoints, name="ckpt")
     app.add_typer(prepared, name="data")
     return app

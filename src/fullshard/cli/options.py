@@ -47,7 +47,7 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
-class SettingsCommand(TyperCommand):
+class SettingHintCommand(TyperCommand):
     """A command that answers an option which is a setting, such as `--lr 1e-3`, with the right `--set`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -76,13 +76,13 @@ def _build_train_request(
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
-    from fullshard.spec.settings.run_checks import check_plan_is_of_run
+    from fullshard.spec.settings.run_checks import check_plan_is_trusted_and_of_run
 
     given = Run.load(run_path, overrides=overrides)
     if plan_path is None:
         return LaunchRequest(run=given, command_started=started)
     plan = Plan.load(plan_path, ignores_unknown=False)
-    check_plan_is_of_run(plan.run, given, plan=str(plan_path))
+    check_plan_is_trusted_and_of_run(plan.run, given, plan=str(plan_path))
     return LaunchRequest(run=plan.run, plan=plan, command_started=started)
 
 
@@ -93,8 +93,8 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
     """
     from fullshard.jobs.run_directory import (
         LaunchId,
-        check_directory_is_free,
         check_unlocked,
+        check_usable_by_new_run,
         check_writable,
         parse_run_directory,
     )
@@ -106,7 +106,7 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
         return
     if LaunchId.from_environment().find_earlier_attempt(directory / LAUNCH) is None:
         if not resume:
-            check_directory_is_free(directory, offload_path=run.offload.path)
+            check_usable_by_new_run(directory, offload_path=run.offload.path)
             check_writable(directory)
         check_unlocked(directory)
 

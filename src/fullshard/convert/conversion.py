@@ -73,14 +73,18 @@ class Conversion(FrozenModel):
     run: Run
 
     @property
-    def lost_keys(self) -> tuple[str, ...]:
+    def keys_changing_training(self) -> tuple[str, ...]:
         """Unknown keys, and keys for a strategy, a precision or a way to train that `run` does not have."""
-        return tuple(one.key for one in self.key_results if one.is_lost)
+        return tuple(one.key for one in self.key_results if one.may_change_training)
 
     def run_toml_text(self) -> str:
         """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
-        lost = (f"\nLOST: {one.key} = {one.value!r}: {one.why}" for one in self.key_results if one.is_lost)
+        lost = (
+            f"\nLOST: {one.key} = {one.value!r}: {one.why}"
+            for one in self.key_results
+            if one.may_change_training
+        )
         head += "".join(lost)
         tables = _nested_tables(self.settings)
         return small_files.toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
@@ -228,7 +232,7 @@ def _load_yaml(text: str) -> Any:
     try:
         with small_files.ForeignErrorTranslator(lambda got: SpecError("it is not YAML.", got=got)):
             tree: Any = yaml.safe_load(text)
-            small_files.check_nesting_depth(tree, most=len(text))
+            small_files.check_nesting_depth(tree, most_per_level=len(text))
     except SpecError:
         return None
     return tree
@@ -247,7 +251,7 @@ def _with_plain_values(source: ParsedConfig, text: str, *, name: str) -> ParsedC
     """Returns `source` with JSON types only. Raises SpecError for placeholders and other unusable values."""
     format, tree = source
     try:
-        small_files.check_nesting_depth(tree, most=len(text))
+        small_files.check_nesting_depth(tree, most_per_level=len(text))
         small_files.check_integer_sizes(tree)
         plain = {key: _plain_json_value(value) for key, value in tree.items()}
         json.dumps(plain, ensure_ascii=False).encode()  # raises for half of a surrogate pair

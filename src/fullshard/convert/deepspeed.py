@@ -8,7 +8,7 @@ from fullshard.convert.rules import (
     DTYPES,
     ConversionState,
     apply_rules,
-    convert_trackers,
+    convert_tracker_switches,
     is_true_yes_on,
     last_dotted_part_lower,
     list_exact_keys,
@@ -39,7 +39,7 @@ def convert_deepspeed(state: ConversionState) -> None:
             state.record_setting(f"{part}.nvme_path", "offload.path", value=path)
     _convert_schedule(state)
     _set_optimizer_defaults(state)
-    convert_trackers(state, "{}.enabled")
+    convert_tracker_switches(state, "{}.enabled")
     rules = load_rules("deepspeed")
     apply_rules(state, rules)
     if "gradient_clipping" not in state.leaves:

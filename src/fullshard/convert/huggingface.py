@@ -41,13 +41,13 @@ def convert_accelerate(state: ConversionState) -> None:
     others = {section for section, owner in sections.items() if kind not in ("none", AUTO, owner)}
     unread = {key: value for key, value in state.leaves.items() if key.partition(".")[0] in others}
     state.leaves = {key: value for key, value in state.leaves.items() if key not in unread}
-    _convert_sections_that_accelerate_reads(state, kind)
+    _convert_keys_accelerate_reads(state, kind)
     state.leaves |= unread
     for key in unread:
         state.record_not_needed(key, f"not read with distributed_type {kind.upper()}")
 
 
-def _convert_sections_that_accelerate_reads(state: ConversionState, kind: str) -> None:
+def _convert_keys_accelerate_reads(state: ConversionState, kind: str) -> None:
     per_node = _convert_rank_count_and_return_ranks_per_node(state)
     require_valid_zero_stage(state, "deepspeed_config.zero_stage")
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -208,7 +208,7 @@ _PRECISIONS = {"fp8": "fp8", "bf16": "bf16", "fp16": "fp16"}
 def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
     state.rename_keys(load_table("trainer", "other_names"))
-    _convert_schedule(state, default_warmup=lambda steps: 0)
+    _convert_warmup(state, default_warmup=lambda steps: 0)
     tool = "trl" if _has_any_key_in(state, _TRL) else "trainer"
     tool = "llama_factory" if _has_any_key_in(state, _LLAMA_FACTORY) else tool
     _convert_arguments(state, defaults=_default_duration(state, epochs=3) | _defaults_of(tool), microbatch=8)
@@ -217,7 +217,7 @@ def convert_trainer(state: ConversionState) -> None:
 def convert_axolotl(state: ConversionState) -> None:
     """Records a verdict on every key of an axolotl config."""
     state.rename_keys(load_table("trainer", "other_names"))
-    _convert_schedule(state, default_warmup=lambda steps: min(int(0.03 * steps), 100))
+    _convert_warmup(state, default_warmup=lambda steps: min(int(0.03 * steps), 100))
     _convert_arguments(
         state, defaults=_default_duration(state, epochs=1) | _defaults_of("axolotl"), microbatch=1
     )
@@ -243,7 +243,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
         if is_true_yes_on(state.get("reinit_weights")):
             state.record_setting("reinit_weights", "model.weights", value="none")
         _convert_model_overrides(state)
-    _record_unsupported_default_masks(state)
+    _record_unsupported_masks(state)
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)
@@ -270,7 +270,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     state.record_unknown_keys([*list_exact_keys(rules), *load_table("trainer", "other_names")])
 
 
-def _record_unsupported_default_masks(state: ConversionState) -> None:
+def _record_unsupported_masks(state: ConversionState) -> None:
     """Records data with the mask that LLaMA-Factory has by default, or that axolotl leaves out as asked."""
     if is_true_yes_on(state.get("train_on_inputs")):
         for key in state.leaves:
@@ -356,7 +356,7 @@ def _convert_precision(state: ConversionState) -> None:
             state.record_not_needed(key, f"{', '.join(pure or on) or 'another key'} says the precision")
 
 
-def _convert_schedule(state: ConversionState, *, default_warmup: Callable[[int], int]) -> None:
+def _convert_warmup(state: ConversionState, *, default_warmup: Callable[[int], int]) -> None:
     """Sets the warmup, which can be a fraction of the steps, if the number of steps is known.
 
     default_warmup: returns the trainer's default for a number of steps

@@ -76,7 +76,7 @@ class KeyResult(FrozenModel):
     why: str = ""
 
     @property
-    def is_lost(self) -> bool:
+    def may_change_training(self) -> bool:
         """True if `key` requests what the run lacks, and must not be lost, or if it is unknown.
 
         "auto", null and an empty section request nothing.
@@ -385,9 +385,9 @@ def apply_rules(state: ConversionState, rules: Rules) -> None:
                 _apply_rule_with_setting(state, key, rule=rule)
 
 
-def convert_trackers(state: ConversionState, key: str) -> None:
-    """Sets `log.trackers` from the switches of tensorboard and wandb, whose keys are `key.format(name)`."""
-    switches = {name: key.format(name) for name in ("tensorboard", "wandb")}
+def convert_tracker_switches(state: ConversionState, switch_pattern: str) -> None:
+    """Sets `log.trackers` from tensorboard's and wandb's switches: the keys `switch_pattern.format(name)`."""
+    switches = {name: switch_pattern.format(name) for name in ("tensorboard", "wandb")}
     wanted = [name for name, switch in switches.items() if is_true_yes_on(state.get(switch))]
     for name in wanted:
         state.record_setting(switches[name], "log.trackers", value=wanted)

@@ -12,7 +12,7 @@ from fullshard.convert.rules import (
     Rules,
     apply_rules,
     convert_betas,
-    convert_trackers,
+    convert_tracker_switches,
     is_true_yes_on,
     list_exact_keys,
     load_rules,
@@ -39,7 +39,7 @@ def convert_torchtitan(state: ConversionState) -> None:
     _convert_schedule(state)
     _convert_precision(state)
     _convert_save_and_validation_intervals(state)
-    convert_trackers(state, "metrics.enable_{}")
+    convert_tracker_switches(state, "metrics.enable_{}")
     apply_rules(state, rules)
     why = "torchtitan's default, which the file leaves as it is"
     for target, value in load_table("torchtitan", "defaults").items():

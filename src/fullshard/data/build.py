@@ -89,7 +89,7 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     sources = section.sources or (section,)
     stores = [open_token_stores(source, section, root=root, alive=alive) for source in sources]
     every_store = [store for group in stores for store in group]
-    tokenizer = _open_matching_tokenizer(section, every_store)
+    tokenizer = _open_and_check_tokenizer(section, every_store)
     weights = [source.weight for source in section.sources if source.weight is not None]
     if not weights:
         stores, weights = [every_store], [1.0]
@@ -107,7 +107,7 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     )
 
 
-def _open_matching_tokenizer(
+def _open_and_check_tokenizer(
     section: DataSection, stores: Sequence[token_store.TokenStore]
 ) -> Tokenizer | None:
     """Opens the tokenizer that `section` names; without one, that of bytes, or None if the data are tokens.

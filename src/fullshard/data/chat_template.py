@@ -310,7 +310,7 @@ class ChatTemplate:
         if i:
             before = self._render(conversation, i, header=answers)
         else:
-            before = self._text_before_first_answer(conversation) if answers else ""
+            before = self._text_before_opening_answer(conversation) if answers else ""
         if not (text.startswith(behind) and behind.startswith(before)):
             raise UntokenizableRecordError(
                 f"message {i + 1} changes how the chat template writes out those before it, so what the "
@@ -318,7 +318,7 @@ class ChatTemplate:
             )
         return len(before), len(behind)
 
-    def _text_before_first_answer(self, conversation: Conversation) -> str:
+    def _text_before_opening_answer(self, conversation: Conversation) -> str:
         """Returns the text before the words of a conversation that begins with the assistant.
 
         Many templates reject a conversation without messages. So this is what two first messages share.
@@ -344,7 +344,7 @@ def _mark_content(conversation: Conversation) -> tuple[Conversation, list[_Marke
     """Returns (conversation with markers in its content, the pieces of content that are not blank)."""
     writer = _MarkerWriter()
     messages = [writer.mark_message(one, i) for i, one in enumerate(conversation.messages)]
-    tools = conversation.tools and [writer.mark_call(tool, None) for tool in conversation.tools]
+    tools = conversation.tools and [writer.mark_call_or_tool(tool, None) for tool in conversation.tools]
     return replace(conversation, messages=messages, tools=tools), writer.found
 
 
@@ -366,27 +366,27 @@ class _MarkerWriter:
             if name == "name" and message["role"] == "tool":  # the call has it, too
                 continue
             if isinstance(value, str) and value.strip():
-                marked[name] = self._mark_both_ends(value, _MarkedContent(i, name, self._next_markers(2)))
+                marked[name] = self._mark_both_ends(value, _MarkedContent(i, name, self._take_markers(2)))
             elif isinstance(value, list):
                 parts = [
-                    (part, _MarkedContent(i, name, self._next_markers(1))) for part in cast(list[Any], value)
+                    (part, _MarkedContent(i, name, self._take_markers(1))) for part in cast(list[Any], value)
                 ]
                 marked[name] = [self._mark_and_record_content(part, content) for part, content in parts]
         for name in _OTHER_FIELDS:
             if message.get(name):
                 marked[name] = self._mark_and_record_content(
-                    message[name], _MarkedContent(i, name, self._next_markers(1))
+                    message[name], _MarkedContent(i, name, self._take_markers(1))
                 )
         if "tool_calls" in message:
-            marked["tool_calls"] = [self.mark_call(call, i) for call in message["tool_calls"]]
+            marked["tool_calls"] = [self.mark_call_or_tool(call, i) for call in message["tool_calls"]]
         return marked
 
-    def mark_call(self, call: Mapping[str, Any], message: int | None) -> Mapping[str, Any]:
+    def mark_call_or_tool(self, call: Mapping[str, Any], message: int | None) -> Mapping[str, Any]:
         """Returns a tool call, or the definition of a tool, with markers in its name and its arguments."""
         function = dict(function_of_call(call))
         arguments = function.get("arguments")
         decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
-        markers = self._next_markers(2 if decoded else 1)
+        markers = self._take_markers(2 if decoded else 1)
         self.found.append(_MarkedContent(message, "tools" if message is None else "tool_calls", markers))
         function["name"] = f"{function.get('name', '')}{markers[0]}"
         if decoded:
@@ -395,8 +395,8 @@ class _MarkerWriter:
             function["arguments"] = json.dumps(decoded, ensure_ascii=False) if is_text else decoded
         return {**call, "function": function} if "function" in call else function
 
-    def _next_markers(self, number: int) -> tuple[str, ...]:
-        return tuple(islice(self._markers, number))
+    def _take_markers(self, count: int) -> tuple[str, ...]:
+        return tuple(islice(self._markers, count))
 
     def _mark_both_ends(self, text: str, content: _MarkedContent) -> str:
         """Returns `text` with a marker behind its first letter or digit, and one behind its last word."""

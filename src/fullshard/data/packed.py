@@ -81,7 +81,7 @@ class PackedData:
         return sum(store.document_count for store in self.token_stores)
 
     @property
-    def cut_document_count(self) -> int:
+    def overlong_masked_document_count(self) -> int:
         """Number of documents longer than a sequence, in stores with untrained tokens, such as prompts."""
         longest = self.sequence_length + 1  # the last token is a label alone
         masked = [store for store in self.token_stores if store.loss_mask is not None]
@@ -159,7 +159,7 @@ class PackedData:
         return {
             "source": " + ".join(store.name for store in self.token_stores),
             "documents": self.document_count,
-            "documents cut": self.cut_document_count,
+            "documents cut": self.overlong_masked_document_count,
             "records left out": sum(store.notes.skipped for store in self.token_stores),
             "skip_messages": [text for store in self.token_stores for text in store.notes.skip_messages],
             "warnings": [

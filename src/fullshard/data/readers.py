@@ -175,8 +175,8 @@ def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord | CorruptRec
         else:
             data, begin = _read_block_of_whole_lines(file, part)
             behind = begin + len(data)
-            before = _read_neighbouring_text(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
-            after = _read_neighbouring_text(file, behind, end=behind + _CONTEXT_BYTES)
+            before = _read_text_without_cut_characters(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
+            after = _read_text_without_cut_characters(file, behind, end=behind + _CONTEXT_BYTES)
     begins = part.begin == 0
     try:
         text = data.decode("utf-8-sig" if begins else "utf-8")
@@ -334,7 +334,7 @@ def _read_block_of_whole_lines(file: BinaryIO, part: FilePart) -> tuple[bytes, i
     return (data if data.endswith(b"\n") else data + file.readline()), begin
 
 
-def _read_neighbouring_text(file: BinaryIO, begin: int, *, end: int) -> str:
+def _read_text_without_cut_characters(file: BinaryIO, begin: int, *, end: int) -> str:
     """Returns the text of some bytes of a file, without characters that are cut."""
     if end <= begin:
         return ""

@@ -99,7 +99,7 @@ def required_field_names(fields: DataSourceFields) -> tuple[str, ...]:
     }[fields.records]
 
 
-def unused_content_names(fields: DataSourceFields) -> list[str]:
+def list_unread_content_fields(fields: DataSourceFields) -> list[str]:
     """Returns names of fields that may have content which is not read, as other programs name them."""
     read, names = required_field_names(fields), _CONTENT_OF_OTHERS.get(fields.records, ())
     possible = [one for name in names for one in _name_and_sibling_of_main_field(name, read[0])]
@@ -157,7 +157,11 @@ def find_arrow_column_paths(
         for name in ("loss", *_EXCLUDES_NOTHING, *_USED)
         for beside in _name_and_sibling_of_main_field(name, required[0])
     ]
-    others = {*marks, *unused_content_names(fields), *(optional if fields.records == "messages" else ())}
+    others = {
+        *marks,
+        *list_unread_content_fields(fields),
+        *(optional if fields.records == "messages" else ()),
+    }
     found = {name: find_arrow_path(schema, name) for name in (*required, *(others - {*_MEDIA, *required}))}
     for name in required:
         if found[name] is None:

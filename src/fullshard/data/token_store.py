@@ -328,12 +328,12 @@ class TokenStream:
 
     def slice_tokens_in_one_store(self, begin: int, end: int) -> Integers:
         """Returns the tokens from `begin` to before `end`, which must lie in one store."""
-        store, base = self._locate_store(begin)
+        store, base = self._find_store_and_its_begin(begin)
         return store.tokens[begin - base : end - base]
 
     def slice_loss_mask_in_one_store(self, begin: int, end: int) -> Integers | None:
         """Returns the mask of the trained tokens from `begin` to before `end`; None if all are trained on."""
-        store, base = self._locate_store(begin)
+        store, base = self._find_store_and_its_begin(begin)
         return None if store.loss_mask is None else store.loss_mask[begin - base : end - base]
 
     @property
@@ -347,6 +347,6 @@ class TokenStream:
         lengths = [(store.ends - store.begins).astype(np.int64) for store in self.stores]
         return np.concatenate(begins), np.concatenate(lengths)
 
-    def _locate_store(self, place: int) -> tuple[TokenStore, int]:
+    def _find_store_and_its_begin(self, place: int) -> tuple[TokenStore, int]:
         i = bisect_right(self.store_begins, place) - 1
         return self.stores[i], self.store_begins[i]

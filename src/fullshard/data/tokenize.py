@@ -112,7 +112,7 @@ class TaskTokenizer:
     def __init__(self, settings: TokenizeSettings) -> None:
         self.settings, self._notes = settings, TokenizeNotes()
         self._read_names = row_fields.required_field_names(settings.fields)
-        self._unread_names = row_fields.unused_content_names(settings.fields)
+        self._unread_names = row_fields.list_unread_content_fields(settings.fields)
         self._tokenizer = open_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
         self._chat: ChatTemplate | None = None
         if settings.fields.records == "messages":

@@ -141,10 +141,10 @@ def run_own_clock(clock: OwnWorkClock | None = None) -> Generator[OwnWorkClock]:
     except OSError:  # the system does not report it
         file = None
 
-    def queued_ns() -> int:
+    def run_queue_wait_ns() -> int:
         return 0 if file is None else int(os.pread(file, 64, 0).split()[1])
 
-    clock = clock or OwnWorkClock(queued=queued_ns)
+    clock = clock or OwnWorkClock(queued=run_queue_wait_ns)
     before, TimedRange.clock = TimedRange.clock, clock
     gc.callbacks.append(clock.count_garbage_collection)
     try:

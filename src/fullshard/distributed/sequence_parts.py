@@ -95,7 +95,7 @@ class SequencePart:
             if isinstance(whole, Tensor) and whole.shape[:2] == tokens.shape:
                 own = self.cut(whole)
                 given[name] = own.pin_memory() if pinned else own
-        return given | {"document_bounds": bounds_of_documents(ends, sequence_length=length)}
+        return given | {"document_bounds": flatten_document_ends_to_bounds(ends, sequence_length=length)}
 
 
 def cut_sequences(batch: Any, plan: Plan) -> Any:
@@ -118,7 +118,7 @@ def positions_within_documents(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def bounds_of_documents(ends: Tensor, *, sequence_length: int) -> Tensor:
+def flatten_document_ends_to_bounds(ends: Tensor, *, sequence_length: int) -> Tensor:
     """Returns the bounds of all documents of a microbatch: see `fullshard.models.document_attention`.
 
     ends: (microbatch, documents), int32: where each document ends in its row; the last is the row's end

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
-from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, storage_address
+from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, storage_id
 
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot compare fp8
 
@@ -38,7 +38,7 @@ def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def is_wrapper_class(cls: type) -> bool:
+def is_tensor_wrapper_subclass(cls: type) -> bool:
     """Returns True for a tensor subclass, other than DTensor, whose data are in tensors that it holds."""
     return not issubclass(cls, DTensor) and is_traceable_wrapper_subclass_type(cls)
 
@@ -46,14 +46,14 @@ def is_wrapper_class(cls: type) -> bool:
 def tensors_with_data(tensor: Tensor) -> list[Tensor]:
     """Returns the tensors that hold the data of `tensor`: its local part, or those that a subclass wraps."""
     local = local_tensor(tensor)
-    if not is_wrapper_class(type(local)):
+    if not is_tensor_wrapper_subclass(type(local)):
         return [local]
     return [getattr(local, name) for name in cast(Any, local).__tensor_flatten__()[0]]
 
 
 def storage_key(tensor: Tensor) -> int:
     """Returns a number that identifies the storage of `tensor`, real or fake, among all live storages."""
-    return storage_address(tensor.untyped_storage())
+    return storage_id(tensor.untyped_storage())
 
 
 def find_unusable_number(tensor: Tensor, *, infinite_ok: bool, negative_ok: bool = True) -> float | None:

@@ -21,7 +21,7 @@ _MOST_NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class UnitNames:
+class UnitAndParameterNames:
     """Names of a unit and of its parameters, in the order of FSDP2."""
 
     unit: str
@@ -37,7 +37,7 @@ class UnitEvents:
         -1 - i for each parameter i that has no gradient.
     """
 
-    names: Sequence[UnitNames]
+    names: Sequence[UnitAndParameterNames]
     numbers: "array[int]"
 
     @property
@@ -70,7 +70,7 @@ class UnitOrderRecorder:
     shards: sharded parameter -> its storage, the id of its local part, and whether it was trained then
     """
 
-    def __init__(self, names: Sequence[UnitNames]) -> None:
+    def __init__(self, names: Sequence[UnitAndParameterNames]) -> None:
         self.is_in_loss = self.is_evaluated = self.is_trained = self.awaits_backward = False
         self.shards = dict[Any, tuple[torch.UntypedStorage, int, bool]]()
         self._names = names

@@ -102,7 +102,7 @@ def _newest_step_and_rows(run: Run) -> tuple[int, int]:
 
     place = location_of(run.checkpoint.dir or Path(run.run.dir, CHECKPOINTS))
     for _, manifest in iterate_complete_checkpoints(place):
-        rows = rows_taken_by_saved_state(manifest.state_values)
+        rows = rows_taken_by_saved_state(manifest.values_with_run)
         return manifest.step, manifest.step * run.train.global_batch if rows is None else rows
     return 0, 0
 
@@ -225,7 +225,7 @@ def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
     spec = _describe_on(hardware, plain, model=model)
     is_open = run.sharding.expert_parallel == "auto"
-    if is_open and any(parallel_degrees.iterate_expert_degrees(hardware, spec.experts)):
+    if is_open and any(parallel_degrees.iterate_expert_degrees(hardware, spec.expert_count_gcd)):
         return None
     found = search(spec, hardware, plain)
     if found.best is None or found.best != found.fastest:

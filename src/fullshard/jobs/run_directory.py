@@ -207,7 +207,7 @@ def open_run_directory(
         )
     before = launch.find_earlier_attempt(root / run_files.LAUNCH)
     if not (resume or before):
-        check_directory_is_free(root, offload_path=offload_path)  # a refused directory stays unchanged
+        check_usable_by_new_run(root, offload_path=offload_path)  # a refused directory stays unchanged
     with convert_os_errors(root):
         make_run_directory(root)
         with hold_run_lock(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
@@ -244,7 +244,7 @@ def parse_run_directory(name: str) -> Path:
     return Path(name)
 
 
-def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> None:
+def check_usable_by_new_run(root: Path, *, offload_path: str = "offload") -> None:
     """Raises SpecError if `root` has contents that a new run may neither add to nor set aside."""
     entries = _list_entries(root)
     own, has_run = _DIRECTORIES | set(Path(offload_path).parts[:1]), _has_run_record(root)
@@ -277,7 +277,7 @@ def check_directory_is_free(root: Path, *, offload_path: str = "offload") -> Non
 
 def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path | None:
     """Renames `root` to `<name>.1`, or the next free number, if it holds a run. Returns that path or None."""
-    check_directory_is_free(root, offload_path=offload_path)
+    check_usable_by_new_run(root, offload_path=offload_path)
     if not _has_run_record(root):
         return None
     place = Path(os.path.realpath(root)) if root.is_symlink() else root  # the link stays

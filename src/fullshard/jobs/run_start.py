@@ -18,7 +18,7 @@ from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import LaunchId, RunDirectory, open_run_directory
 from fullshard.models import build
-from fullshard.models.adapters import log_adapted_and_frozen_modules
+from fullshard.models.adapters import warn_of_unexpected_adapter_targets
 from fullshard.models.loss import Loss, choose_loss
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
@@ -86,7 +86,7 @@ class TrainJob:
     signals: RecordedSignals = field(default_factory=RecordedSignals)
 
 
-def plan_without_prediction(run: Run, ranks: RankInfo) -> Plan:
+def plan_with_plain_defaults(run: Run, ranks: RankInfo) -> Plan:
     """Returns the plan of `run` with the plain defaults for what it leaves to the planner."""
     device: DeviceType = "cuda" if ranks.device.type == "cuda" else "cpu"
     bf16 = torch.cuda.is_bf16_supported() if device == "cuda" else None
@@ -114,7 +114,7 @@ def prepare_job(
     where.enter(RunPhase.STARTING)
     directory = open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
-        plan = plan_without_prediction(run, ranks)  # nodes have left or joined: same settings, current ranks
+        plan = plan_with_plain_defaults(run, ranks)  # nodes have left or joined: same settings, current ranks
     memory_failure.directory, memory_failure.plan = directory.root, plan
     memory_failure.model = model = _build_checked_model(run, data)
     loss = choose_loss(run, model)
@@ -150,7 +150,7 @@ def prepare_job(
         skipped_before=state.skipped,
         compiler=compiler,
     )
-    _report_start(job, left=left, read=read, resume=resume)
+    _report_start_and_set_next_row(job, left=left, read=read, resume=resume)
     return job
 
 
@@ -162,7 +162,7 @@ def flops_per_token(plan: Plan, model: nn.Module) -> float | None:
 
 def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:
     model = build.build_model(run)
-    log_adapted_and_frozen_modules(model, run.adapter)
+    warn_of_unexpected_adapter_targets(model, run.adapter)
     build.check_sequence_length(model, run)
     build.check_vocabulary(run, token_count=data.vocabulary, model=model)
     return model
@@ -183,10 +183,12 @@ def _check_checkpoint_and_find_unusable_state(
             check_can_continue(plan.run, model, manifest=newest[1])
 
     run_on_rank_zero(check_newest_checkpoint, doing=f"looking for a checkpoint in {saved}")
-    return find_unusable_state(plan, saved=saved, must_resume=must_resume)
+    return find_unusable_offloaded_state(plan, saved=saved, must_resume=must_resume)
 
 
-def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> SavedRunState | None:
+def find_unusable_offloaded_state(
+    plan: Plan, *, saved: Path | str | None, must_resume: bool
+) -> SavedRunState | None:
     """Returns offloaded state that a resuming run cannot use; None if all of it can be used. Collective.
 
     State is unusable if the offload target or the number of ranks has changed.
@@ -206,7 +208,7 @@ def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bo
         if must_resume and newest_complete_step(saved) is None:
             raise CheckpointError(
                 f"there is no checkpoint in {saved}, and {found.directory} cannot be used here.",
-                got=_saved_state_text(found),
+                got=_offloaded_state_text(found),
                 why=f"it is of {ranks} with an nvme tier, and {_unusable_reason(plan, found)}",
                 fix=f"--resume on {ranks} with an nvme tier; the files stay",
             )
@@ -215,13 +217,15 @@ def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bo
     return run_on_rank_zero(find_on_rank_zero, doing="looking for state on the drive")
 
 
-def unusable_state_message(plan: Plan, found: SavedRunState, *, step: int) -> str | None:
+def unusable_offloaded_state_message(plan: Plan, found: SavedRunState, *, step: int) -> str | None:
     """Returns why `found` is not used and the run resumes after `step`; None if `found` is not newer."""
     if found.step <= step:
         return None
     on = f"resumes from the checkpoint of step {step}" if step else "starts again"
     why = _unusable_reason(plan, found)
-    return f"{found.directory} holds {_saved_state_text(found)}, which is not used, for {why}: the run {on}"
+    return (
+        f"{found.directory} holds {_offloaded_state_text(found)}, which is not used, for {why}: the run {on}"
+    )
 
 
 def _unusable_reason(plan: Plan, found: SavedRunState) -> str | None:
@@ -232,7 +236,7 @@ def _unusable_reason(plan: Plan, found: SavedRunState) -> str | None:
     return None
 
 
-def _saved_state_text(found: SavedRunState) -> str:
+def _offloaded_state_text(found: SavedRunState) -> str:
     return f"step {found.step} of {_rank_count_text(found.world_size)} ({format_bytes(found.taken_bytes)})"
 
 
@@ -280,7 +284,9 @@ def _make_profiler(
     )
 
 
-def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
+def _report_start_and_set_next_row(
+    job: TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool
+) -> None:
     """Prints a summary of the run, and whether it resumes, and records both as events.
 
     left: offloaded state on the drive that the run cannot use
@@ -289,7 +295,7 @@ def _report_start(job: TrainJob, *, left: SavedRunState | None, read: str | None
     directory, log, step, steps = job.directory, job.log, job.state.step, job.plan.run.train.step_count
     if directory.previous_run:
         log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
-    unused = unusable_state_message(job.plan, left, step=step) if left is not None else None
+    unused = unusable_offloaded_state_message(job.plan, left, step=step) if left is not None else None
     exports = describe_impossible_exports(job.plan.run, job.state.model) if job.ranks.rank == 0 else []
     for text in (unused, _start_summary_text(job), read, *exports):
         if text is not None:

@@ -13,11 +13,11 @@ from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
-from fullshard.jobs.run_start import TrainJob, flops_per_token, plan_without_prediction, prepare_job
+from fullshard.jobs.run_start import TrainJob, flops_per_token, plan_with_plain_defaults, prepare_job
 from fullshard.observe.memory import (
     PeakMemory,
     measure_peak_memory,
-    read_memory_figures,
+    read_memory_and_reset_peaks,
     storage_bytes_of_tensors,
 )
 from fullshard.offload.state import find_offloaded_state, offloaded_host_bytes
@@ -54,7 +54,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         with OutOfMemoryReporter(ranks, where=where) as memory_failure:
             job = prepare_job(
                 stack,
-                plan or plan_without_prediction(run, ranks),
+                plan or plan_with_plain_defaults(run, ranks),
                 ranks=ranks,
                 where=where,
                 memory_failure=memory_failure,
@@ -79,16 +79,16 @@ def _train_save_and_return_if_interrupted(job: TrainJob) -> bool:
 def _train_and_return_if_interrupted(job: TrainJob) -> bool:
     """Runs the steps. Returns True if a signal ended training before the last step."""
     try:
-        interrupted = _record_steps_and_return_if_interrupted(job)
+        interrupted = _run_steps_and_return_if_interrupted(job)
     except TrainError:
         with suppress(TrainError):  # its figures may be what failed
-            _record_last_step_if_unrecorded(job)
+            _record_pending_step(job)
         raise
-    _record_last_step_if_unrecorded(job)
+    _record_pending_step(job)
     return interrupted
 
 
-def _record_steps_and_return_if_interrupted(job: TrainJob) -> bool:
+def _run_steps_and_return_if_interrupted(job: TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.step_count)
     job.slowed.add(metered)
@@ -102,7 +102,7 @@ def _record_steps_and_return_if_interrupted(job: TrainJob) -> bool:
             job.slowed.add(index)
             with job.profiler.profile_step(index):
                 step = next(steps, None)
-            _note_seconds_of_profiled_step(job)
+            _gather_profiled_step_seconds(job)
         else:
             step = next(steps, None)
         if step is None:
@@ -115,11 +115,11 @@ def _record_steps_and_return_if_interrupted(job: TrainJob) -> bool:
             return True
 
 
-def _note_seconds_of_profiled_step(job: TrainJob) -> None:
+def _gather_profiled_step_seconds(job: TrainJob) -> None:
     """Notes the seconds of the profiled step on the rank that waited least. Collective."""
     own = job.profiler.last
     if own is not None:
-        job.stragglers.note_profiled_step(own)
+        job.stragglers.note_device_seconds(own)
     # Only the rank that waited least counts, because the other ranks waited for it.
     every = [one for one in all_gather_object(None if own is None else own.terms()) if one is not None]
     if every:
@@ -158,9 +158,9 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
 
     Records `step` itself only if the host has its figures, or must wait for them here anyway.
     """
-    memory = read_memory_figures(job.ranks.device)
+    memory = read_memory_and_reset_peaks(job.ranks.device)
     job.stragglers.observe_step(step.index, memory=memory)
-    _record_last_step_if_unrecorded(job)
+    _record_pending_step(job)
     job.unrecorded_memory = memory
     job.unrecorded_compile_seconds = _report_compilation_and_return_seconds(job, step)
     job.last = job.unrecorded = step
@@ -175,7 +175,7 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
     due = every and step.index % every == 0
     save = bool(due or job.checkpoints.postponed) and not last and not step.stopping
     if validate or save or step.result.is_read or job.startup_seconds is None:
-        _record_last_step_if_unrecorded(job, validation_loss=job.validation if validate else None)
+        _record_pending_step(job, validation_loss=job.validation if validate else None)
     job.checkpoints.report_finished_saves()
     if save:
         job.state.phase.enter(RunPhase.SAVING)
@@ -183,7 +183,7 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
 
 
-def _record_last_step_if_unrecorded(job: TrainJob, *, validation_loss: float | None = None) -> None:
+def _record_pending_step(job: TrainJob, *, validation_loss: float | None = None) -> None:
     """Records the last step, after waiting for it, unless it is recorded."""
     step, job.unrecorded = job.unrecorded, None
     if step is None:

@@ -309,7 +309,7 @@ class _LocalRanks:
                 raise errors.LaunchError(f"{ranks} ranks could not be started.", got=got) from error
             while self._list_running_ranks():
                 time.sleep(_POLL_SECONDS)
-                self._poll_ranks_and_signals()
+                self._handle_ended_ranks_and_signals()
         finally:
             self._sigkill_ranks()
         return [
@@ -333,14 +333,14 @@ class _LocalRanks:
     def _list_running_ranks(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
-    def _poll_ranks_and_signals(self) -> None:
+    def _handle_ended_ranks_and_signals(self) -> None:
         """Notes ended ranks, forwards a signal, kills all on a second Ctrl-C or some time after a failure."""
         running = self._list_running_ranks()
         for rank in range(len(self._processes)):
             if rank not in running:
                 self._gone_at.setdefault(rank, time.time())
         if self._signals.first_signal is not None and not self._passed_on:
-            self._forward_signal(self._signals.first_signal)
+            self._forward_as_sigterm(self._signals.first_signal)
         if self._signals.is_interrupted_twice:
             self.ended_at_once = True
             self._sigkill_ranks()
@@ -348,7 +348,7 @@ class _LocalRanks:
         if failed_at is not None and time.time() > failed_at + _GRACE_SECONDS:
             self._sigkill_ranks()
 
-    def _forward_signal(self, number: signal.Signals) -> None:
+    def _forward_as_sigterm(self, number: signal.Signals) -> None:
         self._passed_on = True
         _print_to_stderr(f"{number.name}: the ranks finish this step and save (Ctrl-C again ends them now)")
         for process in self._processes:

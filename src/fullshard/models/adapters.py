@@ -57,7 +57,7 @@ def insert_adapters(
             got=str(error).strip().splitlines()[0],
             fix="other adapter.targets, or other adapter.options",
         ) from error
-    _check_no_parameter_is_wrapped(model)
+    _check_only_modules_are_adapted(model)
     for name in trained:
         for parameter in modules[name].parameters():
             parameter.requires_grad_(True)
@@ -147,7 +147,7 @@ def _check_names_in_options(model: nn.Module, section: AdapterSection, *, target
                 )
 
 
-def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
+def _check_only_modules_are_adapted(model: nn.Module) -> None:
     """Raises SpecError if peft adapts parameters themselves, such as stacked experts."""
     kinds = {name: type(module).__name__ for name, module in iterate_adapted_layers(model)}
     wrapped = [name.removesuffix(".base_layer") for name, kind in kinds.items() if kind == "ParamWrapper"]
@@ -164,7 +164,7 @@ def _check_no_parameter_is_wrapped(model: nn.Module) -> None:
     )
 
 
-def log_adapted_and_frozen_modules(model: nn.Module, section: AdapterSection) -> None:
+def warn_of_unexpected_adapter_targets(model: nn.Module, section: AdapterSection) -> None:
     """Warns of stacked weights in blocks that the targets name and leave frozen: they are no linear modules.
 
     Logs how many modules "all-linear" adapts in each list of blocks if there are several, as with a vision

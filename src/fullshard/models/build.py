@@ -107,7 +107,7 @@ def gradient_shares(model: nn.Module) -> GradientShares:
     return GradientShares(inputs / total, own / total) if total else GradientShares()
 
 
-def attended_share(model: nn.Module, *, sequence_length: int) -> float:
+def attention_window_share(model: nn.Module, *, sequence_length: int) -> float:
     """Returns the share of pairs of positions that lie within the windows of a transformers model.
 
     It is the mean of min(window, sequence length) / sequence length over the text model's layers with

@@ -28,7 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.distributed.sequence_parts import PIECES, SequencePart, bounds_of_documents, gather_sequence
+from fullshard.distributed.sequence_parts import (
+    PIECES,
+    SequencePart,
+    flatten_document_ends_to_bounds,
+    gather_sequence,
+)
 from fullshard.errors import TrainError
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -54,7 +59,7 @@ class QueryKeyValue(NamedTuple):
         return self.query.shape[1] != self.key.shape[1]
 
 
-def document_bounds(ends: Tensor, *, sequence_length: int) -> Tensor | None:
+def document_bounds_if_supported(ends: Tensor, *, sequence_length: int) -> Tensor | None:
     """Returns the bounds of all documents of a microbatch; None on a GPU without a kernel that takes them.
 
     ends: (microbatch, documents), int32: where each document ends in its row; the last is the row's end
@@ -63,7 +68,7 @@ def document_bounds(ends: Tensor, *, sequence_length: int) -> Tensor | None:
         available = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
         if not available or torch.cuda.get_device_capability(ends.device)[0] < _FIRST_WITH_FLASH:
             return None
-    bounds = bounds_of_documents(ends, sequence_length=sequence_length)
+    bounds = flatten_document_ends_to_bounds(ends, sequence_length=sequence_length)
     mark_document_count_as_dynamic(bounds)
     return bounds
 
@@ -90,7 +95,7 @@ class ContextParallel:
     group: str = ""
 
     @property
-    def name(self) -> str:
+    def unique_name(self) -> str:
         """A name that differs for another rank, number of ranks or group."""
         return f"{self.part.rank}_of_{self.part.ranks}_in_{self.group}"
 
@@ -259,7 +264,7 @@ def set_document_attention_if_supported(model: nn.Module, *, context: ContextPar
     attention: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks: Any = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     # Models of one process may differ, and transformers knows a function by its name alone.
-    name = DOCUMENT_ATTENTION if context is None else f"{DOCUMENT_ATTENTION}_{context.name}"
+    name = DOCUMENT_ATTENTION if context is None else f"{DOCUMENT_ATTENTION}_{context.unique_name}"
     attention.register(name, _make_attention(attention[_SDPA], context))
     masks.register(name, masks[_SDPA])
     config._attn_implementation = name

@@ -17,7 +17,7 @@ from fullshard.errors import TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
 from fullshard.models.document_attention import (
     disable_cudnn_attention_with_nan_gradients,
-    document_bounds,
+    document_bounds_if_supported,
     mark_document_count_as_dynamic,
     uses_document_attention,
 )
@@ -41,13 +41,13 @@ def loss_sum_and_count(value: Any) -> tuple[Tensor, Tensor | float]:
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     pair: tuple[Any, Any] = cast(tuple[Any, Any], value) if is_pair else (value, 1)
     total, count = pair
-    if not _is_real_scalar(total):
+    if not _is_real_scalar_tensor(total):
         raise TrainError(
             "the loss function gave no loss to train on.",
             got=_result_text(total),
             fix="a mean, or (sum, count): a scalar tensor that depends on the model's parameters",
         )
-    if not isinstance(count, int | float) and not _is_real_scalar(count):
+    if not isinstance(count, int | float) and not _is_real_scalar_tensor(count):
         raise TrainError(
             "the loss function gave no count with its sum.",
             got=_result_text(count),
@@ -57,7 +57,7 @@ def loss_sum_and_count(value: Any) -> tuple[Tensor, Tensor | float]:
     return total.reshape(()), count.detach().reshape(()) if isinstance(count, Tensor) else count
 
 
-def _is_real_scalar(value: object) -> bool:
+def _is_real_scalar_tensor(value: object) -> bool:
     return (
         isinstance(value, Tensor)
         and value.numel() == 1
@@ -87,11 +87,11 @@ def choose_loss(run: Run, model: nn.Module) -> Loss:
     rows = run.train.loss_chunk
     loss = next_token_loss if rows == 0 else partial(next_token_loss, chunk_rows=rows)
     if isinstance(run.model, HuggingFaceModel) and run.data.source == "python":
-        return partial(_model_loss_or_token_loss, of_tokens=loss)
+        return partial(_loss_by_batch_kind, of_tokens=loss)
     return loss
 
 
-def _model_loss_or_token_loss(
+def _loss_by_batch_kind(
     model: nn.Module, batch: Any, *, of_tokens: Loss
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor | int]:
     """Returns the model's own loss for a batch of its own arguments, and `of_tokens` for any other batch."""
@@ -255,7 +255,7 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
     """Returns the model's keyword arguments for positions and documents; empty if `batch` has neither.
 
     batch["positions"], batch["documents"]: int64 (microbatch, sequence)
-    batch["document_ends"]: optional, int32 (microbatch, documents), see `document_bounds`
+    batch["document_ends"]: optional, int32 (microbatch, documents), see `document_bounds_if_supported`
     batch["document_bounds"]: bounds of whole sequences, in a batch of parts of sequences, see `SequencePart`
 
     A transformers model gets `position_ids`, and a mask in the form of its attention. Any other model gets
@@ -271,7 +271,7 @@ def position_and_document_arguments(model: nn.Module, batch: Mapping[str, Tensor
     if bounds is not None:
         mark_document_count_as_dynamic(bounds)
     elif ends is not None:
-        bounds = document_bounds(ends, sequence_length=tokens.shape[1])
+        bounds = document_bounds_if_supported(ends, sequence_length=tokens.shape[1])
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         given = {"positions": positions, "documents": documents}

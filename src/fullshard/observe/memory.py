@@ -42,7 +42,7 @@ class _MallocFigures(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_FIELDS.split()]
 
 
-def read_memory_figures(device: torch.device) -> dict[str, float]:
+def read_memory_and_reset_peaks(device: torch.device) -> dict[str, float]:
     """Returns the memory of this process after a step, as figures by name. On CUDA, resets the peaks.
 
     resident_bytes: resident memory of the process; the only figure on the CPU

@@ -208,7 +208,7 @@ class StragglerWatch:
             self._has_new_save, self._profiled = False, {}
         return named
 
-    def note_profiled_step(self, step: ProfiledStep) -> None:
+    def note_device_seconds(self, step: ProfiledStep) -> None:
         """Notes the GPU's seconds in a profiled step, for the present window. On the CPU, notes nothing."""
         self._profiled = {} if self._is_on_host else step.seconds_by_name()
 

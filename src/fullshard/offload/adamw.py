@@ -229,7 +229,7 @@ class HostGradients:
 
 
 @dataclass(frozen=True)
-class _UpdateInputs:
+class _ParameterUpdateInputs:
     """Inputs for the update of one parameter: its flat gradient, step count, options, and rounding seed."""
 
     gradient: Tensor
@@ -238,7 +238,7 @@ class _UpdateInputs:
     seed: int
 
 
-_Jobs = Mapping[str, _UpdateInputs]  # by name of the parameter
+_Jobs = Mapping[str, _ParameterUpdateInputs]  # by name of the parameter
 
 
 class StreamingAdamW(torch.optim.Optimizer):
@@ -291,7 +291,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         self.offloaded.wait_for_update()
         factor, self.gradient_factor = self.gradient_factor, 1.0
-        names, jobs = self.offloaded.names_of, dict[str, _UpdateInputs]()
+        names, jobs = self.offloaded.names_of, dict[str, _ParameterUpdateInputs]()
         for place, (parameter, group) in enumerate(self._parameters_and_options(), start=1):
             name = names.get(parameter)
             if (gradient := self.find_gradient(parameter)) is None:
@@ -304,7 +304,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             options = rounding.AdamOptions(rate, beta1, beta2, group["eps"], group["weight_decay"])
             step, shard = int(state["step"].item()), rounding.shard_index(parameter)
             seed = rounding.rounding_key(self.seed, step=step, parameter=place, shard=shard)
-            job = _UpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
+            job = _ParameterUpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
             else:
@@ -339,14 +339,14 @@ class StreamingAdamW(torch.optim.Optimizer):
             for parameter in cast(list[Tensor], group["params"]):
                 yield parameter, group
 
-    def _update_not_offloaded(self, parameter: Tensor, job: _UpdateInputs, *, factor: float) -> None:
+    def _update_not_offloaded(self, parameter: Tensor, job: _ParameterUpdateInputs, *, factor: float) -> None:
         state = self.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(parameter)
         own = MasterAndMoments(*(one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])))
         if parameter.dtype is torch.bfloat16:
-            _update_and_round(job, job.gradient, state=own, begin=0, factor=factor)
+            _update_with_stochastic_rounding(job, job.gradient, state=own, begin=0, factor=factor)
         else:
             steps = [_step_count_on_device(job, parameter.device)]
             cut = [[one] for one in own]
@@ -372,7 +372,7 @@ def _update_group(  # signature: bound arguments, and those of `state.Update`
     gradient: Tensor | None = None,
 ) -> None:
     """Updates one group. `gradient` is laid out like each part; if None, each job's own gradient is used."""
-    alike: dict[rounding.AdamOptions, list[tuple[_UpdateInputs, ShardSegment]]] = defaultdict(list)
+    alike: dict[rounding.AdamOptions, list[tuple[_ParameterUpdateInputs, ShardSegment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
         if job is not None:
@@ -388,11 +388,13 @@ def _update_group(  # signature: bound arguments, and those of `state.Update`
             _run_fused_adamw(cut, gradients, steps=steps, options=options, factor=factor)
             continue
         for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-            _update_and_round(job, g, state=MasterAndMoments(*state), begin=one.begin, factor=factor)
+            _update_with_stochastic_rounding(
+                job, g, state=MasterAndMoments(*state), begin=one.begin, factor=factor
+            )
 
 
-def _update_and_round(
-    job: _UpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int, factor: float
+def _update_with_stochastic_rounding(
+    job: _ParameterUpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int, factor: float
 ) -> None:
     """Updates elements `begin` and following of a shard of which something is kept in bf16."""
     if factor != 1.0:  # not `mul_`, which rounds the factor to bf16
@@ -401,7 +403,7 @@ def _update_and_round(
     rounding.adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, seed=seed)
 
 
-def _step_count_on_device(job: _UpdateInputs, device: torch.device) -> Tensor:
+def _step_count_on_device(job: _ParameterUpdateInputs, device: torch.device) -> Tensor:
     """Returns the step count on `device` for the fused kernel. `torch.full` avoids a blocking copy."""
     if job.step.device == device:
         return job.step

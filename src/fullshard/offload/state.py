@@ -34,14 +34,14 @@ Update = Callable[[OffloadGroup, MasterAndMoments], None]
 
 
 class DriveShardsFactory(Protocol):
-    """Makes a source of shards on a drive, in their own dtype if `frozen`, otherwise in the compute dtype.
+    """Makes a source of shards on a drive, in their own dtype if `are_frozen`, else in the compute dtype.
 
     engine: FSDP2's object of each parameter, by name
     units: number of the unit that gathers each parameter, by name
     """
 
     def __call__(
-        self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
+        self, engine: Mapping[str, Any], units: Mapping[str, int], *, are_frozen: bool
     ) -> gather_source.SeparateShardSource: ...
 
 
@@ -76,14 +76,14 @@ class OffloadSettings:
         return self.on_drive is None and not self.has_gpu
 
     def make_shard_source(
-        self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
+        self, engine: Mapping[str, Any], units: Mapping[str, int], *, are_frozen: bool = False
     ) -> gather_source.SeparateShardSource:
         """Makes the source from which parameters are gathered. Arguments: see `DriveShardsFactory`."""
         if self.shards_on_drive is not None and engine:
-            return self.shards_on_drive(engine, units, frozen=frozen)
+            return self.shards_on_drive(engine, units, are_frozen=are_frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
         pinned = self.has_gpu and self.shards_outside
-        dtype_of = gather_source.master_dtype if frozen else compute_dtype
+        dtype_of = gather_source.master_dtype if are_frozen else compute_dtype
         return gather_source.ShardCopies(
             engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of
         )
@@ -264,7 +264,7 @@ class OffloadedState:
             closing.callback(self.shards.make_close_function())
             stays = settings.is_state_on_device or not settings.shards_outside
             others = dict[str, Any]() if stays else frozen
-            kept = settings.make_shard_source(others, self._units, frozen=True)
+            kept = settings.make_shard_source(others, self._units, are_frozen=True)
             self.frozen = gather_source.OffloadedFrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.make_close_function())
             self.updates = UpdateThread((self.store, self.shards))
@@ -304,7 +304,7 @@ def offloaded_fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
     return {**offloaded.engine, **offloaded.frozen.engine}
 
 
-def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
+def find_parameters_with_values_outside(offloaded: OffloadedState) -> set[Tensor]:
     """Returns the parameters whose values are not in the model's own tensors."""
     engine = dict[str, Any]() if offloaded.settings.is_state_on_device else offloaded_fsdp_params(offloaded)
     return {one.sharded_param for one in engine.values()}

@@ -22,7 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
 from fullshard.distributed.tensors import local_tensor
-from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, attach_unit_order_recorder
+from fullshard.distributed.unit_order import (
+    UnitAndParameterNames,
+    UnitOrderRecorder,
+    attach_unit_order_recorder,
+)
 from fullshard.errors import ShardError
 from fullshard.parallel import compile as block_compiler
 from fullshard.parallel.fp8 import Fp8Choice, check_fp8_device, choose_fp8_linears, convert_linears_to_fp8
@@ -37,7 +41,7 @@ from fullshard.parallel.units import (
     Unit,
     check_experts_are_separate,
     find_blocks_with_units_inside,
-    find_recompute_blocks,
+    find_recompute_and_compile_blocks,
     find_units,
 )
 from fullshard.quantities import join_names
@@ -73,7 +77,7 @@ def _mesh_key(unit: Unit, plan: Plan) -> tuple[bool, bool]:
     return unit.has_experts and plan.has_expert_mesh, unit.is_sharded
 
 
-def prepare_sharding(
+def choose_sharding(
     model: nn.Module,
     plan: Plan,
     *,
@@ -92,7 +96,7 @@ def prepare_sharding(
             raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
-    repeated = find_recompute_blocks(model, units=found)
+    repeated = find_recompute_and_compile_blocks(model, units=found)
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
     kinds = sorted({_mesh_key(unit, plan) for unit in found})  # all ranks build them in one order
@@ -119,14 +123,16 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
     block_compiler.store_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    names: list[UnitNames] = []
+    names: list[UnitAndParameterNames] = []
     order = UnitOrderRecorder(names)
     for unit in units:
         mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
         names.append(install_unit_event_recording(unit.modules, unit=len(names), name=unit.name, order=order))
         _reduce_unreached_experts_as_zeros(unit)
-    names.append(UnitNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0]))
+    names.append(
+        UnitAndParameterNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0])
+    )
     attach_unit_order_recorder(model, order)
     model.forward = _wrap_forward_to_explain_ungathered(_log_changed_buffers_once(model, model.forward))
     for method in prepared.methods:
@@ -313,7 +319,7 @@ def _log_changed_buffers_once(model: nn.Module, forward: Callable[..., Any]) -> 
     return forward_logging_changed_buffers
 
 
-def sort_units_in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+def sort_units_by_registration(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """Sorts units in order of registration, the root first, since its pre-forward runs before all others."""
     by_module = {unit.modules[0]: unit for unit in units}
     return [by_module[module] for module in model.modules() if module in by_module]

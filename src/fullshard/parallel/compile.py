@@ -103,10 +103,14 @@ class CompiledForward:
             if buffers is None or not changed:
                 return result
             buffers.restore()
-            self._warn_once(f"it is recomputed, and its forward changes the buffer {changed[0][1]!r}")
+            self._note_failure_and_warn_once(
+                f"it is recomputed, and its forward changes the buffer {changed[0][1]!r}"
+            )
         except _COMPILER_ERRORS as error:
             failure = error.__cause__ if isinstance(error, dynamo.exc.FailOnRecompileLimitHit) else error
-            self._warn_once(_shorten(f"{type(failure or error).__name__}: {failure or error}"))
+            self._note_failure_and_warn_once(
+                _shorten_to_first_line(f"{type(failure or error).__name__}: {failure or error}")
+            )
         self.is_eager = True
         return self.eager(*args, **kwargs)
 
@@ -119,19 +123,19 @@ class CompiledForward:
         known = set(map(id, before))
         for one in dynamo.utils.get_compilation_metrics():
             if one.fail_type is not None and id(one) not in known:
-                reason = _shorten(one.fail_reason or one.fail_type)
-                self._warn_once(f"a piece of it ({one.co_name}): {reason}")
+                reason = _shorten_to_first_line(one.fail_reason or one.fail_type)
+                self._note_failure_and_warn_once(f"a piece of it ({one.co_name}): {reason}")
                 break
         return result
 
-    def _warn_once(self, reason: str) -> None:
+    def _note_failure_and_warn_once(self, reason: str) -> None:
         """Warns, unless this was done for another block of the class, and notes the failure."""
         if self.kind not in self._failures:
             warnings.warn(f"{self.kind.__name__} runs eagerly: {reason}", EagerBlockWarning, stacklevel=2)
         self._failures[self.kind] = self.whole
 
 
-def _shorten(text: str) -> str:
+def _shorten_to_first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:_LONGEST_REASON] if lines else "no reason given"
 

@@ -43,7 +43,7 @@ from fullshard.distributed.tensors import find_linear_function, set_linear_funct
 from fullshard.errors import MissingExtraError, PlanError, ShardError
 from fullshard.parallel.matmul_split import multiply_by_own_weight
 from fullshard.parallel.units import Unit
-from fullshard.spec.model import Fp8Share
+from fullshard.spec.model import Fp8MatrixGroup
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan
 from fullshard.system.dotted import import_quietly
 from fullshard.torch_private.fsdp import engine_parameters, flat_padded_shard, list_units
@@ -64,7 +64,7 @@ class Fp8Choice:
 
     scaling: Fp8Scaling
     linears: dict[str, nn.Linear]
-    shares: tuple[Fp8Share, ...]
+    shares: tuple[Fp8MatrixGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def choose_fp8_linears(
             counted[reason].append(parameter.numel())
             if not reason:
                 linears |= {names[module]: cast(nn.Linear, module) for module, _ in modules}
-    shares = [Fp8Share(reason=why, matrices=len(own), numel=sum(own)) for why, own in counted.items()]
+    shares = [Fp8MatrixGroup(reason=why, matrices=len(own), numel=sum(own)) for why, own in counted.items()]
     shares.sort(key=lambda share: (bool(share.reason), -share.numel))
     if not linears:
         raise _no_matrix_error(model, shares)
@@ -157,7 +157,7 @@ def _reason_for_bf16(
     return f"{reason} per rank" if "features" in reason and plan.tensor_parallel > 1 else reason
 
 
-def _no_matrix_error(model: nn.Module, shares: Sequence[Fp8Share]) -> ShardError:
+def _no_matrix_error(model: nn.Module, shares: Sequence[Fp8MatrixGroup]) -> ShardError:
     has_small = any("under" in share.reason for share in shares)
     smaller = "a smaller precision.fp8_min_features, though small matrices are faster in bf16"
     return ShardError(
@@ -255,13 +255,13 @@ class WeightScales:
     shares: summary of all matrices of the model
     """
 
-    def __init__(self, shares: tuple[Fp8Share, ...]) -> None:
+    def __init__(self, shares: tuple[Fp8MatrixGroup, ...]) -> None:
         self.shares = shares
         self._groups: dict[Any, list[Any]] = defaultdict(list)  # FSDP2's parameters by process groups
         self._scales: dict[int, Tensor] = {}
         self._reuses = False
 
-    def add_parameter(self, engine_parameter: Any, matmul: _Fp8Matmul) -> None:
+    def set_up_parameter_gather(self, engine_parameter: Any, matmul: _Fp8Matmul) -> None:
         """Makes FSDP2 gather a parameter, which has values, in fp8. `engine_parameter`: FSDP2's object."""
         engine_parameter.reset_sharded_param()  # pads the shard, which now stays the same tensor
         sharded = engine_parameter.sharded_param
@@ -334,7 +334,7 @@ def set_up_fp8_gathers(
     for unit in list_units(model):
         for one in engine_parameters(unit):
             if id(one.sharded_param) in weights:
-                scales.add_parameter(one, matmul)
+                scales.set_up_parameter_gather(one, matmul)
     # Before FSDP2's own hook, which gathers the root.
     model.register_forward_pre_hook(lambda *_: scales.compute_unless_reused(), prepend=True)
     for name in methods:

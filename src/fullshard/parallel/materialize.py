@@ -104,7 +104,7 @@ def allocate_and_fill_shards(
     """
     initialise = None if init == "none" else init
     filler = _ModelValueSetter(model, local_device(plan), seed=plan.run.run.seed, init=initialise)
-    with filler.parameters_replaced_by_stand_ins():
+    with filler.parameters_replaced_by_meta():
         for unit in units:
             missing = [name for name in filler.parameter_names_in_unit(unit) if name not in values.tensors]
             if init == "none":
@@ -131,7 +131,7 @@ def initialise_parameters(
         if name not in filler.parameters:
             raise ShardError(f"{_class_name_before_sharding(model)} has no parameter {name}.")
         holders[name.rpartition(".")[0]].append(name)
-    with filler.parameters_replaced_by_stand_ins():
+    with filler.parameters_replaced_by_meta():
         for own in holders.values():
             for name, whole in filler.initialise_whole_parameters(own).items():
                 parameter = filler.parameters[name]
@@ -151,7 +151,7 @@ def materialize(
     >>> whole = fs.materialize(whole, seed=run.run.seed)  # the values of `fs.shard(model, plan)`
     """
     filler = _ModelValueSetter(model, device or torch.device("cpu"), seed=seed, init=init)
-    with filler.parameters_replaced_by_stand_ins():
+    with filler.parameters_replaced_by_meta():
         for name, whole in filler.initialise_whole_parameters(list(filler.parameters)).items():
             old = filler.parameters[name]
             filler.parameters[name] = nn.Parameter(whole.to(old.dtype), requires_grad=old.requires_grad)
@@ -197,7 +197,7 @@ class _ModelValueSetter:
         }
 
     @contextmanager
-    def parameters_replaced_by_stand_ins(self) -> Generator[None]:
+    def parameters_replaced_by_meta(self) -> Generator[None]:
         """Context in which modules have stand-ins. Afterwards they have `parameters`."""
         self.register_parameters(self.stand_ins)
         try:

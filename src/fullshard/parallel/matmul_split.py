@@ -209,7 +209,7 @@ def _transform_input_hidden_states(module: Any, change: Callable[[Tensor], Tenso
 
 
 # See [Note: gathered again] #
-class _GatherSharedInBackward:
+class _RegatheredTensor:
     """The gathered tensor while backward needs it."""
 
     def __init__(self, ranks: int, group: str) -> None:
@@ -231,14 +231,14 @@ class _GatheredPart(NamedTuple):
     """The part that a gathered tensor was gathered from, and its state in backward."""
 
     part: Tensor
-    backward: _GatherSharedInBackward
+    backward: _RegatheredTensor
 
 
 def gather_for_matmuls(part: Tensor, *, ranks: int, group: str) -> Tensor:
     """Returns whole sequences (..., sequence, channels), of which `multiply_gathered` saves only `part`."""
     whole = gather_sequence(part, ranks, 1, group)
     if torch.is_grad_enabled():
-        setattr(whole, _ATTRIBUTE, _GatheredPart(part.detach(), _GatherSharedInBackward(ranks, group)))
+        setattr(whole, _ATTRIBUTE, _GatheredPart(part.detach(), _RegatheredTensor(ranks, group)))
     return whole
 
 

@@ -188,7 +188,7 @@ def agree_on_store_prefix(store: dist.Store, *, rank: int, world_size: int, time
     """
     try:
         if rank == 0:
-            attempt = _send_store_prefix_to_ranks(store, world_size=world_size, timeout=timeout)
+            attempt = _choose_and_send_store_prefix(store, world_size=world_size, timeout=timeout)
         else:
             attempt = _ask_for_store_prefix(store, rank=rank, timeout=timeout)
     except dist.DistStoreError as error:
@@ -206,7 +206,7 @@ def _ask_for_store_prefix(store: dist.Store, *, rank: int, timeout: timedelta) -
     return attempt
 
 
-def _send_store_prefix_to_ranks(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
+def _choose_and_send_store_prefix(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
     attempt, answered = f"{_MEETING}/{uuid.uuid4().hex}", set[bytes]()
     asks = [f"{_MEETING}/asks/{rank}" for rank in range(1, world_size)]
     deadline = time.monotonic() + timeout.total_seconds()

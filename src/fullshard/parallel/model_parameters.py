@@ -130,7 +130,7 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
         for storage, begin, end in _storage_byte_ranges(one):
             places[storage].append((begin, end, name))
 
-    def names_of(one: Any) -> Iterable[str]:
+    def find_parameters_sharing_memory(one: Any) -> Iterable[str]:
         yield from [names[id(one)]] if id(one) in names else []
         for storage, begin, end in _storage_byte_ranges(one):
             yield from (name for first, last, name in places[storage] if first < end and begin < last)
@@ -141,7 +141,14 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
                 continue  # recurrent layers renew this list when a parameter is replaced
             if f"{key}_orig" in registered_parameters(module):
                 continue  # torch's spectral norm computes it from that parameter before each forward
-            found = next((name for one in _iterate_contained_objects(value) for name in names_of(one)), None)
+            found = next(
+                (
+                    name
+                    for one in _iterate_contained_objects(value)
+                    for name in find_parameters_sharing_memory(one)
+                ),
+                None,
+            )
             if found is not None:
                 raise ShardError(
                     f"an attribute of {path or type(model).__name__} holds a parameter of the model.",

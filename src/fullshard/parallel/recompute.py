@@ -105,7 +105,7 @@ class BufferSnapshot:
         found: dict[tuple[nn.Module, str], Tensor | None] = {}
         for slot, now in _buffers(self._block).items():
             one, count, copied = self._before.get(slot, (None, 0, None))
-            is_statistic = _has_running_statistics(slot[0])
+            is_statistic = _updates_running_statistics(slot[0])
             if (now is not one or version(now) != count or is_statistic) and (statistics or not is_statistic):
                 found[slot] = copied
         return found
@@ -123,7 +123,7 @@ def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     return {(owner, key): one for owner in block.modules() for key, one in owner.named_buffers(recurse=False)}
 
 
-def _has_running_statistics(module: nn.Module) -> bool:
+def _updates_running_statistics(module: nn.Module) -> bool:
     """Returns whether `module` changes buffers that no forward reads in training: torch norms, our routers.
 
     Norms raise no version.
@@ -227,10 +227,10 @@ class _SelectiveRecomputePolicy:
 def _selective_recompute_contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
     """Returns the contexts for forward and for recompute. `save_matmuls`: save every n-th matmul."""
     save, reuse = create_selective_checkpoint_contexts(_SelectiveRecomputePolicy(save_matmuls))
-    return (save, reuse) if compiled else (_SavedOperationFilter(save), _SavedOperationFilter(reuse))
+    return (save, reuse) if compiled else (_SavedOperationsOnlyMode(save), _SavedOperationsOnlyMode(reuse))
 
 
-class _SavedOperationFilter(TorchDispatchMode):
+class _SavedOperationsOnlyMode(TorchDispatchMode):
     """Wraps one of torch's selective-recompute contexts, and passes only saved operations to it.
 
     Torch's contexts count every operation, and raise if forward and recompute differ. They may differ in the

@@ -24,7 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import storage_key
-from fullshard.distributed.unit_order import UnitNames, UnitOrderRecorder, find_unit_order_recorder
+from fullshard.distributed.unit_order import (
+    UnitAndParameterNames,
+    UnitOrderRecorder,
+    find_unit_order_recorder,
+)
 from fullshard.errors import ShardError, TrainError
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import (
@@ -34,7 +38,7 @@ from fullshard.torch_private.fsdp import (
     parameter_groups,
     pending_gather,
 )
-from fullshard.torch_private.tensors import local_part, storage_address, tree_leaves, version
+from fullshard.torch_private.tensors import local_part, storage_id, tree_leaves, version
 
 
 def check_parameters_not_replaced(model: nn.Module) -> None:
@@ -45,7 +49,7 @@ def check_parameters_not_replaced(model: nn.Module) -> None:
         storage, local, _ = known.get(one, (None, 0, False))
         # `data = …` replaces the storage and leaves the local part; `model.to(…)` replaces both.
         is_kept = storage is not None and (
-            storage_address(storage) == storage_key(one) or id(local_part(cast(DTensor, one))) != local
+            storage_id(storage) == storage_key(one) or id(local_part(cast(DTensor, one))) != local
         )
         changed += [] if one.ndim == 0 or is_kept else [name]
     if changed:
@@ -74,13 +78,15 @@ def install_reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder)
         if not (is_backward_to_come or order.is_in_loss or order.is_evaluated):
             reshard_unsharded_units(model)
 
-    def check(_model: nn.Module, _args: Any) -> None:  # signature: torch's hook
+    def check_before_evaluation(_model: nn.Module, _args: Any) -> None:  # signature: torch's hook
         groups = (group for unit in list_units(model) for group in parameter_groups(unit))
         if not (torch.is_grad_enabled() or any(group.is_unsharded for group in groups)):
             check_parameters_not_replaced(model)
 
     model.register_forward_hook(reshard)
-    model.register_forward_pre_hook(check, prepend=True)  # before FSDP2's, which drops new parameters
+    model.register_forward_pre_hook(
+        check_before_evaluation, prepend=True
+    )  # before FSDP2's, which drops new parameters
 
 
 def reshard_unsharded_units(model: nn.Module) -> None:
@@ -91,7 +97,7 @@ def reshard_unsharded_units(model: nn.Module) -> None:
 
 def install_unit_event_recording(
     modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrderRecorder
-) -> UnitNames:
+) -> UnitAndParameterNames:
     """Makes FSDP2 note in `order` what it does for the unit of `modules`. Returns the names of the unit.
 
     The unit then raises ShardError in a forward that changes its parameters. See [Note: changes in forward].
@@ -104,9 +110,9 @@ def install_unit_event_recording(
         names = [own.get(id(one.sharded_param), str(i)) for i, one in enumerate(group.fsdp_params)]
         parameters += names
         _install_gather_recording(group, unit=unit, order=order)
-        _install_reduction_recording(group, unit=unit, order=order)
+        _record_and_complete_reductions(group, unit=unit, order=order)
         _install_check_of_changes_in_forward(group, names)
-    return UnitNames(name, parameters)
+    return UnitAndParameterNames(name, parameters)
 
 
 def _install_gather_recording(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
@@ -170,7 +176,7 @@ def _sum_of_bits(value: Tensor | None) -> Tensor | None:
     return None if kind is None else value.detach().view(kind).sum(dtype=torch.int64)
 
 
-def _install_reduction_recording(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
+def _record_and_complete_reductions(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
     """Notes the unit's reductions, and completes its sums over replicas.
 
     FSDP2 keeps what it has reduced over shards, but not over replicas, in one tensor, and adds to it in the
@@ -182,7 +188,7 @@ def _install_reduction_recording(group: Any, *, unit: int, order: UnitOrderRecor
     has_replicas = hasattr(group.mesh_info, "replicate_process_group")
     sums_later = False  # whether a sum over shards waits to be summed over replicas
 
-    def recorded_post_backward(*args: Any) -> None:  # signature: FSDP2's
+    def post_backward_completing_sums(*args: Any) -> None:  # signature: FSDP2's
         nonlocal sums_later
         if order.is_in_loss:
             raise TrainError(
@@ -217,7 +223,7 @@ def _install_reduction_recording(group: Any, *, unit: int, order: UnitOrderRecor
             post_backward(*args)
         group.all_reduce_grads = sums_now
 
-    group.post_backward = recorded_post_backward
+    group.post_backward = post_backward_completing_sums
 
 
 def _has_gradients_and_missing_and_frozen(group: Any) -> tuple[bool, list[int], list[int]]:

@@ -82,7 +82,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     _assign_parameters_to_units(model, units)
     units = [unit for unit in units if unit.parameters or unit.is_root]
     _set_overrides(units, section.overrides)
-    recomputed = {m for b in find_recompute_blocks(model, units=units) for m in b.modules()}
+    recomputed = {m for b in find_recompute_and_compile_blocks(model, units=units) for m in b.modules()}
     for unit in units:
         unit.is_embedding = _is_single_embedding(unit) and unit.modules[0] not in recomputed
     experts = _expert_parameter_ids(model)
@@ -124,7 +124,7 @@ def _is_single_embedding(unit: Unit) -> bool:
     )
 
 
-def find_recompute_blocks(model: nn.Module, *, units: Sequence[Unit]) -> list[nn.Module]:
+def find_recompute_and_compile_blocks(model: nn.Module, *, units: Sequence[Unit]) -> list[nn.Module]:
     """Returns the blocks that recompute and compilation apply to: the repeated blocks.
 
     If the model has none, these are the outermost modules chosen as units.
@@ -170,18 +170,18 @@ def _choose_units_by_block(model: nn.Module) -> list[Unit]:
     for run in runs:
         # A run of vectors only (a norm) is not worth a collective: the root holds it.
         if any(parameter.ndim > 1 for module in run.values() for parameter in module.parameters()):
-            units += _make_units_around_blocks(paths, run, last=run is runs[-1])
+            units += _make_units_around_blocks(paths, run, is_last_run=run is runs[-1])
     return units
 
 
-def _make_units_around_blocks(paths: NamedModules, run: NamedModules, *, last: bool) -> list[Unit]:
+def _make_units_around_blocks(paths: NamedModules, run: NamedModules, *, is_last_run: bool) -> list[Unit]:
     """Makes one unit of the run's modules, except modules called from several places: one unit of each."""
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
     together = {name: module for name, module in run.items() if name not in alone}
     units = [Unit(name, (module,)) for name, module in alone.items()]
     if together:
-        units.append(Unit("+".join(together), tuple(together.values()), keep_until_backward=last))
+        units.append(Unit("+".join(together), tuple(together.values()), keep_until_backward=is_last_run))
     return units
 
 
@@ -212,15 +212,15 @@ def _choose_units_by_min_size(model: nn.Module, min_parameters: int) -> list[Uni
     taken: set[int] = set()
     called = set(called_modules_with_parameters(model).values())
 
-    def visit_children_then_module(name: str, module: nn.Module) -> None:
+    def make_units_bottom_up(name: str, module: nn.Module) -> None:
         for key, child in module.named_children():
-            visit_children_then_module(f"{name}.{key}" if name else key, child)
+            make_units_bottom_up(f"{name}.{key}" if name else key, child)
         rest = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if module in called and sum(rest.values()) >= min_parameters:
             units.append(Unit(name, (module,), is_block=True))
             taken.update(rest)
 
-    visit_children_then_module("", model)
+    make_units_bottom_up("", model)
     return units
 
 

@@ -8,7 +8,13 @@ from fullshard.errors import PlanError, SpecError
 from fullshard.planner.result import PlanRequest, find_fastest_fitting_plan
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.quantities import format_bytes, format_count
-from fullshard.report.plan import TrainingBudget, format_dollars, format_duration, mesh_text, recompute_text
+from fullshard.report.plan import (
+    TrainingBudget,
+    format_amount,
+    format_duration,
+    recompute_text,
+    sharding_text,
+)
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
 from fullshard.spec.machine.certainty import speed_deviation_of_model
@@ -102,7 +108,7 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
         if row.budget is not None:
             dollars = row.budget.cost_dollars(row.plan, prediction)
             cells["time"] = format_duration(row.budget.training_seconds(prediction))
-            cells |= {"dollars": format_dollars(dollars)} if dollars is not None else {}
+            cells |= {"dollars": format_amount(dollars)} if dollars is not None else {}
         yield (
             row.name,
             format_count(prediction.tokens_per_second),
@@ -151,7 +157,7 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
     tier, hardware = row.plan.run.offload.tier, row.question.hardware
     offload = "" if tier == "none" else f", offload {tier}"
     tokens = format_count(row.plan.run.tokens_per_step)
-    yield row.name, f"{mesh_text(row.plan)}{offload}, {tokens} tokens a step"
+    yield row.name, f"{sharding_text(row.plan)}{offload}, {tokens} tokens a step"
     if (certainty := speed_deviation_of_model(row.question.spec, hardware)) is not None:
         yield "", certainty.text
     entry = find_catalog_entry_of_chip(hardware.chip)

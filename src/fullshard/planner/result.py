@@ -156,7 +156,7 @@ class PlanResult:
             show_labelled_lines([(f"largest {what}", f"{size:,}"), ("", "")])
         why: list[str] = []
         if self.explanation is not None:
-            why = list(self.explanation.advice_lines())
+            why = list(self.explanation.limit_and_lever_lines())
         why += map(str, self.question.spec.untraced)
         certainty = speed_deviation_of_model(self.question.spec, self.question.hardware)
         show_plan(

@@ -111,11 +111,11 @@ class _Chart:
             parts.append(f'<path class="rule" d="M0 {axis.y(self.rule[0]):.1f}H{width}"/>')
         for curve in self.curves:
             parts += _draw_curve(curve, axis, place=place, count=_DRAWN * width // 400)
-        parts += self._draw_labels(axis)
+        parts += self._draw_curve_labels(axis)
         parts += self._draw_lanes(place)
         return "".join([*parts, f'<line class="hair" y1="0" y2="{foot}"/></svg>'])
 
-    def _draw_labels(self, axis: "_Axis") -> Iterator[str]:
+    def _draw_curve_labels(self, axis: "_Axis") -> Iterator[str]:
         """Yields the labels at the ends of the curves, moved apart where they would overlap."""
         ends = [(one.ink, one.label, (one.smooth or one.points)[-1][1]) for one in self.curves if one.points]
         found = [(axis.y(value), ink, f"{label} {self.show(value)}".strip()) for ink, label, value in ends]
@@ -238,7 +238,9 @@ def _smooth(points: Points) -> Points | None:
     return smooth
 
 
-def _curves(run: RunRecord, key: str, *, factor: float = 1.0, is_smoothed: bool = False) -> list[_Curve]:
+def _make_single_curve(
+    run: RunRecord, key: str, *, factor: float = 1.0, is_smoothed: bool = False
+) -> list[_Curve]:
     """Returns the curve of the figure `key`, the only one of its chart."""
     points: Points = [(step, value * factor) for step, value in run.metrics.points(key)]
     return [_Curve("", points, "c0", _smooth(points) if is_smoothed else None)]
@@ -268,24 +270,28 @@ def _event_lanes(run: RunRecord) -> list[tuple[str, str, list[tuple[float, str]]
 
 
 def _small_charts(run: RunRecord) -> Iterator[_Chart]:
-    rate, planned = _curves(run, "tokens_per_second", is_smoothed=True), run.prediction
+    rate, planned = _make_single_curve(run, "tokens_per_second", is_smoothed=True), run.prediction
     rule = None
     if planned is not None and planned.has_complete_step_time:
         rule = (planned.tokens_per_second, f"planned {format_count(planned.tokens_per_second)}")
     yield _Chart("tokens_per_second", "tokens/s of all ranks", rate, format_count, rule, from_zero=True)
-    yield _Chart("grad_norm", "gradient norm, before clipping", _curves(run, "grad_norm"), _short_figure)
-    rate = _curves(run, "learning_rate")
+    yield _Chart(
+        "grad_norm", "gradient norm, before clipping", _make_single_curve(run, "grad_norm"), _short_figure
+    )
+    rate = _make_single_curve(run, "learning_rate")
     yield _Chart("learning_rate", "learning rate", rate, _short_figure, from_zero=True)
     longest = max(run.metrics.values("data_seconds"), default=0.0)
     unit, factor = ("ms", 1e3) if longest < 1.0 else ("s", 1.0)
-    waiting = _curves(run, "data_seconds", factor=factor)
+    waiting = _make_single_curve(run, "data_seconds", factor=factor)
     yield _Chart("data_seconds", f"waiting for data, {unit} a step", waiting, _short_figure, from_zero=True)
     key, title = "resident_bytes", "resident memory after each step on rank 0"
     if run.metrics.values("peak_allocated_bytes"):
         key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
     most = max(run.metrics.values(key), default=0.0)
     unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
-    yield _Chart(key, f"{title}, {unit}", _curves(run, key, factor=1 / size), _short_figure, from_zero=True)
+    yield _Chart(
+        key, f"{title}, {unit}", _make_single_curve(run, key, factor=1 / size), _short_figure, from_zero=True
+    )
 
 
 def _pointer_values(key: str, curve: _Curve) -> dict[str, object]:

@@ -20,11 +20,11 @@ from typing import TextIO
 
 from pydantic import computed_field
 
-from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_token_share
 from fullshard.report.plan import term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.table import show_labelled_lines, show_table
-from fullshard.report.verdict import attempts_and_faults_text, verdict
+from fullshard.report.verdict import setup_and_incidents_text, verdict
 from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
 from fullshard.spec.records.measurement import Measurement, PeakBytes
 from fullshard.spec.value import FrozenModel
@@ -118,7 +118,7 @@ def show_run(run: RunRecord) -> None:
     if run.measurement is not None:
         show_measurement(run.measurement, prediction=run.prediction)
     else:
-        show_labelled_lines([("run", run.name), ("", verdict(run)), ("", attempts_and_faults_text(run))])
+        show_labelled_lines([("run", run.name), ("", verdict(run)), ("", setup_and_incidents_text(run))])
         _show_comparison(compare_run(run), file=None)
 
 
@@ -278,7 +278,7 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
         return
     many = f"on all ranks, {format_count(rate / m.world_size)} per rank"
     yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
-    if text := format_trained_share(pace.trained_share):
+    if text := format_trained_token_share(pace.trained_share):
         yield "", f"{text}: the labels of the others do not count"
     slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
     yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"

@@ -20,7 +20,7 @@ from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.step_traces import read_last_step
 from fullshard.report.table import Cell, escape_html, html_table, percent_text
-from fullshard.report.verdict import attempts_and_faults_text, verdict
+from fullshard.report.verdict import setup_and_incidents_text, verdict
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.run import Run
@@ -35,11 +35,11 @@ _GENERATOR = '<meta name="generator" content="fullshard report">'
 def render_page(run: RunRecord) -> str:
     """Returns the HTML of the page about a run."""
     head = f"<h1>{escape_html(run.name)}</h1>"
-    head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(attempts_and_faults_text(run))}'
+    head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(setup_and_incidents_text(run))}'
     found = [
         ("Predicted and measured", _comparison_table(run)),
         ("Kernels of a profiled step", _kernel_section(run.directory)),
-        ("One step, rank by rank", _step_section(run.directory)),
+        ("One step, rank by rank", _step_seconds_by_rank_section(run.directory)),
         ("Events", _event_table(run)),
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
     ]
@@ -70,7 +70,7 @@ def _kernel_section(directory: Path) -> str:
     return html_table(kernels.KERNEL_HEADER, kernels.kernel_table(summary)) + sentences
 
 
-def _step_section(directory: Path) -> str:
+def _step_seconds_by_rank_section(directory: Path) -> str:
     """Returns the seconds of a profiled step, a row for each rank and a column for each term; "" without one.
 
     Of many ranks, those are shown that waited least, for which others wait, and those that waited most.

@@ -159,7 +159,7 @@ def _extra_time_or_missing_bytes_text(prediction: Prediction, *, chosen: Predict
     return f"{longer:+.0f} % time" if abs(longer) >= 0.5 else "as fast"
 
 
-def mesh_text(plan: Plan) -> str:
+def sharding_text(plan: Plan) -> str:
     """Returns the mesh as `full_shard over 8 ranks` or `hybrid_shard over 8 ranks, in 4 replicas`."""
     if plan.world_size == 1:
         freed = "gathered when used" if plan.reshard_after_forward else "kept gathered over the step"
@@ -181,7 +181,7 @@ def recompute_text(run: Run) -> str:
     return f"{selective}the first {first} blocks" if first > 1 else f"{selective}the first block"
 
 
-def _axis_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _model_parallel_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines about the axes of ranks that share one computation."""
     for axis, ranks, before, after in (
         ("tensor", plan.tensor_parallel, "matmuls", "and the sequence between"),
@@ -202,8 +202,8 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
         return f"{text}  (as asked)" if pinned else text
 
     run, precision = plan.run, plan.precision
-    yield "strategy", mark_as_asked(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
-    yield from _axis_rows(plan)
+    yield "strategy", mark_as_asked(sharding_text(plan), pinned=asked.sharding.strategy != "auto")
+    yield from _model_parallel_rows(plan)
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""
         yield "offload", run.offload.tier + there
@@ -331,10 +331,10 @@ def _budget_rows(budget: TrainingBudget, plan: Plan, *, prediction: Prediction) 
     hours = budget.rank_hours(plan, prediction)
     yield f"{format_count(budget.tokens)} tokens", format_duration(budget.training_seconds(prediction))
     kind = "GPU" if plan.device == "cuda" else "rank"
-    text = f"{format_dollars(hours)} {kind} hours"
+    text = f"{format_amount(hours)} {kind} hours"
     cost = budget.cost_dollars(plan, prediction)
     if cost is not None:
-        text += f" at ${budget.price_per_hour:,.2f} = ${format_dollars(cost)}"
+        text += f" at ${budget.price_per_hour:,.2f} = ${format_amount(cost)}"
     yield "", text
 
 
@@ -344,7 +344,7 @@ def format_duration(seconds: float) -> str:
     return format_seconds(seconds) if days < 2 else f"{days:,.1f} days"
 
 
-def format_dollars(value: float) -> str:
+def format_amount(value: float) -> str:
     """Returns `1234567.8` as `1,234,568`, and values below 100 with two decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 

@@ -46,7 +46,7 @@ _ENGINE_RANGE = re.compile(r"FSDP::(?P<act>\w+)(?: \((?P<unit>.*)\)| for (?P<nex
 _COPY, _OTHER, _ROOT = "copy", "other kernels", "(root)"
 _NCCL = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
 # On a device: which of several kinds of work at one moment counts; others are of the model.
-_RANKS = {"norm": 4, "update": 4, _COPY: 3, "data": 1}
+_PRIORITIES = {"norm": 4, "update": 4, _COPY: 3, "data": 1}
 _COMPUTING, _COMMUNICATING = 5, 2
 
 
@@ -209,13 +209,13 @@ def _extend_all_reduces(host: list[HostOperation]) -> None:
 
 
 class _Work(NamedTuple):
-    """Work from `begin` to `end` in µs. Of several at one moment, the highest rank counts, then the last."""
+    """Work from `begin` to `end` in µs. Of several at once, the highest priority counts, then the last."""
 
     begin: float
     end: float
     name: str
     unit: str | None = None
-    rank: int = 0
+    priority: int = 0
 
 
 def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
@@ -292,7 +292,7 @@ def _device_works(
     trace: KernelTrace, whole: HostOperation, *, parts: Sequence[_Work]
 ) -> tuple[list[_Work], list[tuple[str, _Work]]]:
     """Returns the works that count for the compute track, and (track, work) of collectives."""
-    compute = [one._replace(rank=_RANKS["data"]) for one in parts if one.name == "data"]
+    compute = [one._replace(priority=_PRIORITIES["data"]) for one in parts if one.name == "data"]
     collectives: list[tuple[str, _Work]] = []
     threads = {one.launch.thread for one in trace.device if one.launch is not None}
     timelines = {
@@ -318,7 +318,7 @@ def _device_works(
         else:
             name = _COPY if launched.name == "FSDP2" else launched.name
             name = _phase_at(parts, one) if name.startswith("wait for ") or name == _OTHER else name
-            work = _Work(one.begin, one.end, name, launched.unit, _RANKS.get(name, _COMPUTING))
+            work = _Work(one.begin, one.end, name, launched.unit, _PRIORITIES.get(name, _COMPUTING))
         compute.append(work)
     return compute, collectives
 
@@ -379,12 +379,14 @@ def _disjoint_works(works: Iterable[_Work], *, begin: float, end: float, idle: s
     kept = [w._replace(begin=max(w.begin, begin), end=min(w.end, end)) for w in works if w.end > begin]
     kept = sorted((one for one in kept if one.begin < one.end), key=lambda one: one.begin)
     edges = sorted({begin, end, *(one.begin for one in kept), *(one.end for one in kept)})
-    active: list[tuple[int, int, _Work]] = []  # (-rank, -index, work): the first counts, if it has not ended
+    active: list[
+        tuple[int, int, _Work]
+    ] = []  # (-priority, -index, work): the first counts, if it has not ended
     spans: list[_Work] = []
     following = 0
     for at, until in pairwise(edges):
         while following < len(kept) and kept[following].begin <= at:
-            heappush(active, (-kept[following].rank, -following, kept[following]))
+            heappush(active, (-kept[following].priority, -following, kept[following]))
             following += 1
         while active and active[0][2].end <= at:
             heappop(active)

@@ -55,7 +55,7 @@ class StepColumns:
 
     steps: numbers of the steps, ascending
     columns: values by name, each as long as `steps`. See `fullshard.observe.step_metrics.StepMetrics`, and
-        `fullshard.observe.memory.read_memory_figures` for those of rank 0's memory.
+        `fullshard.observe.memory.read_memory_and_reset_peaks` for those of rank 0's memory.
     """
 
     steps: "array[float]"

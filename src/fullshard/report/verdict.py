@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_token_share
 from fullshard.report.event_texts import fault_text
-from fullshard.report.plan import count_text, mesh_text
+from fullshard.report.plan import count_text, sharding_text
 from fullshard.report.run_record import RunRecord
 from fullshard.spec.prediction import CALIBRATION_MARKS
 
@@ -19,11 +19,11 @@ def verdict(run: RunRecord) -> str:
     return " ".join([_state_sentence(run), *_loss_sentences(run), *_plan_sentences(run)])
 
 
-def attempts_and_faults_text(run: RunRecord) -> str:
+def setup_and_incidents_text(run: RunRecord) -> str:
     """Returns sentences about mesh, attempts, faults, skipped steps, rollbacks, time and unreadable files."""
     sentences: list[str] = []
     if run.plan is not None:
-        sentences.append(f"{mesh_text(run.plan)}, {run.plan.device}, {run.plan.precision.param} compute.")
+        sentences.append(f"{sharding_text(run.plan)}, {run.plan.device}, {run.plan.precision.param} compute.")
     faults, again = len(run.events_of_kinds("fault")), count_repeated_steps(run)
     if run.attempts > 1 or faults:
         lost = f", {again:,} steps done again" if again else ""
@@ -49,7 +49,7 @@ def count_repeated_steps(run: RunRecord) -> int:
     return again
 
 
-def recent_tokens_per_second(run: RunRecord) -> float | None:
+def find_measured_speed(run: RunRecord) -> float | None:
     """Returns the measured speed of the last attempt, or else the median of the last steps; or None."""
     if run.measurement is not None and run.measurement.tokens_per_second is not None:
         return run.measurement.tokens_per_second
@@ -57,7 +57,7 @@ def recent_tokens_per_second(run: RunRecord) -> float | None:
     return median(rates) if rates else None
 
 
-def recent_trained_share(run: RunRecord) -> float | None:
+def find_trained_token_share(run: RunRecord) -> float | None:
     """Returns trained tokens / tokens of the last attempt, or else of the last steps; None if not known."""
     if run.measurement is not None and run.measurement.pace.trained_share is not None:
         return run.measurement.pace.trained_share
@@ -112,13 +112,13 @@ def _loss_sentences(run: RunRecord) -> Iterator[str]:
 
 
 def _plan_sentences(run: RunRecord) -> Iterator[str]:
-    rate, prediction = recent_tokens_per_second(run), run.prediction
+    rate, prediction = find_measured_speed(run), run.prediction
     if rate is not None:
         planned = None
         if prediction is not None and prediction.has_complete_step_time:
             planned = prediction.tokens_per_second
         mark = "" if prediction is None or not planned else CALIBRATION_MARKS[prediction.calibration]
-        share = format_trained_share(recent_trained_share(run))
+        share = format_trained_token_share(find_trained_token_share(run))
         beside = f"{f' ({mark})' if mark else ''}{f'; {share}' if share else ''}"
         yield f"{format_count(rate)} tokens/s{_deviation_from_plan(rate, planned)}{beside}."
     peaks = run.metrics.values("peak_bytes")

@@ -15,7 +15,7 @@ from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt
 
 
-class Fp8Share(FrozenModel):
+class Fp8MatrixGroup(FrozenModel):
     """Matrices of a model that are multiplied in fp8, or in bf16 for one reason.
 
     reason: why they stay in bf16; empty if they are in fp8
@@ -28,7 +28,7 @@ class Fp8Share(FrozenModel):
     numel: int
 
 
-def fp8_summary_text(shares: Sequence[Fp8Share]) -> str:
+def fp8_summary_text(shares: Sequence[Fp8MatrixGroup]) -> str:
     """Returns `14 of 16 matrices (87 % of their 1.2 M elements); in bf16: 2 embedding or head`."""
     inside = [share for share in shares if not share.reason]
     matrices, numel = sum(share.matrices for share in shares), sum(share.numel for share in shares)
@@ -76,7 +76,7 @@ class ParamSpec(FrozenModel):
     def numel(self) -> int:
         return prod(self.shape)
 
-    def largest_part_shape(self, ranks: int) -> tuple[int, ...]:
+    def tensor_parallel_shape(self, ranks: int) -> tuple[int, ...]:
         """Returns the shape of the largest part if `ranks` ranks share matmuls; that of the first rank."""
         divided = self.divided_dim
         return tuple(-(-size // ranks) if dim == divided else size for dim, size in enumerate(self.shape))
@@ -322,7 +322,7 @@ class ModelSpec(FrozenModel):
     flops_per_token: float | None = None
     active_numel: int | None = None
     routing_spread: NonNegativeFloat = 0.19
-    fp8: tuple[Fp8Share, ...] = ()
+    fp8: tuple[Fp8MatrixGroup, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -330,7 +330,7 @@ class ModelSpec(FrozenModel):
         return sum(unit.numel for unit in self.units) + self.scalars
 
     @property
-    def experts(self) -> int:
+    def expert_count_gcd(self) -> int:
         """Greatest common divisor of the layers' experts; 0 if experts are no units of their own."""
         counts = [p.shape[0] for unit in self.units if unit.has_experts for p in unit.parameters]
         return math.gcd(*counts) if counts else 0
@@ -338,7 +338,9 @@ class ModelSpec(FrozenModel):
     @property
     def is_mixture(self) -> bool:
         """True if a layer has experts, also if they are no units of their own."""
-        return self.experts > 0 or any(kernel.rows != LinearInMicrobatch() for kernel in self.kernels)
+        return self.expert_count_gcd > 0 or any(
+            kernel.rows != LinearInMicrobatch() for kernel in self.kernels
+        )
 
     @cached_property
     def derived_value_cache(self) -> dict[Hashable, object]:

@@ -95,7 +95,7 @@ class UnitSection(FrozenModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_policy_of_earlier_version(cls, data: Any) -> Any:
+    def _drop_keys_unused_by_policy(cls, data: Any) -> Any:
         """Leaves out keys that the `policy` in a plan of an earlier version did not use."""
         if not isinstance(data, Mapping) or "policy" not in data:
             return data

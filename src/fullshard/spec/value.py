@@ -25,7 +25,7 @@ def _reject_impossible_path(text: str) -> str:
 
 
 def _validate_options_depth(options: dict[str, Any]) -> dict[str, Any]:
-    check_nesting_depth(options, most=10_000)
+    check_nesting_depth(options, most_per_level=10_000)
     return options
 
 

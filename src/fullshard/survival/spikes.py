@@ -43,7 +43,7 @@ class RecentSteps:
 
     def is_spike(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Returns whether a step with this loss and norm is a spike, a bool tensor on their device."""
-        values, count = self._values_and_count_on_device(loss.device)
+        values, count = self._move_values_and_count_to(loss.device)
         valid = torch.arange(WINDOW, device=loss.device) >= WINDOW - count
         mean = torch.where(valid, values, 0.0).sum(1) / count
         squares = torch.where(valid, values - mean[:, None], 0.0).square()
@@ -53,12 +53,12 @@ class RecentSteps:
 
     def add_step(self, loss: Tensor, norm: Tensor, *, accepted: Tensor) -> None:
         """Adds a step if `accepted`, a bool tensor, is true. Keeps the last WINDOW steps."""
-        values, count = self._values_and_count_on_device(loss.device)
+        values, count = self._move_values_and_count_to(loss.device)
         longer = torch.cat([values[:, 1:], torch.stack([loss, norm])[:, None]], dim=1)
         self._values = torch.where(accepted, longer, values)
         self._count = (count + accepted).clamp(max=WINDOW)
 
-    def _values_and_count_on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _move_values_and_count_to(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Moves the values to `device`, padded to a window. Returns them, and the count of valid ones."""
         if self._values.shape[1] != WINDOW or self._values.device != device:
             kept = self._values[:, -WINDOW:].to(device)

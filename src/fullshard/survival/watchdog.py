@@ -155,13 +155,13 @@ class _StatusBoard:
             raise RuntimeError("the store has not answered before")
         answer = Future[T]()
 
-        def ask() -> None:
+        def call_and_set_answer() -> None:
             try:
                 answer.set_result(act(self._store))
             except RuntimeError as error:
                 answer.set_exception(error)
 
-        thread = threading.Thread(target=ask, name="fullshard store", daemon=True)
+        thread = threading.Thread(target=call_and_set_answer, name="fullshard store", daemon=True)
         thread.start()
         thread.join(timeout=self._answer_seconds)
         try:

@@ -76,7 +76,7 @@ class DirectFileWriter:
 
     def _write_without_copy(self, data: memoryview) -> int:
         """Writes the start of `data` without a copy, if large and aligned. Returns the bytes written."""
-        whole = min(_whole_block_bytes(data), BLOCK_BYTES)
+        whole = min(_count_aligned_bytes(data), BLOCK_BYTES)
         aligned = (self._offset + self._filled) % ALIGNMENT == 0 and memory_address(data) % ALIGNMENT == 0
         if not (aligned and whole >= LARGE_BYTES and has_o_direct_flag(self._file)):
             return 0
@@ -127,7 +127,7 @@ class DirectFileWriter:
             direct = enabled and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
             if enabled and not direct:  # the end of a file, or a block that a full disk took in part
                 clear_o_direct_flag(self._file)
-            whole_blocks = [part[: _whole_block_bytes(part)] for part in parts]
+            whole_blocks = [part[: _count_aligned_bytes(part)] for part in parts]
             given = whole_blocks if direct else [parts[0][:_CACHED_WRITE_BYTES]]
             try:
                 count = os.pwritev(self._file, given, offset)
@@ -194,7 +194,7 @@ def memory_address(data: bytes | bytearray | memoryview) -> int:
     return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
 
 
-def _whole_block_bytes(data: memoryview) -> int:
+def _count_aligned_bytes(data: memoryview) -> int:
     """Returns the size of `data` in bytes, rounded down to a multiple of ALIGNMENT."""
     return data.nbytes - data.nbytes % ALIGNMENT
 

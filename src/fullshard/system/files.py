@@ -195,7 +195,7 @@ def hold_exclusive_file_lock(
     mode: permissions of a new lock file
     """
     began = time.monotonic()
-    while (descriptor := _open_and_lock_file(path, required=required, mode=mode)) is None:
+    while (descriptor := _try_open_and_lock_file(path, required=required, mode=mode)) is None:
         if holder := find_lock_holder(path):
             patience = max(patience_seconds, _DYING_SECONDS if _is_dead_process(holder) else 0.0)
             if time.monotonic() - began >= patience:
@@ -236,7 +236,7 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _open_and_lock_file(path: Path, *, required: bool, mode: int) -> int | None:
+def _try_open_and_lock_file(path: Path, *, required: bool, mode: int) -> int | None:
     """Opens and locks `path`. Returns None if another process holds its lock or has removed the file."""
     descriptor = open_regular_file(path, os.O_RDWR | os.O_CREAT, mode=mode)
     try:

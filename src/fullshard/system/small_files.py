@@ -89,7 +89,7 @@ def parse_json(text: str | bytes) -> Any:
         raise
     except ValueError:  # Python's limit on digits
         raise _integer_too_large_error("it has") from None
-    check_nesting_depth(tree, most=len(text))
+    check_nesting_depth(tree, most_per_level=len(text))
     if _HALF_OF_A_PAIR.search(text):
         json.dumps(tree, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     return tree
@@ -106,20 +106,20 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise TomlError(f"it is not TOML: {error}") from error
     except ValueError:  # Python's limit on digits
         raise _integer_too_large_error("it has") from None
-    check_nesting_depth(tree, most=len(text))
+    check_nesting_depth(tree, most_per_level=len(text))
     check_integer_sizes(tree)
     return tree
 
 
-def check_nesting_depth(tree: Any, *, most: int) -> None:
-    """Raises ValueError for more than 100 levels of nesting in `tree`, or more than `most` values on a level.
+def check_nesting_depth(tree: Any, *, most_per_level: int) -> None:
+    """Raises ValueError for more than 100 levels of nesting in `tree`, or `most_per_level` values on one.
 
     References within a text can turn a few lines into many values.
     """
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
-        level = list(islice((inner for one in level for inner in _contained_values(one)), most + 1))
-        if len(level) > most:
+        level = list(islice((inner for one in level for inner in _contained_values(one)), most_per_level + 1))
+        if len(level) > most_per_level:
             raise ValueError("it stands for more values than it has characters")
         if not level:
             return

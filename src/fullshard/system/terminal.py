@@ -60,11 +60,13 @@ def prepare_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
             os.set_inheritable(descriptor, True)
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
-    sys.stdout = open_stream_dropping_failed_writes(1, like=sys.stdout, is_result=True)
-    sys.stderr = open_stream_dropping_failed_writes(2, like=sys.stderr, is_result=False)
+    sys.stdout = open_stream_dropping_failed_writes(1, like=sys.stdout, raises_first_failure=True)
+    sys.stderr = open_stream_dropping_failed_writes(2, like=sys.stderr, raises_first_failure=False)
 
 
-def open_stream_dropping_failed_writes(descriptor: int, *, like: TextIO | None, is_result: bool) -> TextIO:
+def open_stream_dropping_failed_writes(
+    descriptor: int, *, like: TextIO | None, raises_first_failure: bool
+) -> TextIO:
     """Returns a text stream on `descriptor`, with the encoding and the buffering of `like`.
 
     Characters that the encoding lacks are written as escapes: text of a model must not end a finished run.
@@ -73,23 +75,23 @@ def open_stream_dropping_failed_writes(descriptor: int, *, like: TextIO | None, 
         like.flush()
     errors = getattr(like, "errors", "backslashreplace")
     return io.TextIOWrapper(
-        io.BufferedWriter(_FileDroppingFailedWrites(descriptor, is_result=is_result)),
+        io.BufferedWriter(_FileDroppingFailedWrites(descriptor, raises_first_failure=raises_first_failure)),
         encoding=getattr(like, "encoding", "utf-8"),
         errors="backslashreplace" if errors == "strict" else errors,
         line_buffering=getattr(like, "line_buffering", True),
-        write_through=not is_result,
+        write_through=not raises_first_failure,
     )
 
 
 class _FileDroppingFailedWrites(io.FileIO):
     """A standard stream that drops what cannot be written.
 
-    is_result: the first time, raises SystemExit if the reader has left, else the error
+    raises_first_failure: the first time, raises SystemExit if the reader has left, else the error
     """
 
-    def __init__(self, descriptor: int, *, is_result: bool) -> None:
+    def __init__(self, descriptor: int, *, raises_first_failure: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._raises = is_result
+        self._raises = raises_first_failure
 
     def write(self, data: object, /) -> int | None:
         try:

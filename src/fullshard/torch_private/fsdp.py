@@ -94,10 +94,10 @@ def reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
     For torch before 2.13, which has no `set_reduce_scatter_unused_params`.
     """
     for group in parameter_groups(module):
-        _reduce_zeros(group, group.post_backward)
+        _patch_post_backward_with_zeros(group, group.post_backward)
 
 
-def _reduce_zeros(group: Any, post_backward: Callable[..., None]) -> None:
+def _patch_post_backward_with_zeros(group: Any, post_backward: Callable[..., None]) -> None:
     def post_backward_with_zeros(*unused: Any) -> None:
         for parameter in group.fsdp_params:
             value = gathered_parameter(parameter)

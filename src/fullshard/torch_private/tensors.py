@@ -82,7 +82,7 @@ def fused_adamw(*tensors: Any, **options: Any) -> None:  # signature: torch's
     torch._fused_adamw_(*tensors, **options)  # pyright: ignore[reportPrivateUsage]
 
 
-def storage_address(storage: torch.UntypedStorage) -> int:
+def storage_id(storage: torch.UntypedStorage) -> int:
     """Returns a number that identifies a storage, real or fake, among all live ones."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
 

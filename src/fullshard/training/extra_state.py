@@ -71,7 +71,7 @@ def set_extra_state(model: nn.Module, values: JsonValue, *, received: Mapping[st
             logger.warning(text, join_names([name or "the model" for name in sorted(names)]))
 
 
-def warn_of_unsaved_module_state(model: nn.Module) -> None:
+def warn_of_unsaved_custom_state(model: nn.Module) -> None:
     """Logs extra state that a checkpoint cannot hold, and what state_dict hooks or methods add or change."""
     try:
         encode_extra_state(model)

@@ -132,7 +132,7 @@ def train(
     >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
     [1, 2, 3]
     """
-    _begin_run(state, plan)
+    _log_settings_and_set_loss_scale(state, plan)
     source = _make_microbatch_source(state, plan)
     skips = _SkipsInARow(plan.run.train.max_skipped_steps, begun_after=state.step)
     replicas = ReplicaCheck(plan)
@@ -155,19 +155,19 @@ def train(
             can_roll_back = plan.run.fault_tolerance.on_spike == "rollback"
             stopping, rollback = known.stop_requested, can_roll_back and (known.spike or skips.are_too_many)
             yield replace(launched, stopping=stopping, rollback=rollback)
-            skips.raise_if_too_many(state)
+            skips.withdraw_and_raise_if_too_many(state)
             if stopping:
                 break
         if (last := state.not_acted_on) is not None:
             state.not_acted_on = None
             skips.count_step(last.read())
-            skips.raise_if_too_many(state)
+            skips.withdraw_and_raise_if_too_many(state)
 
 
 _NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, trained_tokens=0, skipped=False)
 
 
-def _begin_run(state: TrainState, plan: Plan) -> None:
+def _log_settings_and_set_loss_scale(state: TrainState, plan: Plan) -> None:
     """Logs settings that changed or have no effect. Sets the precision's loss scale, and `state.phase`."""
     for message in set_next_row_and_describe_changes(state, plan):
         if rank() == 0:
@@ -239,7 +239,7 @@ class _SkipsInARow:
     def are_too_many(self) -> bool:
         return self.count >= self.most
 
-    def raise_if_too_many(self, state: TrainState) -> None:
+    def withdraw_and_raise_if_too_many(self, state: TrainState) -> None:
         """Raises TrainError after `most` skipped steps in a row. Withdraws the offloaded generation first."""
         if self.are_too_many:
             if state.offloaded:
@@ -255,7 +255,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
 
     is_checked = False
 
-    def cut(given: Iterable[Any]) -> Iterable[Any]:
+    def iterate_sequence_parts(given: Iterable[Any]) -> Iterable[Any]:
         nonlocal is_checked
         for batch in given:
             if not is_checked:
@@ -269,8 +269,8 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
         own, batch, seen = plan.data_rank(rank()), plan.run.train.global_batch, plan.for_data
         if (state.rows or 0) % batch:
             at_row = cast(RowSource, state.data).microbatches_at_row
-            return lambda row: cut(at_row(row, rank=own, plan=seen))
-        return lambda row: cut(batches.microbatches(row // batch, rank=own, plan=seen))
+            return lambda row: iterate_sequence_parts(at_row(row, rank=own, plan=seen))
+        return lambda row: iterate_sequence_parts(batches.microbatches(row // batch, rank=own, plan=seen))
     if not isinstance(state.data, Iterable):
         raise TrainError(
             "there is no data to train on.",
@@ -283,7 +283,7 @@ def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], It
 
     def next_microbatches(_row: int) -> Iterable[Any] | None:
         own = _take_microbatches(state, plan, begun_at=begun_at)
-        return None if own is None else cut(own)
+        return None if own is None else iterate_sequence_parts(own)
 
     return next_microbatches
 

@@ -159,7 +159,7 @@ def check_can_continue(run: Run, model: nn.Module, *, manifest: Manifest) -> Non
     It cannot if shapes differ and settings of the model or adapter changed, or if `optimizer.name` did,
     unless a name has dots. The error names these settings. `load` compares all tensors later.
     """
-    before = manifest.state_values.get("run")
+    before = manifest.values_with_run.get("run")
     changed = changed_settings(before, settings_that_affect_results(run)) if isinstance(before, dict) else {}
     shapes = {f"{MODEL_PREFIX}{name}": tuple(one.shape) for name, one in model.named_parameters()}
     saved = {name: one.shape for name, one in manifest.tensors.items()}
@@ -204,12 +204,12 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
                 "rows are skipped or come again"
             )
     if state.rows:
-        messages += _row_messages(state, batch, changed=changed, order=now.row_order)
+        messages += _align_rows_and_describe_changes(state, batch, changed=changed, order=now.row_order)
     state.trained_with = replace(now, source=(plan, state.data))
     return messages
 
 
-def _row_messages(
+def _align_rows_and_describe_changes(
     state: TrainState, batch: int, *, changed: Mapping[str, str], order: str | None
 ) -> Iterator[str]:
     """Yields messages about rows that are skipped or come again. May move `state.rows`."""

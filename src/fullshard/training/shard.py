@@ -77,7 +77,7 @@ def shard(
     split = divide_model_and_return_split_dims(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
-    prepared = apply.prepare_sharding(model, plan, units=units, methods=methods, split=split)
+    prepared = apply.choose_sharding(model, plan, units=units, methods=methods, split=split)
     model_parameters.warn_of_modules_to_keep_in_fp32(model, plan.precision)
     given = model_parameters.collect_rank0_values(model)
     carried = model_parameters.ParameterAttributesAndHooks.of_model(model)
@@ -89,7 +89,7 @@ def shard(
         state = OffloadedState(offload or offload_settings(plan, SYSTEM))
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
         state.set_up_for_model(model, unset=init == "none" and not given_some)
-        order, keep = apply.sort_units_in_forward_order(model, order), state.offload_unit_shards
+        order, keep = apply.sort_units_by_registration(model, order), state.offload_unit_shards
     allocate_and_fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if state is not None:
         state.finish_offloading_shards()
@@ -170,24 +170,33 @@ def offload_settings(plan: Plan, system: DriveSystemCalls) -> OffloadSettings:
         sub_group_parameters=section.sub_group_parameters,
         shards_outside=section.offloads_parameters,
         moments=_MOMENTS[section.moments],
-        on_drive=partial(_open_drive_store, plan, system=system) if section.is_on_drive else None,
+        on_drive=partial(_open_store_dropping_stale_files, plan, system=system)
+        if section.is_on_drive
+        else None,
         shards_on_drive=partial(_open_drive_shards, plan, system=system) if shards_on_drive else None,
         traffic=traffic,
     )
 
 
 def _open_drive_shards(  # signature: `OffloadSettings.shards_on_drive`, after the bound arguments
-    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: DriveSystemCalls
+    plan: Plan,
+    engine: Mapping[str, Any],
+    units: Mapping[str, int],
+    *,
+    are_frozen: bool,
+    system: DriveSystemCalls,
 ) -> DriveShards:
-    path = rank_offload_directory(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
-    device, dtype_of = local_device(plan), master_dtype if frozen else compute_dtype
+    path = rank_offload_directory(plan, rank=rank()) / ("frozen.data" if are_frozen else "parameters.data")
+    device, dtype_of = local_device(plan), master_dtype if are_frozen else compute_dtype
     return _open_on_all_ranks(
         lambda: DriveShards(engine, units, path=path, device=device, dtype_of=dtype_of, system=system),
         close=lambda one: one.make_close_function()(),
     )
 
 
-def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: DriveSystemCalls) -> DriveStore:
+def _open_store_dropping_stale_files(
+    plan: Plan, groups: Sequence[OffloadGroup], *, system: DriveSystemCalls
+) -> DriveStore:
     """Opens this rank's store. Removes files of other rank counts, and generations that some ranks lack."""
     moments = _MOMENTS[plan.run.offload.moments]
     records: list[directories.DataFileRegion] = []
@@ -205,7 +214,7 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
         layout=hashlib.sha256(json.dumps([plan.run.offload.moments, layouts]).encode()).hexdigest()[:32],
     )
 
-    def open_generations() -> GenerationFiles:
+    def open_or_recreate_generations() -> GenerationFiles:
         try:
             return GenerationFiles(directory, records, identity=identity, system=system)
         except ForeignOffloadError as error:
@@ -217,11 +226,11 @@ def _open_drive_store(plan: Plan, groups: Sequence[OffloadGroup], *, system: Dri
             discard_rank_directory(directory)
             return GenerationFiles(directory, records, identity=identity, system=system)
 
-    generations = _open_on_all_ranks(open_generations, close=GenerationFiles.close)
+    generations = _open_on_all_ranks(open_or_recreate_generations, close=GenerationFiles.close)
     with ExitStack() as unless_whole:
         unless_whole.callback(generations.close)
         store = DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
-        _keep_only_common_generation(store)
+        _keep_newest_common_generation(store)
         unless_whole.pop_all()
     return store
 
@@ -245,7 +254,7 @@ def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -
     return found[0]
 
 
-def _keep_only_common_generation(store: DriveStore) -> None:
+def _keep_newest_common_generation(store: DriveStore) -> None:
     """Drops every generation except the newest that all ranks can train on. Collective.
 
     Must precede the first write, which replaces the older generation: other ranks may have only that one.

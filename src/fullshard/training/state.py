@@ -110,7 +110,7 @@ class TrainState:
         _check_optimizer_has_model_params(model, optimizer)
         _check_step_takes_no_closure(optimizer)
         _warn_of_unsaved_optimizer_state(optimizer)
-        extra_state.warn_of_unsaved_module_state(model)
+        extra_state.warn_of_unsaved_custom_state(model)
 
     @property
     def trained_tokens(self) -> int:
@@ -162,7 +162,7 @@ class TrainState:
             "huggingface": full_transformers_config(self.model),
         }
 
-    def select_finite_tensors(self, names: Iterable[str]) -> set[str]:
+    def select_names_to_check_finite(self, names: Iterable[str]) -> set[str]:
         """Returns the `names` that must be finite: trained parameters, optimizer state. Masks need not."""
         trained = {f"model.{name}" for name, one in self.model.named_parameters() if one.requires_grad}
         return {name for name in names if name in trained or name.startswith("optimizer.")}

@@ -107,7 +107,7 @@ class SafetensorsWriter:
     def _read_into_target(self, move: StridedCopy) -> None:
         """Fills the target of `move` from the source, through buffers of at most `piece_bytes`."""
         dtype = self.source.tensors[move.source].torch_dtype
-        if move.is_contiguous and move.target.dtype == dtype:
+        if move.is_contiguous_on_both_sides and move.target.dtype == dtype:
             self.source.read_into(move.target.view(-1), move.source, begin=move.begin)
             return
         most = max(1, self.piece_bytes // dtype.itemsize)

@@ -49,7 +49,7 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
             fix="--format hf, which writes the whole model",
         )
     base, model = build_base_and_adapted_meta_models(manifest.values.get("huggingface"), run)
-    config, trained = _describe_for_peft(run, model, base=base)
+    config, trained = _make_checked_peft_config(run, model, base=base)
     _check_all_trained_are_saved(model, trained, saved=set(plain.values()))
     items: Mapping[str, Any] = config.to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in items.items()}
@@ -77,7 +77,7 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     base, adapted = build_base_and_adapted_meta_models(recorded, run)
     checks = {  # peft changes the base, so it comes last
         "hf": lambda: layer_merging_by_name(adapted, base=base),
-        "peft": lambda: _describe_for_peft(run, adapted, base=base),
+        "peft": lambda: _make_checked_peft_config(run, adapted, base=base),
     }
     for form, check in checks.items():
         try:
@@ -87,7 +87,7 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     return lines
 
 
-def _describe_for_peft(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[Any, set[str]]:
+def _make_checked_peft_config(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[Any, set[str]]:
     """Returns peft's config for the adapted meta model `model`, and the names that are trained.
 
     Raises CheckpointError if peft would not load all that is trained into `base`, which it changes.

@@ -79,7 +79,7 @@ class StridedCopy:
         return 1 + sum((n - 1) * s for n, s in zip(self.target.shape, self.strides, strict=True))
 
     @property
-    def is_contiguous(self) -> bool:
+    def is_contiguous_on_both_sides(self) -> bool:
         """True if the elements are adjacent in both source and target, in the same order."""
         wanted = row_major_strides(tuple(self.target.shape))
         dims = zip(self.target.shape, self.strides, wanted, strict=True)

@@ -73,7 +73,7 @@ class SavedModelTensors:
         ]
         for move in iterate_copies(rows, parts, offsets=(first, *(0 for _ in shape[1:]))):
             place = places[int(move.source)]
-            if move.is_contiguous:
+            if move.is_contiguous_on_both_sides:
                 self._read_piece_elements(move.target.view(-1), place, begin=move.begin)
             else:
                 elements = torch.empty(move.span_length, dtype=target.dtype)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fullshard.models.build import attended_share
+from fullshard.models.build import attention_window_share
 from fullshard.models.loss import next_token_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.spec.records.measurement import model_flops_per_token
@@ -28,17 +28,17 @@ def test_the_flops_are_those_of_the_formula():
 
 
 def test_a_sliding_window_leaves_out_the_pairs_outside_of_it() -> None:
-    """`attended_share` counts them by layer; a window longer than the sequence leaves out none."""
+    """`attention_window_share` counts them by layer; a window longer than the sequence leaves out none."""
     kinds = ["sliding_attention", "full_attention", "linear_attention"]
     config = SimpleNamespace(sliding_window=8, layer_types=kinds)
     config.get_text_config = lambda: config
     model: Any = nn.Module()
-    assert attended_share(model, sequence_length=32) == 1
+    assert attention_window_share(model, sequence_length=32) == 1
     model.config = config
-    assert attended_share(model, sequence_length=32) == (8 / 32 + 1) / 2
-    assert attended_share(model, sequence_length=8) == 1
+    assert attention_window_share(model, sequence_length=32) == (8 / 32 + 1) / 2
+    assert attention_window_share(model, sequence_length=8) == 1
     del config.layer_types
-    assert attended_share(model, sequence_length=32) == 8 / 32
+    assert attention_window_share(model, sequence_length=32) == 8 / 32
 
 
 @pytest.mark.parametrize("trained", ["", "blocks.2", "feed_forward.up", "embedding"])

@@ -9,7 +9,7 @@ from torch import nn
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.units import find_recompute_blocks, find_units
+from fullshard.parallel.units import find_recompute_and_compile_blocks, find_units
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.describe.extrapolation import BlockTruncation, truncate_repeated_blocks
@@ -35,7 +35,7 @@ class Stack(nn.Module):
 def shorten(widths: list[int], *settings: str) -> tuple[Stack, BlockTruncation]:
     model, run = Stack(widths), Run.load(overrides=settings)
     units = find_units(model, run.sharding.units)
-    blocks = find_recompute_blocks(model, units=units)
+    blocks = find_recompute_and_compile_blocks(model, units=units)
     plan = Plan.from_run(run, world_size=1)
     return model, truncate_repeated_blocks(model, units, blocks=blocks, plan=plan)
 
@@ -120,7 +120,7 @@ def test_trace_of_half_recomputed_blocks_predicts_other_counts(settings: tuple[s
         plan = Plan.from_run(asked.with_overrides(overrides), world_size=4)
         assert peak_bytes(short, plan) == peak_bytes(whole, plan)
         ours, theirs = (StepTimePredictor(one, hardware_of(1, 4)) for one in (short, whole))
-        assert ours.device_and_host_ticks(plan) == theirs.device_and_host_ticks(plan)
+        assert ours.sum_phase_ticks(plan) == theirs.sum_phase_ticks(plan)
 
 
 def mixture_run(name: str, directory: Path, *overrides: str, **sizes: int) -> Run:

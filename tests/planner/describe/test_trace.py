@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.errors import TraceError
-from fullshard.models.build import attended_share
+from fullshard.models.build import attention_window_share
 from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe import describe
 from fullshard.spec.model import ModelSpec
@@ -38,7 +38,7 @@ def test_a_vision_language_model_is_described_with_the_sizes_of_its_images(name:
         plain(**batch)
     assert spec.numel == sum(parameter.numel() for parameter in plain.parameters())
     attention = counted.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
-    outside = (1 - attended_share(plain, sequence_length=LENGTH)) * attention
+    outside = (1 - attention_window_share(plain, sequence_length=LENGTH)) * attention
     assert spec.flops_per_token == pytest.approx(
         3 * (counted.get_total_flops() - outside) / (2 * LENGTH), rel=1e-9
     )

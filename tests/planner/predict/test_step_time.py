@@ -98,7 +98,7 @@ def slowed(hardware: Hardware, name: str, part: float) -> object:
 def test_no_step_is_below_its_bound(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
     plan, timer = data.draw(plans(shape)), StepTimePredictor(decoder_spec(shape), hardware)
-    bound = timer.lower_bound_seconds(timer.device_and_host_ticks(plan), timer.least_stream_ticks(plan))
+    bound = timer.lower_bound_seconds(timer.sum_phase_ticks(plan), timer.least_stream_ticks(plan))
     assert bound <= timer.predict_time(plan).total
 
 
@@ -109,7 +109,7 @@ def test_step_on_shared_cores_is_the_sum_of_all_work():
     terms, demand, computing = (
         timer.predict_time(plan),
         timer.least_stream_ticks(plan),
-        timer.device_and_host_ticks(plan),
+        timer.sum_phase_ticks(plan),
     )
     waited = terms.exposed_all_gather + terms.exposed_reduce_scatter
     assert waited == pytest.approx(demand.network / TICKS)
@@ -123,7 +123,7 @@ def test_step_waits_for_a_slow_host():
     plan = plan_for(Shape(), 8, "train.global_batch=8", "sharding.strategy=full_shard")
     timer = StepTimePredictor(decoder_spec(Shape()), hardware.model_copy(update={"rates": slow}))
     assert timer.predict_time(plan).compute == pytest.approx(
-        timer.device_and_host_ticks(plan).issue / TICKS, rel=1e-3
+        timer.sum_phase_ticks(plan).issue / TICKS, rel=1e-3
     )
 
 

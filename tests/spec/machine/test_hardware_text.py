@@ -137,7 +137,7 @@ def test_chips_with_the_same_die_and_power_have_the_same_rates():
 
 def test_a_chip_that_works_alone_has_faster_matmuls_than_one_of_several():
     one, two = hardware_on("H200"), hardware_on("2xH200")
-    assert one.rates == two.rates == two.step_rates
-    ratio = one.step_rates.matmul["bf16"][-1].rate / two.step_rates.matmul["bf16"][-1].rate
+    assert one.rates == two.rates == two.rates_at_world_size
+    ratio = one.rates_at_world_size.matmul["bf16"][-1].rate / two.rates_at_world_size.matmul["bf16"][-1].rate
     assert ratio == pytest.approx(one.rates.single_rank_matmul)
-    assert one.step_rates.memory == two.step_rates.memory
+    assert one.rates_at_world_size.memory == two.rates_at_world_size.memory

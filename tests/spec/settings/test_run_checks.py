@@ -13,7 +13,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.run_checks import (
     CODE_SETTINGS,
-    check_plan_is_of_run,
+    check_plan_is_trusted_and_of_run,
     settings_that_run_code,
     unused_setting_notes,
 )
@@ -102,8 +102,8 @@ def test_a_plan_runs_code_only_if_the_user_names_the_same_code(setting: str) -> 
     given = Run.load(overrides=setting.split())
     planned = Plan.from_run(given, world_size=2).run
     with pytest.raises(SpecError, match="names code to run"):
-        check_plan_is_of_run(planned, Run(), plan="plan.json")
-    check_plan_is_of_run(planned, given, plan="plan.json")
+        check_plan_is_trusted_and_of_run(planned, Run(), plan="plan.json")
+    check_plan_is_trusted_and_of_run(planned, given, plan="plan.json")
 
 
 def test_every_setting_that_runs_code_is_listed() -> None:
@@ -120,9 +120,11 @@ def test_an_optimizer_of_torch_is_not_code_that_a_plan_brings(name: str) -> None
 
 def test_a_plan_is_refused_for_a_run_with_other_settings() -> None:
     planned = Plan.from_run(Run(), world_size=2).run
-    check_plan_is_of_run(planned, Run.load(overrides=["sharding.strategy=auto"]), plan="plan.json")
+    check_plan_is_trusted_and_of_run(
+        planned, Run.load(overrides=["sharding.strategy=auto"]), plan="plan.json"
+    )
     with pytest.raises(SpecError, match=r"train\.steps"):
-        check_plan_is_of_run(planned, Run.load(overrides=["train.steps=3"]), plan="plan.json")
+        check_plan_is_trusted_and_of_run(planned, Run.load(overrides=["train.steps=3"]), plan="plan.json")
 
 
 def test_code_of_a_plan_is_refused_before_it_runs(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fullshard.distributed.agreement import world_size
 from fullshard.errors import OffloadError
 from fullshard.observe.clock import total_seconds_of_calls
-from fullshard.observe.memory import read_memory_figures
+from fullshard.observe.memory import read_memory_and_reset_peaks
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.spec.machine.catalog import round_to_four_digits
@@ -249,14 +249,14 @@ def measure_seconds_per_operation(meter: RateMeter, *, seconds: float) -> float:
             for _ in range(2 * _ISSUED):
                 x = x * factor
 
-    def time_once() -> float:
+    def measure_chain_overhead() -> float:
         taken = 1 / meter.measure_calls_per_second(run_chain_with_autograd, seconds=part)
         if meter.kind == "cpu":
             taken -= 1 / meter.measure_calls_per_second(run_chain_without_autograd, seconds=part)
         return taken
 
     part = seconds / _TURNS / (2 if meter.kind == "cpu" else 1)
-    return max(median(time_once() for _ in range(_TURNS)), 0.0) / (2 * _ISSUED)
+    return max(median(measure_chain_overhead() for _ in range(_TURNS)), 0.0) / (2 * _ISSUED)
 
 
 def measure_round_trip_copy_rate(meter: RateMeter, *, seconds: float) -> float | None:
@@ -299,7 +299,7 @@ def measure_bytes_outside_allocator(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(total - free - torch.cuda.memory_reserved(device), 0)
-    return int(read_memory_figures(device).get("resident_bytes", 0))
+    return int(read_memory_and_reset_peaks(device).get("resident_bytes", 0))
 
 
 def read_plus_write_bandwidth(directory: Path, *, pieces: int = 16) -> float | None:

@@ -52,27 +52,31 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
     drive: a directory on the drive to measure
     """
     compute = _MATMUL + _UNALIGNED + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH
-    share = seconds / (compute + _COPIES + _LINKS + _HOST_ADAM)
+    seconds_per_share = seconds / (compute + _COPIES + _LINKS + _HOST_ADAM)
     meter = RateMeter(ranks.device)
     gpus = detect_gpus(meter.kind)
     known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     context = meters.measure_bytes_outside_allocator(ranks.device)
-    rates = _measure_rates(meter, known.rates, share=share)
+    rates = _measure_rates(meter, known.rates, seconds_per_share=seconds_per_share)
     updated: dict[str, object] = {
         "rates": rates,
         "context_bytes": int(meters.mean_over_ranks(context)),
-        "host_bytes_per_second": meters.measure_round_trip_copy_rate(meter, seconds=_COPIES * share),
+        "host_bytes_per_second": meters.measure_round_trip_copy_rate(
+            meter, seconds=_COPIES * seconds_per_share
+        ),
         "disk_bytes_per_second": meters.read_plus_write_bandwidth(
             drive, pieces=max(1, min(16, round(seconds / 2)))
         ),
-        "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * share),
+        "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * seconds_per_share),
         "is_calibrated": True,
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
-        **_measure_links(ranks, meter, share=share),
+        **_measure_links(ranks, meter, seconds_per_share=seconds_per_share),
     }
     if ranks.device.type == "cuda" and ranks.local_world_size > 1:
         mesh = init_device_mesh("cuda", (ranks.world_size,))
-        updated["contention"] = measure_matmul_slowdown_by_all_gathers(mesh, meter, seconds=_COPIES * share)
+        updated["contention"] = measure_matmul_slowdown_by_all_gathers(
+            mesh, meter, seconds=_COPIES * seconds_per_share
+        )
     if find_catalog_entry_of_chip(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
@@ -81,17 +85,17 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
     return hardware.Hardware.model_validate(known.model_copy(update=updated).model_dump())
 
 
-def _measure_rates(meter: RateMeter, known: hardware.Rates, *, share: float) -> hardware.Rates:
+def _measure_rates(meter: RateMeter, known: hardware.Rates, *, seconds_per_share: float) -> hardware.Rates:
     """Measures rates. Keeps those of `known` for grouped matmuls, by width of heads, and of FSDP2's hooks."""
     dtypes = meters.matmul_dtypes_to_measure(meter.device)
     matmul: dict[hardware.ComputeDtype, hardware.Curve] = {}
     forward: dict[hardware.ComputeDtype, hardware.Curve] = {}
     backward: dict[hardware.ComputeDtype, hardware.Curve] = {}
     for dtype in dtypes:
-        part = share / len(dtypes)
+        part = seconds_per_share / len(dtypes)
         matmul[dtype] = meters.measure_matmul(meter, dtype, seconds=_MATMUL * part)
         forward[dtype], backward[dtype] = meters.measure_attention(meter, dtype, seconds=_ATTENTION * part)
-    memory, half_memory = meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * share)
+    memory, half_memory = meters.measure_elementwise_bandwidth(meter, seconds=_MEMORY * seconds_per_share)
     measured: dict[str, object] = {
         "matmul": matmul,
         "single_rank_matmul": 1.0,
@@ -99,22 +103,24 @@ def _measure_rates(meter: RateMeter, known: hardware.Rates, *, share: float) -> 
         "attention_backward": backward,
         "memory": memory,
         "half_memory": half_memory,
-        "optimizer": meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * share),
-        "launch_seconds": meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * share),
+        "optimizer": meters.measure_adamw_bandwidth(meter, seconds=_OPTIMIZER * seconds_per_share),
+        "launch_seconds": meters.measure_seconds_per_operation(meter, seconds=_LAUNCH * seconds_per_share),
         "unaligned_matmul": meters.measure_unaligned_matmul_rate_fraction(
-            meter, dtypes[-1], seconds=_UNALIGNED * share
+            meter, dtypes[-1], seconds=_UNALIGNED * seconds_per_share
         ),
     }
     return known.model_copy(update=measured)
 
 
-def _measure_links(ranks: RankInfo, meter: RateMeter, *, share: float) -> dict[str, hardware.Link]:
+def _measure_links(
+    ranks: RankInfo, meter: RateMeter, *, seconds_per_share: float
+) -> dict[str, hardware.Link]:
     """Measures collectives within a node and across nodes; returns the links, by the field of Hardware."""
     local = ranks.local_world_size
     nodes = ranks.world_size // local
     mesh = init_device_mesh(ranks.device.type, (nodes, local), mesh_dim_names=("across", "within"))
     axes = [axis for axis, size in (("within", local), ("across", nodes)) if size > 1]
-    part = _LINKS * share / len(axes) if axes else 0.0
+    part = _LINKS * seconds_per_share / len(axes) if axes else 0.0
     return {axis: measure_link(mesh[axis], meter, name=axis, seconds=part) for axis in axes}
 
 

@@ -164,7 +164,7 @@ def check_gradients(trial: ModelTrial) -> Finding:
     missing = [name for name, one in trained.items() if one.grad is None]
     dead = [name for name, one in trained.items() if one.grad is not None and not one.grad.any()]
     if dead or missing:
-        dead, missing = _still_without_gradient(trial, [*dead, *missing])
+        dead, missing = _find_zero_and_missing_gradients(trial, [*dead, *missing])
     count = sum(trained[name].numel() for name in (*dead, *missing))
     share = count / max(1, sum(one.numel() for one in trained.values()))
     if (dead or missing) and (not trial.is_from_transformers or share > _UNUSED_SHARE):
@@ -183,7 +183,7 @@ def check_gradients(trial: ModelTrial) -> Finding:
     return Finding.ok(f"gradients reach all of {len(trained)} parameters{unused}")
 
 
-def _still_without_gradient(trial: ModelTrial, names: list[str]) -> tuple[list[str], list[str]]:
+def _find_zero_and_missing_gradients(trial: ModelTrial, names: list[str]) -> tuple[list[str], list[str]]:
     """Returns (zero, missing) gradients among `names` after several batches, from values without zeros.
 
     A factor that is initialised as zero (LoRA, residual gates) leaves others without gradient in the first

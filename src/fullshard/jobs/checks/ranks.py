@@ -220,9 +220,9 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
         if not _is_deterministic(trial):
             return Finding.skipped("its loss is random in evaluation mode too, or depends on the call")
         with raise_on_all_ranks("a sharded step"):
-            plain = _without_dropout(trial.build())
+            plain = _keep_in_evaluation_mode(trial.build())
             expected = list(_iterate_unsharded_losses(trial, plain, world_size=ranks.world_size))
-            model = _without_dropout(build_model(trial.run))
+            model = _keep_in_evaluation_mode(build_model(trial.run))
             losses = _train_sharded(trial, model, steps=_STEPS, ranks=ranks)
             errors = _relative_parameter_differences(model, plain)
     except CheckpointError as error:  # `raise_on_all_ranks` makes one of any exception of any rank
@@ -297,7 +297,7 @@ def _relative_parameter_differences(model: nn.Module, plain: nn.Module) -> dict[
     return errors
 
 
-def _without_dropout(model: nn.Module) -> nn.Module:
+def _keep_in_evaluation_mode(model: nn.Module) -> nn.Module:
     """Keeps `model` in evaluation mode, so that its dropout does not differ between the two runs."""
     model.eval()
     vars(model)["train"] = lambda mode=True: model  # pyright: ignore[reportUnknownLambdaType]
@@ -305,7 +305,7 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 
 
 def _is_deterministic(trial: ModelTrial) -> bool:
-    model, batch = _without_dropout(trial.build()), trial.batches(0)
+    model, batch = _keep_in_evaluation_mode(trial.build()), trial.batches(0)
     with torch.no_grad():
         first, second = (float(trial.mean_loss(model, batch)) for _ in range(2))
     return all(all_gather_object(first == second))

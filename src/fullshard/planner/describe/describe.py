@@ -26,10 +26,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, TraceError
-from fullshard.models.build import attended_share, gradient_shares
+from fullshard.models.build import attention_window_share, gradient_shares
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.parallel.recompute import check_recomputed_block_count
-from fullshard.parallel.units import Predicate, Unit, find_recompute_blocks, find_units
+from fullshard.parallel.units import Predicate, Unit, find_recompute_and_compile_blocks, find_units
 from fullshard.planner.describe import recordings
 from fullshard.planner.describe.emulation import CompiledPrograms, emulate_cuda_kernels
 from fullshard.planner.describe.extrapolation import KernelIndex
@@ -121,7 +121,7 @@ def _build_recorder(
 ) -> recordings.SettingsRecorder:
     section = plan.run.sharding.units
     given = find_units(model, section, predicate=units)
-    blocks = find_recompute_blocks(model, units=given)
+    blocks = find_recompute_and_compile_blocks(model, units=given)
     divided = recordings.divided_dims(model, given, plan=plan, device=device)
     fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
     count, programs = len(blocks), CompiledPrograms()
@@ -144,7 +144,7 @@ def _build_spec(
         table.kernels,
         plan=plan,
         gradients=gradient_shares(model),
-        attended=attended_share(model, sequence_length=plan.run.data.sequence_length),
+        attended=attention_window_share(model, sequence_length=plan.run.data.sequence_length),
     )
     return ModelSpec(
         name=type(model).__name__,
@@ -298,7 +298,7 @@ def _flops_and_parameters_per_token(
 ) -> tuple[float, int]:
     """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`.
 
-    attended: see `attended_share`
+    attended: see `attention_window_share`
     """
     sequence_length = plan.run.data.sequence_length
     microbatch = trace.microbatch or 1

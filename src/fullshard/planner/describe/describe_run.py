@@ -80,7 +80,7 @@ def describe_run(
     """
     if not cached:
         return _build_and_trace_model(plan, device, model=model, attention_kernel=attention_kernel)
-    settings = (plan, *_run_with_more_traces_if_any(plan, device))
+    settings = (plan, *_find_runs_with_superset_traces(plan, device))
     keys = [build_spec_key(one, device, attention_kernel=attention_kernel) for one in settings]
     for key in keys:
         if (spec := read_cached_spec(key)) is not None:
@@ -90,7 +90,7 @@ def describe_run(
     return spec
 
 
-def _run_with_more_traces_if_any(plan: Plan | Run, device: DeviceType) -> list[Run]:
+def _find_runs_with_superset_traces(plan: Plan | Run, device: DeviceType) -> list[Run]:
     """Returns the run with `compile` auto if its spec has more traces than that of `plan`; else nothing."""
     if isinstance(plan, Plan):
         return []

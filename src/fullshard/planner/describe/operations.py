@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fullshard.distributed.sequence_parts import GATHER, REDUCE, REDUCE_ALL
-from fullshard.distributed.tensors import is_wrapper_class, storage_key, tensors_with_data
+from fullshard.distributed.tensors import is_tensor_wrapper_subclass, storage_key, tensors_with_data
 from fullshard.parallel.activation_offload import Way
 from fullshard.parallel.expert_parallel import EXCHANGE_COUNTS, EXCHANGE_ROWS
 from fullshard.parallel.model_parameters import TORCH_DTYPE
@@ -322,7 +322,7 @@ class AllocationRecorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # two thirds of all calls
             return args[0].device  # of a fake tensor a Python property, so no mode is called again
-        if any(map(is_wrapper_class, types)):
+        if any(map(is_tensor_wrapper_subclass, types)):
             return NotImplemented  # the subclass calls operations on the tensors that it holds
         call = OpCall(func, args, kwargs or {})
         result = run_on_fake_tensors(call)

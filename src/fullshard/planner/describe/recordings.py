@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.distributed.sequence_parts import SequencePart
-from fullshard.distributed.tensors import is_experts, is_wrapper_class
+from fullshard.distributed.tensors import is_experts, is_tensor_wrapper_subclass
 from fullshard.parallel.activation_offload import CpuHostCopier, FakeReportingCopier
 from fullshard.parallel.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
@@ -20,7 +20,7 @@ from fullshard.parallel.units import (
     Predicate,
     Unit,
     find_blocks_with_units_inside,
-    find_recompute_blocks,
+    find_recompute_and_compile_blocks,
     find_units,
 )
 from fullshard.planner.describe import extrapolation, trace
@@ -163,7 +163,7 @@ class SettingsRecorder:
             if record is None:
                 continue
             keep = partial(SettingRecording, plan, shortened, self.blocks)
-            if self.batch is None or trace.has_microbatch_dim(self.batch, plan.microbatch):
+            if self.batch is None or trace.is_microbatch_first_dim(self.batch, plan.microbatch):
                 low, high = record(LOW), record(LOW + 1)
                 # Modules may keep states of one microbatch, which the next one frees.
                 same = extrapolation.has_same_structure(low.all_phases, high.all_phases)
@@ -208,7 +208,7 @@ class SettingsRecorder:
         _replace_parameters_by_parts(twin, divided, plan=plan)
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
-        repeated = find_recompute_blocks(twin, units=found)
+        repeated = find_recompute_and_compile_blocks(twin, units=found)
         of_blocks = shortened.recompute_of_remaining_blocks(plan.run.recompute)
         recompute = partial(apply_recompute, repeated, of_blocks, device=self.device, copier=copier)
         pieces = find_blocks_with_units_inside(repeated, found)
@@ -250,7 +250,7 @@ class SettingsRecorder:
         There are no `repeats` if the model cannot be truncated.
         """
         section = plan.run.sharding.units
-        blocks = find_recompute_blocks(twin, units=found)
+        blocks = find_recompute_and_compile_blocks(twin, units=found)
         shortened = extrapolation.truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
         if not shortened.repeats:
             return shortened, found
@@ -277,7 +277,7 @@ def _find_units_inside(units: Sequence[Unit], blocks: Collection[nn.Module]) -> 
 def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[RepeatedUnits]) -> bool:
     """Returns whether each period of blocks that represents removed ones did the same as the next period."""
 
-    def records_of(first: int, count: int) -> list[tuple[object, ...]]:
+    def records_of_units(first: int, count: int) -> list[tuple[object, ...]]:
         return [
             (one.event, one.unit - first, one.event_change_count, one.changes, one.work, one.copies)
             for one in recording
@@ -285,7 +285,8 @@ def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[Repea
         ]
 
     return all(
-        records_of(repeat.first, repeat.units) == records_of(repeat.first + repeat.units, repeat.units)
+        records_of_units(repeat.first, repeat.units)
+        == records_of_units(repeat.first + repeat.units, repeat.units)
         for repeat in repeats
     )
 
@@ -343,7 +344,7 @@ def _replace_parameters_by_parts(twin: nn.Module, divided: Mapping[str, int | No
         for key, parameter in module.named_parameters(recurse=False):
             if (dim := divided.get(f"{holder}.{key}" if holder else key)) is not None:
                 part = parameter.data.chunk(ranks, dim)[0].clone()
-                if is_wrapper_class(type(part)):  # `data` would leave the wrapper's shape as it is
+                if is_tensor_wrapper_subclass(type(part)):  # `data` would leave the wrapper's shape as it is
                     setattr(module, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
                 else:  # of all modules that share it
                     parameter.data = part

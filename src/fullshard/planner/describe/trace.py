@@ -33,7 +33,7 @@ _MOST_KEPT = 1 << 20
 _ARANGES = (_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step)
 
 
-def has_microbatch_dim(batch: Any, microbatch: int) -> bool:
+def is_microbatch_first_dim(batch: Any, microbatch: int) -> bool:
     """Returns whether dim 0 of every tensor in the batch is the microbatch."""
     tensors = list_tensors(batch)
     return bool(tensors) and all(tensor.ndim and tensor.shape[0] == microbatch for tensor in tensors)
@@ -279,7 +279,7 @@ class MicrobatchTracer:
         if not where or not torch.is_grad_enabled():
             return inputs
         inner = [leaves[i] for i in where]
-        watched = _NotifyWhenGradientsComplete.apply(lambda: self._post_backward(index), *inner)
+        watched = _NotifyWhenInputGradientsComplete.apply(lambda: self._post_backward(index), *inner)
         for i, leaf in zip(where, watched, strict=True):
             leaves[i] = leaf
         return tree_unflatten(leaves, spec)
@@ -312,7 +312,7 @@ class MicrobatchTracer:
         return sorted(left, key=lambda i: position[self.units[i].modules[0]])
 
 
-class _NotifyWhenGradientsComplete(torch.autograd.Function):
+class _NotifyWhenInputGradientsComplete(torch.autograd.Function):
     """Identity on tensors; its backward runs when the gradients of all of them are complete."""
 
     @staticmethod

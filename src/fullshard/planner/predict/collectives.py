@@ -195,7 +195,7 @@ def _row_excess_of_plan(spec: ModelSpec, plan: Plan, *, layers: int = 1) -> floa
     ranks = plan.expert_parallel
     if ranks == 1:
         return 0.0
-    share = spec.experts / ranks
+    share = spec.expert_count_gcd / ranks
     return fullest_rank_row_excess(spec.routing_spread, ranks=ranks, experts_per_rank=share, layers=layers)
 
 
@@ -206,8 +206,8 @@ def model_parallel_seconds(
     groups = _layouts_by_axis(plan, hardware)
     received = fullest_rank_rows_over_mean(spec, plan)
 
-    def seconds(index: int) -> float:
-        kernel = spec.kernels[index]
+    def seconds(kernel_index: int) -> float:
+        kernel = spec.kernels[kernel_index]
         if kernel.axis is None:
             return 0.0
         size, group = kernel.bytes.value_at(plan.microbatch), groups[kernel.axis]

@@ -65,12 +65,14 @@ def memory_trace(spec: ModelSpec, plan: Plan, *, accumulating: bool = False) -> 
     found = spec.derived_value_cache.get(key)
     if not isinstance(found, MemoryTrace):
         units = len(spec.units)
-        found = _shorten_trace(trace, microbatch, units=units, accumulating=accumulating)
+        found = _build_memory_trace(trace, microbatch, units=units, accumulating=accumulating)
         spec.derived_value_cache[key] = found
     return found
 
 
-def _shorten_trace(trace: MicrobatchTrace, microbatch: int, *, units: int, accumulating: bool) -> MemoryTrace:
+def _build_memory_trace(
+    trace: MicrobatchTrace, microbatch: int, *, units: int, accumulating: bool
+) -> MemoryTrace:
     traced = trace.accumulating if accumulating else trace.phases
     # See [Note: skipping periods].
     shown = {repeat: min(repeat.times, 5 if repeat.units == 1 else 3) for repeat in trace.repeats}

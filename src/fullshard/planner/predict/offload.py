@@ -209,7 +209,7 @@ def host_norm_ticks(plan: Plan, trained: int, *, rates: OffloadSecondsPerByteOrP
     return to_ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
 
 
-def count_shard_loads(
+def count_gathers_per_step(
     plan: Plan, trace: MicrobatchTrace, *, costs: Sequence[UnitCost], counts: Sequence[int]
 ) -> tuple[int, ...]:
     """Returns how many times per step a rank loads its shard of each traced unit, summed over its repeats."""

@@ -60,7 +60,7 @@ class LeastTicks(NamedTuple):
     host: int = 0  # the busiest stream of the host or the drive
 
 
-class DeviceHostTicks(NamedTuple):
+class PhaseTicks(NamedTuple):
     """Ticks of all phases of a step."""
 
     device: int  # ticks of kernels on the device
@@ -92,7 +92,7 @@ class StepTimePredictor:
         if units.norm is None and not offload.has_activation_copies(units.trace.phases):
             return self._time_terms(plan, slow)
         fast = units._replace(costs=units.without_host, norm=None, ahead=0)
-        streams = self.simulate_streams(plan, units=fast, moves_nothing=True)
+        streams = self.simulate_streams(plan, units=fast, without_activation_copies=True)
         terms = self._time_terms(plan, streams)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
         end = max(slow.compute, self._host_busy_ticks(plan, shards_read=slow.shards_read).disk)
@@ -126,9 +126,12 @@ class StepTimePredictor:
         return offload.predict_activation_offload_terms(plan, phases, turns=turns, hardware=self.hardware)
 
     def simulate_streams(
-        self, plan: Plan, *, units: UnitCosts, moves_nothing: bool = False
+        self, plan: Plan, *, units: UnitCosts, without_activation_copies: bool = False
     ) -> fsdp_time.StreamClocks:
-        """Returns the streams after a step's last backward. `moves_nothing`: no activations are copied."""
+        """Returns the streams after a step's last backward.
+
+        without_activation_copies: leaves out the copies of offloaded activations
+        """
         streams = fsdp_time.StreamClocks(self._serial, 1 - self.hardware.overlap, disk=-units.ahead)
         policy = simulate.EventOrderSettings(
             keeps=not plan.reshard_after_forward,
@@ -138,7 +141,7 @@ class StepTimePredictor:
             skips=self.skips,
         )
         works = self._first_and_later_works(plan)
-        if moves_nothing:
+        if without_activation_copies:
             works = (works[0]._replace(moved=()), works[1]._replace(moved=()))
         simulate.simulate_next_step(streams, units.costs, policy, works=works, accumulation=plan.accumulation)
         return streams
@@ -158,7 +161,7 @@ class StepTimePredictor:
         """Returns the least ticks per step of each stream, for any recompute mode."""
         units = self.unit_costs(plan)
         begun = {phase.unit for phase in units.trace.phases if phase.event == "pre_backward"}
-        gathers = offload.count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
+        gathers = offload.count_gathers_per_step(plan, units.trace, costs=units.costs, counts=units.counts)
         reductions = plan.accumulation if plan.sync_each_microbatch else 1
         rest = plan.accumulation - reductions
         copied = network = replicas = 0
@@ -177,16 +180,16 @@ class StepTimePredictor:
         host = 0 if units.norm is None else max(self._host_busy_ticks(plan))
         return LeastTicks(copied, network, replicas, units.update + units.all_reduce, host)
 
-    def device_and_host_ticks(self, plan: Plan) -> DeviceHostTicks:
+    def sum_phase_ticks(self, plan: Plan) -> PhaseTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
         device = issue = 0
         for work, times in zip(self._first_and_later_works(plan), (1, plan.accumulation - 1), strict=True):
             for (length, launched), turns in zip(work.lengths, work.program.repeats, strict=True):
                 device += length * turns * times
                 issue += launched * turns * times
-        return DeviceHostTicks(device, issue)
+        return PhaseTicks(device, issue)
 
-    def lower_bound_seconds(self, computing: DeviceHostTicks, demand: LeastTicks) -> float:
+    def lower_bound_seconds(self, computing: PhaseTicks, demand: LeastTicks) -> float:
         """Returns a lower bound on a step's seconds, from each stream's work."""
         busy = computing.device + demand.copied
         if self._serial:
@@ -209,7 +212,7 @@ class StepTimePredictor:
     def _microbatch_work(self, plan: Plan, trace: MicrobatchTrace, *, adds: bool) -> simulate.MicrobatchWork:
         key = (id(trace), plan.microbatch, adds)
         if key not in self._work:
-            phases, rates = trace.accumulating if adds else trace.phases, self.hardware.step_rates
+            phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates_at_world_size
             kernels, received = self.spec.kernels, collectives.fullest_rank_rows_over_mean(self.spec, plan)
             costs = phase_costs(phases, kernels, rates=rates, microbatch=plan.microbatch, received=received)
             program = build_schedule(self.spec, trace, phases=phases)
@@ -272,7 +275,7 @@ class StepTimePredictor:
         """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
         units = self.unit_costs(plan)
         reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
-        gathers = offload.count_shard_loads(plan, units.trace, costs=units.costs, counts=units.counts)
+        gathers = offload.count_gathers_per_step(plan, units.trace, costs=units.costs, counts=units.counts)
         each = list(zip(units.costs, units.counts, gathers, strict=True))
         read = offload.least_shard_bytes_read(plan, each) if shards_read is None else shards_read
         rates = offload.offload_seconds_per_byte_or_parameter(plan, self.hardware)

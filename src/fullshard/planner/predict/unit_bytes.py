@@ -74,7 +74,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
     chunk = sum(padded_shard_numel(p) for p in trained)
-    copies, copies_of_kept = _reduce_copy_bytes(trained, settings) if plan.device == "cpu" else (0, 0)
+    copies, copies_of_kept = _cpu_reduce_copy_bytes(trained, settings) if plan.device == "cpu" else (0, 0)
     own = [unpadded_shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     gathered = degree * sum(
         padded_shard_numel(p) * (1 if p.is_gathered_in_fp8 else _itemsize_in_computation(p, settings))
@@ -128,7 +128,7 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
         ranks = plan.expert_parallel
         unit = _unit_with_shapes(unit, lambda p: (p.shape[0] // ranks, *p.shape[1:]))
     elif plan.tensor_parallel > 1:
-        unit = _unit_with_shapes(unit, lambda p: p.largest_part_shape(plan.tensor_parallel))
+        unit = _unit_with_shapes(unit, lambda p: p.tensor_parallel_shape(plan.tensor_parallel))
     if not settings.shards_any_dim:
         return unit, settings, []
     degree = settings.shard_degree
@@ -141,7 +141,7 @@ def _itemsize_in_computation(parameter: ParamSpec, settings: MergedUnitSettings)
     return ITEMSIZE[settings.precision.param] if parameter.is_floating else parameter.itemsize
 
 
-def _reduce_copy_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSettings) -> tuple[int, int]:
+def _cpu_reduce_copy_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSettings) -> tuple[int, int]:
     """Returns the bytes that the CPU's _chunk_cat copies, for fresh gradients and for those kept unsharded.
 
     It pads gradients one after the other, and then copies each one that it casts.

@@ -26,7 +26,7 @@ from fullshard.planner.predict.memory import (
     peak_lower_bound,
 )
 from fullshard.planner.predict.offload import choose_update_device
-from fullshard.planner.predict.step_time import DeviceHostTicks, LeastTicks, StepTimePredictor
+from fullshard.planner.predict.step_time import LeastTicks, PhaseTicks, StepTimePredictor
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
@@ -114,9 +114,11 @@ def _iterate_with_tier(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: T
     # Building a plan with all pinned settings raises early if they are impossible.
     pinned = run_with_settings(run, {"sharding": _sharding_settings(meshes[0])})
     plan = Plan.from_run(pinned, world_size=hardware.world_size, device=hardware.device)
-    if plan.expert_parallel > 1 and (not spec.experts or spec.experts % plan.expert_parallel):
+    if plan.expert_parallel > 1 and (
+        not spec.expert_count_gcd or spec.expert_count_gcd % plan.expert_parallel
+    ):
         key = f"experts of {spec.name}"
-        raise indivisible_experts_error(spec.experts, ranks=plan.expert_parallel, key=key)
+        raise indivisible_experts_error(spec.expert_count_gcd, ranks=plan.expert_parallel, key=key)
     _check_chip_has_fp8(plan, hardware)
     sizes = {trace.microbatch for trace in spec.traces}  # None: any size
     for mesh in meshes:
@@ -280,7 +282,7 @@ class CandidateCosts:
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = int(hardware.device_bytes_limit * (1 - run.memory_margin))
         self._demand: dict[object, LeastTicks] = {}
-        self._computing: dict[object, DeviceHostTicks] = {}
+        self._computing: dict[object, PhaseTicks] = {}
         self._meshes: dict[object, LeastBytes] = {}
         self._traces: dict[object, LeastBytes] = {}
         self._peaks: dict[object, MemoryTerms] = {}
@@ -357,7 +359,7 @@ class CandidateCosts:
         if shared not in self._demand:
             self._demand[shared] = self.timer.least_stream_ticks(self._build_plan(candidate))
         if own not in self._computing:
-            self._computing[own] = self.timer.device_and_host_ticks(self._build_plan(candidate))
+            self._computing[own] = self.timer.sum_phase_ticks(self._build_plan(candidate))
         computing, demand = self._computing[own], self._demand[shared]
         least = self.timer.lower_bound_seconds(computing, demand)
         return least + (COMPILE_SECONDS / _steps_that_share_compiling(self.run) if compiled else 0.0)

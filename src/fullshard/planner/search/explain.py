@@ -48,7 +48,7 @@ class PlanExplanation(FrozenModel):
     because: str  # reason for `binds`, as text
     lever: PlanImprovement | None  # the change that gains most, if any is notable
 
-    def advice_lines(self) -> tuple[str, ...]:
+    def limit_and_lever_lines(self) -> tuple[str, ...]:
         """Returns what binds, and the largest lever, a sentence or two each."""
         lever = [f"largest lever: {self.lever.text}"] if self.lever is not None else []
         return f"{_LIMITS[self.binds]}: {self.because}", *lever

@@ -63,7 +63,7 @@ class _DegreeSearcher(NamedTuple):
         if shared > 1 and run.train.global_batch % max(hardware.world_size // shared, 1):
             Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
         spec = self.describe(run)
-        degrees = list(iterate_expert_degrees(hardware, spec.experts))
+        degrees = list(iterate_expert_degrees(hardware, spec.expert_count_gcd))
         if run.sharding.expert_parallel != "auto" or not degrees:
             return self._search_with_spec(run, spec)
         undivided = (_with_degree(run, "expert_parallel", degree=1), spec)
@@ -140,7 +140,7 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
     else:
         fitting += _iterate_context_searches(searcher, run)
     for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
-        fitting += _iterate_tensor_searches(searcher, run, tensor=tensor)
+        fitting += _search_with_tensor_degree(searcher, run, tensor=tensor)
     if fitting:
         return choose_first_not_notably_slower(fitting, run)
     if whole is None:
@@ -177,7 +177,7 @@ def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[D
                     return
 
 
-def _iterate_tensor_searches(searcher: _DegreeSearcher, run: Run, *, tensor: int) -> Iterator[DegreeSearch]:
+def _search_with_tensor_degree(searcher: _DegreeSearcher, run: Run, *, tensor: int) -> Iterator[DegreeSearch]:
     """Yields the first search that finds a plan for this number of ranks that share matmuls, if any.
 
     Sequences are whole, unless no plan with whole ones fits, or ranks outnumber the sequences of the batch.

@@ -226,7 +226,7 @@ def _first_fitting_change_text(spec: ModelSpec, changes: Iterable[tuple[str, Run
     """Returns the first of the (change, run, hardware) on which a plan fits, as text; None if none does."""
     for change, run, hardware in changes:
         if (best := search(spec, hardware, run).best) is not None:
-            return f"{change}: {_format_plan_cost(best)}"
+            return f"{change}: {_format_plan_with_cost(best)}"
     return None
 
 
@@ -281,7 +281,7 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
         return None
     held = f"{format_bytes(terms.host_bytes)} of host memory"
     held += f" and {format_bytes(terms.disk_bytes)} of the drive" if terms.disk_bytes else ""
-    return f'offload.tier = "{best.run.offload.tier}" with {held} per rank: {_format_plan_cost(best)}'
+    return f'offload.tier = "{best.run.offload.tier}" with {held} per rank: {_format_plan_with_cost(best)}'
 
 
 def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run, Hardware]]:
@@ -312,7 +312,7 @@ def iterate_runs_with_setting_unpinned(run: Run, hardware: Hardware) -> Iterator
             yield change, candidates.run_with_settings(run, settings), hardware
 
 
-def _format_plan_cost(plan: Plan) -> str:
+def _format_plan_with_cost(plan: Plan) -> str:
     prediction = candidates.require_prediction(plan)
     seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.has_complete_step_time else ""
     return f"{format_plan(plan)} -> {format_bytes(prediction.required_device_bytes)}{seconds}"

@@ -229,7 +229,7 @@ class Hardware(FrozenModel):
         return self.nodes * self.ranks_per_node
 
     @property
-    def step_rates(self) -> Rates:
+    def rates_at_world_size(self) -> Rates:
         """The rates in a step: of a single rank with faster matmuls, by `rates.single_rank_matmul`."""
         factor = self.rates.single_rank_matmul
         if self.world_size > 1 or factor == 1:

@@ -64,8 +64,8 @@ class DataSource(DataSourceFields):
     weight: value.PositiveScalar | None = None
 
     @model_validator(mode="after")
-    def _check_location(self) -> Self:
-        _check_source_location(self.source, self)
+    def _check_fields(self) -> Self:
+        _check_source_fields(self.source, self)
         return self
 
 
@@ -125,7 +125,7 @@ class DataSection(DataSourceFields):
             if self.source != "python" and getattr(self, name):
                 raise ValueError(f'{name} is given; set source = "python"')
         if self.sources:
-            given = [name for name in DataSourceFields.model_fields if _is_given(self, name)]
+            given = [name for name in DataSourceFields.model_fields if _differs_from_default(self, name)]
             if self.source is not None or given:
                 raise ValueError(f"either {given[0] if given else 'source'}, or sources, each with its own")
             weighted = sum(source.weight is not None for source in self.sources)
@@ -136,7 +136,7 @@ class DataSection(DataSourceFields):
             raise ValueError('source = "python" needs factory = "package.module:make"')
         if self.source in (None, "stdlib") and self.paths:
             raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
-        _check_source_location(self.source or "stdlib", self)
+        _check_source_fields(self.source or "stdlib", self)
         return self
 
     @model_validator(mode="after")
@@ -165,17 +165,21 @@ _RECORDS_OF_SETTING = {
 }
 
 
-def _is_given(fields: DataSourceFields, name: str) -> bool:
+def _differs_from_default(fields: DataSourceFields, name: str) -> bool:
     """Returns whether a setting differs from its default."""
     return getattr(fields, name) != DataSourceFields.model_fields[name].get_default(call_default_factory=True)
 
 
-def _check_source_location(source: str, fields: DataSourceFields) -> None:
+def _check_source_fields(source: str, fields: DataSourceFields) -> None:
     has_rows = source in ("jsonl", "parquet", "datasets")
     if twice := [path for path in dict.fromkeys(fields.paths) if fields.paths.count(path) > 1]:
         raise ValueError(f"paths has {twice[0]!r} twice; sources with weights set how often data is read")
     for name, records in _RECORDS_OF_SETTING.items():
-        if _is_given(fields, name) and source != "python" and not (has_rows and fields.records in records):
+        if (
+            _differs_from_default(fields, name)
+            and source != "python"
+            and not (has_rows and fields.records in records)
+        ):
             needed = f'records = "{records}"' if has_rows else "jsonl, parquet or datasets"
             raise ValueError(f"{name} is given, but it is for {needed}")
     if source == "datasets":
@@ -184,7 +188,9 @@ def _check_source_location(source: str, fields: DataSourceFields) -> None:
                 'source = "datasets" needs paths = ["directory"], or name = "owner/name" and maybe a subset'
             )
         return
-    if source != "python" and any(_is_given(fields, name) for name in ("name", "subset", "split")):
+    if source != "python" and any(
+        _differs_from_default(fields, name) for name in ("name", "subset", "split")
+    ):
         raise ValueError('name, subset and split are for source = "datasets"')
     if source in ("text", "jsonl", "parquet", "memmap") and not fields.paths:
         endings = {"text": "txt", "memmap": "bin"}

@@ -210,7 +210,7 @@ def settings_that_run_code(run: Run) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None and CODE_SETTINGS[key](value)}
 
 
-def check_plan_is_of_run(planned: Run, given: Run, *, plan: str) -> None:
+def check_plan_is_trusted_and_of_run(planned: Run, given: Run, *, plan: str) -> None:
     """Checks the run of a plan file, which may come from anyone, against the settings that the user gave.
 
     planned: the run in the file `plan`
