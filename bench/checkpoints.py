@@ -134,7 +134,7 @@ def beside_training(state: TrainState, plan: Plan, directory: Path, *, steps: in
         saver.save(state)  # the copies' memory is allocated by the first
         next(running)
         saver.wait()
-        saver.take_outcomes()
+        saver.outcomes()
         clear(directory)
         alone = [next(running).seconds for _ in range(steps)]
         began = time.perf_counter()
@@ -160,7 +160,7 @@ def agreed(saver: BackgroundSaver) -> list:
     """Outcomes, once every rank has one: all leave the loop together."""
     done = torch.tensor([float(saver.is_idle)])
     dist.all_reduce(done, op=dist.ReduceOp.MIN)
-    return saver.take_outcomes() if done.item() else []
+    return saver.outcomes() if done.item() else []
 
 
 def write_plainly(state: TrainState, directory: Path) -> None:

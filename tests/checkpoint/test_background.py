@@ -59,7 +59,7 @@ def save_and_update(directory: Path, mesh_shape: tuple[int, ...]) -> list[Any]:
             dist.all_reduce(torch.ones(3))  # training runs collectives meanwhile
             seen.append(saver.staged_bytes)
         saver.wait()
-        seen += [(one.step, one.error) for one in saver.take_outcomes()]
+        seen += [(one.step, one.error) for one in saver.outcomes()]
     return seen
 
 
@@ -83,10 +83,10 @@ def test_a_state_without_update_hooks_is_copied_at_once(tmp_path):
         saver.save(state)
         for tensor in state.held.values():
             tensor.zero_()
-        assert not saver.take_outcomes()
+        assert not saver.outcomes()
         assert not list(tmp_path.glob("step-*"))
         SlowPlace.may_commit.set()
-    (outcome,) = saver.take_outcomes()
+    (outcome,) = saver.outcomes()
     assert (outcome.path, outcome.error) == (tmp_path / "step-00000001", None)
     assert_same(loaded(tmp_path).held, numbers(1))
 
@@ -97,7 +97,7 @@ def test_a_failure_is_reported_and_the_next_save_succeeds(tmp_path):
         saver.save(State(1, numbers(1)))
         saver.save(State(2, numbers(2)))
         saver.wait()
-        one, two = saver.take_outcomes()
+        one, two = saver.outcomes()
     assert isinstance(one.error, CheckpointError)
     assert "holds another model" in str(one.error)
     assert one.path is None
@@ -112,7 +112,7 @@ def refused_on_one_rank(directory: Path) -> list[str]:
     with BackgroundSaver(LocalLocation(directory)) as saver:
         saver.save(State(1, tensors))
         saver.wait()
-        return [str(one.error) for one in saver.take_outcomes()]
+        return [str(one.error) for one in saver.outcomes()]
 
 
 def test_a_rank_that_fails_fails_all(ranks, tmp_path):

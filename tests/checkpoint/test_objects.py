@@ -114,7 +114,7 @@ def test_a_save_in_the_background_is_the_same(url):
         for step in (1, 2):
             saver.save(State(step, numbers(step)))
         saver.wait()
-        assert [(one.step, one.path, one.error) for one in saver.take_outcomes()] == [
+        assert [(one.step, one.path, one.error) for one in saver.outcomes()] == [
             (step, f"{url}/step-0000000{step}", None) for step in (1, 2)
         ]
     assert_same(loaded(url).held, numbers(2))

@@ -164,7 +164,7 @@ def save_now(saving: CheckpointSaver, state: TrainState) -> None:
 
 
 def note_outcomes(course: Course, saver: BackgroundSaver) -> None:
-    for outcome in saver.take_outcomes():
+    for outcome in saver.outcomes():
         if outcome.error is not None:
             raise outcome.error
         note(course, "acknowledged", f"{outcome.step}")

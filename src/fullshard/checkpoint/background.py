@@ -116,7 +116,7 @@ class BackgroundSaver:
         """Waits for a save that is still running, then starts to save `state`.
 
         Also waits for the copy, unless `state` is an `UpdateNotifier`. See [Note: staged before the update].
-        Raises CheckpointError if the state cannot be saved at all; later failures are in `take_outcomes`.
+        Raises CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
@@ -137,7 +137,7 @@ class BackgroundSaver:
         else:
             self._stall_until_copied(copy_ended)
 
-    def take_outcomes(self) -> list[SaveResult]:
+    def outcomes(self) -> list[SaveResult]:
         """Returns the results of the saves that finished since the last call."""
         if self.is_idle:
             self.wait()

@@ -94,7 +94,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
 
     def report_finished_saves(self) -> None:
         """Reports the background saves that finished since the last call."""
-        for ended in self._background.take_outcomes() if self._background is not None else ():
+        for ended in self._background.outcomes() if self._background is not None else ():
             if ended.path is not None:
                 took, waited = ended.seconds, ended.stalled_seconds
                 self._say(
