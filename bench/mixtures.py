@@ -129,7 +129,7 @@ class FusedModel(WideModel):
 class PlainRouter(nn.Linear):
     """Scores of each rank's own tokens, which also ranks that share matmuls need not share."""
 
-    def compute_balance_loss_over_ranks(
+    def add_group_that_shares_sequences(
         self, ranks: int, *, tensor_group: str = "", context_group: str = ""
     ) -> None:
         pass

@@ -230,7 +230,7 @@ def profile_details(step: Callable[[], object], device: torch.device) -> dict[st
             last_step=1,
             say=print,
         )
-        with profiler.profile_step(1):
+        with profiler.profile_step_to_file(1):
             step()
     causes = {} if profiler.last is None else profiler.last.terms().terms()
     shown = {name: round(1000 * seconds, 3) for name, seconds in causes.items() if seconds > 5e-7}

@@ -136,7 +136,7 @@ class CheckFailedError(FullshardError):
     exit_code = 10
 
 
-def error_location_text(error: BaseException) -> str:
+def user_code_location_text(error: BaseException) -> str:
     """Returns `file:line in function` of the innermost frame of the user's code, else of fullshard's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

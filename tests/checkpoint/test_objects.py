@@ -261,7 +261,7 @@ def test_a_copy_from_a_file_system_is_a_checkpoint(url, tmp_path):
 
 def test_an_attempt_that_may_still_be_written_is_left_alone(url, caplog):
     place = ObjectLocation(url)
-    draft = place.create_draft(1, needed_bytes=0)
+    draft = place.clean_up_and_create_draft(1, needed_bytes=0)
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         saved(url, 2)
     assert "may still be writing" in caplog.text
@@ -271,7 +271,7 @@ def test_an_attempt_that_may_still_be_written_is_left_alone(url, caplog):
 
 
 def test_an_attempt_that_is_older_than_any_save_is_abandoned(url):
-    draft = ObjectLocation(url).create_draft(1, needed_bytes=0)
+    draft = ObjectLocation(url).clean_up_and_create_draft(1, needed_bytes=0)
     now = ObjectStore(url).list_prefix(str(draft)).objects[WRITER]
     assert not is_attempt_abandoned(draft, now)
     assert now.changed is not None

@@ -60,7 +60,7 @@ def amid_storage(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("move", [torch.clone, page_aligned, amid_storage])
-def test_the_memory_layout_of_a_tensor_does_not_change_the_file(tmp_path, move):
+def test_where_a_tensor_lies_in_memory_does_not_change_the_file(tmp_path, move):
     """Copied or not: through a stream onto the disk, and into anything else that takes bytes."""
     torch.serialization.set_crc32_options(False)  # as `write_shards` has it
     try:

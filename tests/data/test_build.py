@@ -14,7 +14,7 @@ from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.settings.run_checks import check_data_is_given
+from fullshard.spec.settings.run_checks import check_own_model_has_data
 from tests.data.samples import END, plan_of, run_of, save_tokenizer, texts_file, write_json_lines
 
 THIS = "tests.data.test_build"
@@ -169,8 +169,8 @@ def test_a_model_or_a_tokenizer_without_a_data_source_is_refused(setting: str):
     for same in (run, Run.model_validate_json(run.model_dump_json())):
         with pytest.raises(SpecError, match="the run has no data"):
             build_data(same)
-    check_data_is_given(Run.load(overrides=[setting, "data.source=stdlib"]))
-    check_data_is_given(Run.load())
+    check_own_model_has_data(Run.load(overrides=[setting, "data.source=stdlib"]))
+    check_own_model_has_data(Run.load())
 
 
 def test_a_run_with_sources_is_read_back_from_json(tmp_path: Path):

@@ -93,7 +93,7 @@ def test_a_plan_that_is_given_is_only_predicted() -> None:
     assert found.model_copy(update={"prediction": None}) == given
 
 
-def test_an_optimizer_of_unknown_state_runs_with_plain_defaults(capsys: Any) -> None:
+def test_a_run_whose_optimizer_state_is_unknown_gets_plain_defaults(capsys: Any) -> None:
     assert planned("optimizer.name=torch.optim.Adagrad").prediction is None
     assert capsys.readouterr().err.startswith("note: not planned, so with plain defaults: ")
 

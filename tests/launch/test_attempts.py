@@ -19,7 +19,7 @@ from fullshard.errors import (
     TrainError,
 )
 from fullshard.launch.outcome import ProcessOutcome
-from fullshard.launch.start import RankOutcome, RestartBudget, find_first_failure
+from fullshard.launch.start import RankOutcome, RestartBudget, find_root_cause_failure
 
 
 def ending_with(error: BaseException | None) -> ProcessOutcome:
@@ -57,7 +57,7 @@ def ranks_with_a_kill(number: signal.Signals) -> list[RankOutcome]:
 
 def test_the_earlier_of_two_errors_counts() -> None:
     first, second = ended(1, DataError("one")), ended(0, DataError("two"))
-    assert find_first_failure([second, first]) == (1, first.ending and first.ending.failure)
+    assert find_root_cause_failure([second, first]) == (1, first.ending and first.ending.failure)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -68,7 +68,7 @@ def test_a_killed_rank_counts_before_all_that_follows_from_it(order: tuple[int, 
         killed(2, signal.SIGTERM),
         killed(3, signal.SIGKILL, by_us=True),
     ]
-    found = find_first_failure([ranks[i] for i in order])
+    found = find_root_cause_failure([ranks[i] for i in order])
     assert found is not None
     assert (found[0], found[1].exit_code) == (1, LaunchError.exit_code)
     assert "SIGKILL" in found[1].message
@@ -76,31 +76,31 @@ def test_a_killed_rank_counts_before_all_that_follows_from_it(order: tuple[int, 
 
 def test_an_error_counts_before_the_ranks_that_were_stopped_for_it() -> None:
     ranks = [killed(0, signal.SIGTERM), ended(1, DataError("dry")), killed(2, signal.SIGKILL, by_us=True)]
-    found = find_first_failure(ranks)
+    found = find_root_cause_failure(ranks)
     assert found is not None
     assert found[0] == 1
 
 
 def test_a_lost_peer_is_shown_without_another_failure() -> None:
-    found = find_first_failure([ended(0, lost_peer()), ended(1)])
+    found = find_root_cause_failure([ended(0, lost_peer()), ended(1)])
     assert found is not None
     assert (found[0], found[1].peer_lost) == (0, True)
 
 
 def test_an_exit_after_the_work_is_done_is_no_failure() -> None:
     interrupted = ended(1, SystemExit(INTERRUPTED_EXIT_CODE), exit_code=-signal.SIGTERM)
-    assert find_first_failure([ended(0, exit_code=-signal.SIGABRT), interrupted]) is None
+    assert find_root_cause_failure([ended(0, exit_code=-signal.SIGABRT), interrupted]) is None
 
 
 @pytest.mark.parametrize("left", [RankOutcome(0, None, 3, seen_gone_at=0.0), ended(0, SystemExit(3))])
 def test_a_rank_that_leaves_early_is_a_failure(left: RankOutcome) -> None:
-    found = find_first_failure([left, ended(1)])
+    found = find_root_cause_failure([left, ended(1)])
     assert found is not None
     assert "exit code 3" in found[1].message
 
 
 def test_a_killed_rank_is_reported_with_the_way_to_resume() -> None:
-    found = find_first_failure([killed(0, signal.SIGKILL)])
+    found = find_root_cause_failure([killed(0, signal.SIGKILL)])
     assert found is not None
     assert "  try: fewer ranks on this machine" in found[1].message
     assert "--resume starts at the newest whole step" in found[1].message

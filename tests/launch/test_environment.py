@@ -5,7 +5,7 @@ import pytest
 from fullshard.errors import LaunchError
 from fullshard.launch.environment import (
     count_slurm_tasks_on_node,
-    drop_unused_launcher_variables,
+    drop_leftover_torchrun_variables,
     first_slurm_host,
     is_started_by_srun,
     is_started_by_torchrun,
@@ -69,12 +69,12 @@ RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "
 def test_variables_that_another_job_left_are_dropped_and_those_of_a_rank_kept() -> None:
     left = {name: value for name, value in RANK.items() if name != "RANK"}
     environment = {**left, "TORCHELASTIC_RUN_ID": "another", "OMP_NUM_THREADS": "3"}
-    drop_unused_launcher_variables(environment)
+    drop_leftover_torchrun_variables(environment)
     assert environment == {"OMP_NUM_THREADS": "3"}
     assert not prepare_environment_if_started_as_rank(environment)
     for kept in (dict(RANK), SRUN | {"MASTER_PORT": "1"}):
         environment = dict(kept)
-        drop_unused_launcher_variables(environment)
+        drop_leftover_torchrun_variables(environment)
         assert environment == kept
 
 
@@ -83,7 +83,7 @@ def test_variables_that_another_job_left_are_dropped_and_those_of_a_rank_kept() 
 )
 def test_a_part_of_the_variables_of_a_rank_is_an_error(changed: dict[str, str | None]) -> None:
     environment = {name: value for name, value in (RANK | changed).items() if value is not None}
-    drop_unused_launcher_variables(environment)
+    drop_leftover_torchrun_variables(environment)
     with pytest.raises(LaunchError, match="RANK="):
         prepare_environment_if_started_as_rank(environment)
 

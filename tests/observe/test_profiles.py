@@ -58,7 +58,7 @@ def test_sampled_and_chosen_steps(tmp_path: Path, first: int, last: int, setting
 def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: Any):
     for rank in (0, 1):
         profiler = made_profiler(tmp_path, "log.profile=[3]", rank=rank)
-        with profiler.profile_step(3):
+        with profiler.profile_step_to_file(3):
             torch.ones(3, 5) @ torch.ones(5, 2)
         assert (profiler.last.attempt, profiler.last.rank) == (2, rank)
         events = json.loads(gzip.decompress(list_profiles(tmp_path)[3][rank].read_bytes()))["traceEvents"]
@@ -71,13 +71,13 @@ def test_a_chosen_step_has_shapes_and_on_rank_0_stacks(tmp_path: Path, capfd: An
 def test_old_profiles_are_removed(tmp_path: Path, capsys: Any):
     profiler = made_profiler(tmp_path, "log.profile=[1]")
     for step in range(1, 14):
-        with profiler.profile_step(step):
+        with profiler.profile_step_to_file(step):
             pass
     assert list(list_profiles(tmp_path)) == [1, *range(4, 14)]
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "profiles").write_text("a file")
     blocked = made_profiler(tmp_path / "blocked")
-    with blocked.profile_step(10):
+    with blocked.profile_step_to_file(10):
         pass
     assert blocked.last is None
     assert "cannot be written" in capsys.readouterr().out
@@ -91,9 +91,9 @@ def profile_last_step(directory: str, settings: tuple[str, ...]) -> dict[str, fl
     )
     for _ in range(3):
         next(steps)
-    with profiler.profile_step(4):
+    with profiler.profile_step_to_file(4):
         next(steps)
-    return profiler.last.seconds_by_name()
+    return profiler.last.compute_track_seconds_by_name()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def profile_shared_work(directory: str, model: str, run: Run) -> tuple[set[tuple
     built = shard(build(model, run), plan)
     state = TrainState(built, build_optimizer(built, plan), data=Rows(VOCABULARY))
     profiler = made_profiler(Path(directory), rank=dist.get_rank())
-    with profiler.profile_step(1):
+    with profiler.profile_step_to_file(1):
         next(train(state, plan))
     tracks = ("parts of sequences", "rows of experts")
     shared = [one for one in profiler.last.spans if one.track in tracks]

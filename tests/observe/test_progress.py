@@ -41,7 +41,7 @@ def test_lines_are_few():
     file = io.StringIO()
     shown = progress(95, every=20, world_size=2, file=file)
     for step in range(1, 96):
-        shown.show_step_if_due(metrics(step))
+        shown.add_step_and_show_if_due(metrics(step))
     shown.print_line("saved")
     lines = file.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/95", "20/95", "40/95", "60/95", "80/95", "95/95"]
@@ -64,7 +64,7 @@ def test_skipped_step_is_shown_at_once():
     file = io.StringIO()
     shown = progress(95, every=20, file=file)
     for step in range(1, 10):
-        shown.show_step_if_due(metrics(step, skipped=step == 7))
+        shown.add_step_and_show_if_due(metrics(step, skipped=step == 7))
     assert "SKIPPED" in file.getvalue().splitlines()[1]
 
 
@@ -73,7 +73,7 @@ def test_a_reader_that_has_left_does_not_end_the_run():
     os.close(read)
     file = os.fdopen(write, "w")
     shown = progress(3, every=1, file=file)
-    shown.show_step_if_due(metrics(1))
+    shown.add_step_and_show_if_due(metrics(1))
     shown.print_line("saved")
     with pytest.raises(BrokenPipeError):
         file.close()

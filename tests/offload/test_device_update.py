@@ -173,7 +173,7 @@ def test_pieces_have_every_element_once_at_its_place(
         offsets = {one.name: one.offset - one.begin for one in group.segments}
         for begin, piece in iterate_group_pieces(group, elements):
             assert begin % CUT_ELEMENTS == 0
-            assert 0 < piece.padded_numel <= elements
+            assert 0 < piece.numel_with_gaps <= elements
             for one in piece.segments:
                 assert begin + one.offset == offsets[one.name] + one.begin
                 found[one.name] += [(one.begin, one.end)]

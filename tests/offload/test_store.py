@@ -62,7 +62,7 @@ def drive_store(
 def content(group: OffloadGroup, parts: MasterAndMoments, *, time_: int) -> list[Tensor]:
     """Numbers that say of which group, part and pass they are."""
     return [
-        (torch.arange(group.padded_numel) % 97 + 100 * i + 10 * group.index + time_).to(one.dtype)
+        (torch.arange(group.numel_with_gaps) % 97 + 100 * i + 10 * group.index + time_).to(one.dtype)
         for i, one in enumerate(parts)
     ]
 
@@ -86,7 +86,7 @@ def put(
     """A pass that finds what the one of `before` has left."""
     seen: list[OffloadGroup] = []
     for group, parts in store.stream_for_update(fresh=fresh):
-        assert [one.shape for one in parts] == [(group.padded_numel,)] * 3
+        assert [one.shape for one in parts] == [(group.numel_with_gaps,)] * 3
         assert fresh or holds(group, parts, time_=before)
         seen.append(group)
         for one, new in zip(parts, content(group, parts, time_=time_), strict=True):

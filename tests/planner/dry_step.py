@@ -28,7 +28,7 @@ from fullshard.distributed.tensors import (
     tensors_with_data,
 )
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.apply import apply_recompute_and_fsdp, choose_sharding
+from fullshard.parallel.apply import apply_recompute_and_fsdp_on_meta, choose_sharding
 from fullshard.parallel.fp8 import set_up_fp8_gathers
 from fullshard.parallel.mesh import build_axis_group, forget_groups
 from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
@@ -177,7 +177,7 @@ def shard_dry(model: nn.Module, plan: Plan, *, device: DeviceType, fakes: FakeTe
         model, plan, rank=0, group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
     prepared = replace(choose_sharding(model, plan, split=split), device=device)
-    apply_recompute_and_fsdp(model, prepared)
+    apply_recompute_and_fsdp_on_meta(model, prepared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SilentCollective())  # type: ignore[arg-type]

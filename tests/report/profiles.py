@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, KernelTrace, parse_profile, profiled_step
+from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, KernelTrace, parse_profile_json, profiled_step
 from fullshard.spec.records.run_files import PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep, StepSpan
 
@@ -41,7 +41,7 @@ class MadeProfile:
         return json.dumps(made | {"traceEvents": [*self.events, {"ph": "M"}, "no event"]}).encode()
 
     def trace(self) -> KernelTrace:
-        return parse_profile(self.text(), name="made")
+        return parse_profile_json(self.text(), name="made")
 
     def measured(self) -> ProfiledStep:
         return profiled_step(self.trace(), step=1, rank=0)

@@ -63,7 +63,7 @@ def test_groups_are_within_their_limit_without_overlap(world: list[list[ShardSiz
     for shards in world:
         for index, group in enumerate(group_shards(shards, sub_group_parameters=limit)):
             assert group.index == index
-            assert group.padded_numel <= limit_of(limit)
+            assert group.numel_with_gaps <= limit_of(limit)
             assert all(one.numel > 0 and one.offset % VECTOR == 0 for one in group.segments)
             assert all(a.offset + a.numel <= b.offset for a, b in pairwise(group.segments))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.survival.fingerprint import tensor_checksum
+from fullshard.survival.fingerprint import local_tensor_checksum
 from fullshard.training.loop import train
 from tests.fakes.plans import STRATEGIES
 from tests.training.runs import logged, mean_square, run_of, sharded
@@ -22,24 +22,25 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 @given(st.sampled_from(DTYPES), st.integers(1, 50), st.data())
 def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype, count: int, data: Any) -> None:
     tensor = torch.arange(count).to(dtype)
-    before = tensor_checksum(tensor).item()
+    before = local_tensor_checksum(tensor).item()
     octets = tensor.view(torch.uint8)
     octets[data.draw(st.integers(0, octets.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert tensor_checksum(tensor).item() != before
+    assert local_tensor_checksum(tensor).item() != before
 
 
 def test_words_that_change_places_change_the_checksum() -> None:
     assert (
-        tensor_checksum(torch.tensor([1.0, 2.0])).item() != tensor_checksum(torch.tensor([2.0, 1.0])).item()
+        local_tensor_checksum(torch.tensor([1.0, 2.0])).item()
+        != local_tensor_checksum(torch.tensor([2.0, 1.0])).item()
     )
     large = torch.zeros((1 << 20) + 3)
     large[-1] = 1
-    assert tensor_checksum(large).item() != tensor_checksum(large.flip(0)).item()
+    assert local_tensor_checksum(large).item() != local_tensor_checksum(large.flip(0)).item()
 
 
 def test_scalars_empty_shards_and_negative_zero_have_one() -> None:
-    assert tensor_checksum(torch.empty(0)).item() == 0
-    assert tensor_checksum(torch.tensor(0.0)).item() != tensor_checksum(torch.tensor(-0.0)).item()
+    assert local_tensor_checksum(torch.empty(0)).item() == 0
+    assert local_tensor_checksum(torch.tensor(0.0)).item() != local_tensor_checksum(torch.tensor(-0.0)).item()
 
 
 def flip(tensor: Tensor) -> None:

@@ -269,7 +269,7 @@ def freezes_in_the_loop() -> list[bool]:
     return seen
 
 
-def test_a_module_that_the_loop_freezes_stays_frozen(ranks: Any) -> None:
+def test_a_module_that_the_loop_sets_to_eval_stays_in_eval(ranks: Any) -> None:
     assert ranks(1).run(freezes_in_the_loop) == [[True, False, False]]
 
 

@@ -75,7 +75,7 @@ class CheckpointLocation(Protocol):
         """Locks the location against other writers. Raises CheckpointError if another process writes."""
         ...
 
-    def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
+    def clean_up_and_create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         """Creates a draft for the files of a step. Raises CheckpointError if a disk lacks `needed_bytes`."""
         ...
 
@@ -84,7 +84,7 @@ class CheckpointLocation(Protocol):
         ...
 
     def discard_draft(self, draft: CheckpointFiles) -> None:
-        """Removes a draft that `create_draft` created, as far as possible."""
+        """Removes a draft that `clean_up_and_create_draft` created, as far as possible."""
 
     def quarantine(self, checkpoint: CheckpointFiles) -> str:
         """Renames a damaged checkpoint, which is then neither loaded nor removed. Returns the new name."""
@@ -141,7 +141,7 @@ class LocalLocation:
             fix="a directory a run",
         )
 
-    def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
+    def clean_up_and_create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         """Creates a draft, removes those of dead saves, and sets aside an entry of the step's name."""
         target = self.path / step_name(step)
         if os.path.lexists(target):

@@ -80,7 +80,7 @@ class ObjectLocation:
         """Does nothing: other writers are not refused. See [Note: one put commits]."""
         yield
 
-    def create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
+    def clean_up_and_create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
         """Creates a draft, and removes abandoned ones. Warns of a store that would replace a manifest."""
         draft = self._step_files(step, attempt=secrets.token_hex(8))
         store, writer = self.root_as_checkpoint().store, write_process_name(draft)

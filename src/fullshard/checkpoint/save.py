@@ -140,7 +140,7 @@ class CheckpointSaver:
     def save_snapshot(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
         doing = f"saving step {mine.step} to {self.place}"
-        needed_bytes = _check_ranks_agree_and_sum_bytes(mine, group=group)
+        needed_bytes = _check_same_values_and_sum_bytes(mine, group=group)
         with ExitStack() as held:
             create = partial(self._lock_and_draft_unless_saved, held, mine, needed_bytes=needed_bytes)
             draft = run_on_rank_zero(create, doing=doing, group=group)
@@ -182,7 +182,7 @@ class CheckpointSaver:
         held.enter_context(self.place.lock_for_writing())
         there = next((files for step, files in self.place.list_checkpoints() if step == mine.step), None)
         saved = None if there is None else self._keep_saved_or_quarantine(there, mine)
-        return saved or self.place.create_draft(mine.step, needed_bytes=needed_bytes)
+        return saved or self.place.clean_up_and_create_draft(mine.step, needed_bytes=needed_bytes)
 
     def _quarantine_other_and_create_draft(
         self, mine: Snapshot, there: CheckpointFiles, *, needed_bytes: int
@@ -192,7 +192,7 @@ class CheckpointSaver:
         logger.warning(
             "%s had other numbers, of another run or from before a rollback; it is %s now", there, aside
         )
-        return self.place.create_draft(mine.step, needed_bytes=needed_bytes)
+        return self.place.clean_up_and_create_draft(mine.step, needed_bytes=needed_bytes)
 
     def _keep_saved_or_quarantine(self, there: CheckpointFiles, mine: Snapshot) -> "_SavedStep | None":
         """Returns `there` if it is complete and kept; else renames it, and returns None.
@@ -335,7 +335,7 @@ def _unsavable_reason(tensor: object) -> str | None:
     return None
 
 
-def _check_ranks_agree_and_sum_bytes(mine: Snapshot, *, group: Group) -> int:
+def _check_same_values_and_sum_bytes(mine: Snapshot, *, group: Group) -> int:
     """Returns the most bytes that all ranks write. Raises CheckpointError if their steps or values differ."""
     digest = hashlib.sha256(json.dumps(mine.values, sort_keys=True).encode()).hexdigest()
     share = sum(map(_tensor_share_bytes, mine.tensors.values()))

@@ -189,7 +189,9 @@ class DcpCheckpointReader(StorageReader):
                     for item in group:
                         piece = pieces.get(file_and_offset(item)[1])
                         target = planner.resolve_tensor(item).detach()
-                        self.read_piece_part_into(file, piece, offsets=item.storage_offsets, target=target)
+                        self.check_piece_and_read_part_into(
+                            file, piece, offsets=item.storage_offsets, target=target
+                        )
                         planner.commit_tensor(item, target)
         return _completed_future(None)
 
@@ -218,7 +220,7 @@ class DcpCheckpointReader(StorageReader):
         except OSError as error:
             raise read_failure_error(error, f"{self.files} cannot be read.", name=name) from error
 
-    def read_piece_part_into(
+    def check_piece_and_read_part_into(
         self, file: BinaryIO, piece: shard_file.ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
         """Fills `target` as `shard_file.read_verified_part_into` does. Checks the dtype of `piece`."""
@@ -295,7 +297,7 @@ def fill_from_rank_shard_file(receivers: Mapping[str, Tensor], reader: DcpCheckp
                     why='its layout is "ranks": a file for each rank\'s own shards',
                     fix="the strategy that it was saved with (its manifest holds the plan)",
                 )
-            reader.read_piece_part_into(file, piece, offsets=(0,) * shard.ndim, target=shard)
+            reader.check_piece_and_read_part_into(file, piece, offsets=(0,) * shard.ndim, target=shard)
 
 
 @contextmanager

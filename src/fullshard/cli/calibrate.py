@@ -112,16 +112,16 @@ def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:
     nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     yield "hardware", f"{hardware.name}, {ranks}{nodes}; all ranks at once, rates per rank:"
     for dtype, curve in hardware.rates.matmul.items():
-        yield f"matmul {dtype}", _best_rate_text(curve, amount="FLOP")
-    yield "memory", _best_rate_text(hardware.rates.memory, amount="B")
+        yield f"matmul {dtype}", _best_rate_text(curve, unit="FLOP")
+    yield "memory", _best_rate_text(hardware.rates.memory, unit="B")
     for axis, link in (("within", hardware.within), ("across", hardware.across)):
         for kind, rate in link.known_rates.items() if link is not None else ():
             if rate.curve is not None:
-                yield f"{kind.replace('_', '-')} {axis}", _best_rate_text(rate.curve, amount="B")
+                yield f"{kind.replace('_', '-')} {axis}", _best_rate_text(rate.curve, unit="B")
     if hardware.disk_bytes_per_second is not None:
         yield "drive, reading and writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
 
 
-def _best_rate_text(curve: "Curve", *, amount: str) -> str:
+def _best_rate_text(curve: "Curve", *, unit: str) -> str:
     best = max(curve, key=lambda point: point.rate)
-    return f"{format_count(best.rate)}{amount}/s at {format_count(best.size)}{amount} a launch"
+    return f"{format_count(best.rate)}{unit}/s at {format_count(best.size)}{unit} a launch"

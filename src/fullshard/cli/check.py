@@ -93,14 +93,14 @@ def _collect_and_show(plan: "Plan", *, verbose: bool, as_json: bool, is_first: b
         if group == "ranks":
             own = _run_rank_checks(plan) if by_ranks is None else by_ranks
         else:
-            own = list(iterate_findings(_input_of_checks(group, plan), group=group))
+            own = list(iterate_findings(_build_input_of_checks(group, plan), group=group))
         if not as_json:
             _show_group(group, own, verbose=verbose)
         found += own
     return found
 
 
-def _input_of_checks(group: str, plan: "Plan") -> object:
+def _build_input_of_checks(group: str, plan: "Plan") -> object:
     """Returns what the checks of `group` read, or the finding that says why it is missing."""
     if group == "model":
         from fullshard.jobs.checks.model_trial import build_model_trial

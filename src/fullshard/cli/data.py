@@ -19,7 +19,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
     from fullshard.errors import SpecError
     from fullshard.models.build import check_vocabulary
     from fullshard.spec.run import Run
-    from fullshard.spec.settings.run_checks import check_data_is_given
+    from fullshard.spec.settings.run_checks import check_own_model_has_data
 
     run = Run.load(run_path, overrides=overrides or [])
     if run.data.source == "python":
@@ -28,7 +28,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
             got=f'data.source = "python", data.factory = {run.data.factory!r}',
             why="a function of your own makes the batches when the run asks for them",
         )
-    check_data_is_given(run)
+    check_own_model_has_data(run)
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data))
     data = build_packed_data(run)
     check_vocabulary(run, token_count=data.vocabulary)

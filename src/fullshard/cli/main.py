@@ -22,7 +22,7 @@ from fullshard.cli import (
     train,
 )
 from fullshard.cli.options import SettingHintCommand
-from fullshard.launch.environment import drop_unused_launcher_variables, set_default_user_name
+from fullshard.launch.environment import drop_leftover_torchrun_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.terminal import escape_control_characters, escape_log_messages, prepare_standard_streams
 
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         prepare_standard_streams()
     escape_log_messages()
-    drop_unused_launcher_variables(os.environ)
+    drop_leftover_torchrun_variables(os.environ)
     set_default_user_name(os.environ)
     with ProcessOutcome() as ending:
         try:

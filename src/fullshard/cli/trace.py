@@ -28,22 +28,22 @@ def trace(
     from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes
     from fullshard.report.step_traces import (
+        aligned_spans_by_trace_process,
         check_is_trace,
-        choose_step,
+        check_step_or_choose_last,
         read_step,
         save_trace,
-        spans_by_trace_process,
     )
     from fullshard.system.targets import check_output_file, make_load_predicate
 
     check_output_file(path, is_kind=make_load_predicate(check_is_trace), force=force, streams=True)
-    step = choose_step(directory, step)
+    step = check_step_or_choose_last(directory, step)
     measured = read_step(directory, step)
     if not measured:
         raise SpecError(f"{directory}: the profiles of step {step} cannot be read.", fix="another --step")
     about = {"run": str(directory), "step": str(step)}
     try:
-        save_trace(path, spans_by_trace_process(measured), about=about)
+        save_trace(path, aligned_spans_by_trace_process(measured), about=about)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""

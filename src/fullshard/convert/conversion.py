@@ -123,7 +123,9 @@ def convert_config(
     return Conversion(
         name=name,
         format=found,
-        key_results=tuple(_with_file_key_and_default(state, state.key_results[key]) for key in state.leaves),
+        key_results=tuple(
+            _with_file_key_and_auto_explained(state, state.key_results[key]) for key in state.leaves
+        ),
         notes=tuple(state.notes),
         settings=settings,
         origins={key: state.original_names.get(origin, origin) for key, origin in state.origins.items()},
@@ -131,7 +133,9 @@ def convert_config(
     )
 
 
-def _with_file_key_and_default(state: rules.ConversionState, result: rules.KeyResult) -> rules.KeyResult:
+def _with_file_key_and_auto_explained(
+    state: rules.ConversionState, result: rules.KeyResult
+) -> rules.KeyResult:
     """Returns `result` with the key's name in the config, and for an open value, the one that counts here."""
     changes = {"key": state.original_names.get(result.key, result.key)}
     target = result.misses
@@ -211,7 +215,7 @@ def _try_parse_json(text: str, format: rules.ConfigFormat | None) -> ParsedConfi
 def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfig | None:
     if format not in _MAPPING_FORMATS:
         return None
-    found = _recognize_mapping_format(_load_yaml(text), format)
+    found = _recognize_mapping_format(_try_load_yaml(text), format)
     # DeepSpeed's are JSON; a YAML with one of its common names, such as `optimizer`, is another tool's.
     if (
         format is None
@@ -223,7 +227,7 @@ def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfi
     return found
 
 
-def _load_yaml(text: str) -> Any:
+def _try_load_yaml(text: str) -> Any:
     """Returns the value of YAML text; None for other text, for long text, and for references that expand."""
     import yaml
 

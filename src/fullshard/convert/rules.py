@@ -156,27 +156,29 @@ class ConversionState:
             return
         self.origins.setdefault(target, key)
         same = key.rpartition(".")[2] == target.rpartition(".")[2]
-        self._record(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target)
+        self._record_first_verdict(
+            key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target
+        )
 
     def infer_setting(self, target: str, value: Any, *, origin: str) -> None:
         """Sets `target`, unless it is set, to a value that follows from `origin`, a key or a reason."""
         if target not in self.settings:
             self.settings[target], self.origins[target] = value, origin
 
-    def infer_global_batch(self, sequences: int, *, origin: str, model_parallel: int = 1) -> None:
-        """Sets `train.global_batch`, unless it is set, to `sequences` × ranks (1 with a note, if unknown).
+    def infer_global_batch(self, sequences_per_rank: int, *, origin: str, model_parallel: int = 1) -> None:
+        """Sets `train.global_batch`, unless it is set, to `sequences_per_rank` × ranks, or × 1 with a note.
 
         model_parallel: number of ranks that share each sequence, and count as one
         """
         if "train.global_batch" in self.settings:
             return
-        origin = f"{sequences} of each rank ({origin})"
+        origin = f"{sequences_per_rank} of each rank ({origin})"
         ranks = max(1, (self.ranks or 1) // model_parallel)
-        self.infer_setting("train.global_batch", sequences * ranks, origin=origin)
+        self.infer_setting("train.global_batch", sequences_per_rank * ranks, origin=origin)
         if self.ranks is None:
             self.notes.append(
-                f"train.global_batch = {sequences} is one rank's, for the file does not say how many there "
-                "are: --ranks N multiplies it"
+                f"train.global_batch = {sequences_per_rank} is one rank's, for the file does not say "
+                "how many there are: --ranks N multiplies it"
             )
 
     def set_default_of_other_tool(self, target: str, value: Any, *, why: str) -> None:
@@ -187,15 +189,15 @@ class ConversionState:
 
     def record_not_needed(self, key: str, why: str) -> None:
         """Records that the result is the same without `key`."""
-        self._record(key, KeyVerdict.NOT_NEEDED, why=why)
+        self._record_first_verdict(key, KeyVerdict.NOT_NEEDED, why=why)
 
     def record_unsupported(self, key: str, why: str, *, misses: str = "") -> None:
         """Records that the result differs from what `key` requests; `misses`: see `KeyResult`."""
-        self._record(key, KeyVerdict.NOT_SUPPORTED, why=why, misses=misses)
+        self._record_first_verdict(key, KeyVerdict.NOT_SUPPORTED, why=why, misses=misses)
 
     def record_auto_value(self, key: str, target: str) -> None:
         """Records that the value of `key`, which `target` expresses, is "auto"."""
-        self._record(key, KeyVerdict.OPEN, why="", misses=target)
+        self._record_first_verdict(key, KeyVerdict.OPEN, why="", misses=target)
 
     def record_unknown_keys(self, known: list[str]) -> None:
         """Records keys without a verdict as unknown, with a similar `known` one; empty tables as unneeded."""
@@ -205,9 +207,11 @@ class ConversionState:
                 continue
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
-            self._record(key, KeyVerdict.UNKNOWN, why=why)
+            self._record_first_verdict(key, KeyVerdict.UNKNOWN, why=why)
 
-    def _record(self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "", misses: str = "") -> None:
+    def _record_first_verdict(
+        self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "", misses: str = ""
+    ) -> None:
         if key in self.leaves and key not in self.key_results:
             self.key_results[key] = KeyResult(
                 key=key, value=self.get(key), verdict=verdict, sets=sets, misses=misses, why=why
@@ -380,7 +384,7 @@ def apply_rules(state: ConversionState, rules: Rules) -> None:
             if rule.not_needed:
                 state.record_not_needed(key, rule.not_needed)
             elif rule.unsupported:
-                _apply_rule_without_setting(state, key, rule=rule)
+                _apply_unsupported_rule(state, key, rule=rule)
             else:
                 _apply_rule_with_setting(state, key, rule=rule)
 
@@ -398,7 +402,7 @@ def list_exact_keys(rules: Iterable[str]) -> list[str]:
     return [key for key in rules if not {*"*?"} & {*key}]
 
 
-def _apply_rule_without_setting(state: ConversionState, key: str, *, rule: KeyRule) -> None:
+def _apply_unsupported_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
     value = state.get(key)
     switch = state.get(f"{key.partition('.')[0]}.{rule.switch}")
     is_off = is_one_of_same_type(value, (None, *rule.unless))

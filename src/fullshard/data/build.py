@@ -17,7 +17,7 @@ from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.run import Run
 from fullshard.spec.settings.data_section import DataSection
-from fullshard.spec.settings.run_checks import check_data_is_given
+from fullshard.spec.settings.run_checks import check_own_model_has_data
 from fullshard.system.dotted import import_callable
 
 _PARTS = ("training", "held-out")
@@ -84,7 +84,7 @@ def tokenizer_vocabulary_size(section: DataSection) -> int | None:
 
 def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no_heartbeat) -> PackedData:
     """Builds the data of a run whose source is not `python`. See `build_data`."""
-    check_data_is_given(run)
+    check_own_model_has_data(run)
     section, root = run.data, Path(run.data.cache)
     sources = section.sources or (section,)
     stores = [open_token_stores(source, section, root=root, alive=alive) for source in sources]

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal
 
 from fullshard.data import files
 from fullshard.data.conversation import drop_null_members
-from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_column_paths
+from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns_to_read
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.small_files import ForeignErrorTranslator
@@ -173,7 +173,7 @@ def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord | CorruptRec
         if files.is_compressed(part.path):
             data, begin = file.read(), 0
         else:
-            data, begin = _read_block_of_whole_lines(file, part)
+            data, begin = _read_lines_beginning_in_part(file, part)
             behind = begin + len(data)
             before = _read_text_without_cut_characters(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
             after = _read_text_without_cut_characters(file, behind, end=behind + _CONTEXT_BYTES)
@@ -235,7 +235,7 @@ def _read_parquet_rows(part: FilePart, fields: DataSourceFields) -> Iterator[Sou
         batch = next(file.iter_batches(1), None)
         return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
 
-    paths = find_arrow_column_paths(file.schema_arrow, fields, where=part.path, first_row=read_first_row)
+    paths = find_arrow_columns_to_read(file.schema_arrow, fields, where=part.path, first_row=read_first_row)
     columns = [".".join(path) for path in paths.values()]
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[part.begin], columns=columns):
@@ -281,7 +281,7 @@ def _rows_with_lists_as_arrays(batch: Any, paths: Mapping[str, Sequence[str]]) -
 def _read_dataset_rows(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
     dataset, name = open_dataset(part.path, fields), part.path or fields.name
     schema = dataset.features.arrow_schema
-    paths = find_arrow_column_paths(schema, fields, where=str(name), first_row=lambda: dataset[0])
+    paths = find_arrow_columns_to_read(schema, fields, where=str(name), first_row=lambda: dataset[0])
     selected, row = dataset.select_columns(list({path[0]: None for path in paths.values()})), part.begin
     while row < part.end:
         try:
@@ -313,13 +313,13 @@ def _iterate_lines(part: FilePart) -> Iterator[tuple[int, bytes]]:
                 yield begin, line
                 begin += len(line)
             return
-        data, begin = _read_block_of_whole_lines(file, part)
+        data, begin = _read_lines_beginning_in_part(file, part)
     for line in data.split(b"\n"):
         yield begin, line
         begin += len(line) + 1
 
 
-def _read_block_of_whole_lines(file: BinaryIO, part: FilePart) -> tuple[bytes, int]:
+def _read_lines_beginning_in_part(file: BinaryIO, part: FilePart) -> tuple[bytes, int]:
     """Returns (whole lines that begin within the part, the byte at which the first of them begins)."""
     begin = part.begin
     if begin:

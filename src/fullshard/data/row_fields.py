@@ -142,7 +142,7 @@ def find_arrow_path(fields: Any, name: str) -> list[str] | None:
     return None
 
 
-def find_arrow_column_paths(
+def find_arrow_columns_to_read(
     schema: Any, fields: DataSourceFields, *, where: str, first_row: Callable[[], Mapping[str, Any]]
 ) -> dict[str, list[str]]:
     """Returns the path of each column to read, see `find_arrow_path`, by the name of its field.
@@ -250,7 +250,9 @@ def check_exclusions_are_used(row: Mapping[str, Any], main_field: str, *, used: 
             name = key.removeprefix(f"{parent}.")
             if name in used or key == main_field or value is None:
                 continue
-            numbers = _numbers_or_none(value, single=name in _SINGLE) if name in _EXCLUDES_NOTHING else None
+            numbers = (
+                _numbers_or_none(value, accepts_number=name in _SINGLE) if name in _EXCLUDES_NOTHING else None
+            )
             excludes = numbers is not None and not _EXCLUDES_NOTHING[name](numbers)
             # A number is a measured loss; NeMo's mask is the name of a role.
             if excludes or (name == "loss" and value is False) or (name == "mask" and isinstance(value, str)):
@@ -280,9 +282,9 @@ def true_train_flag_names(message: Mapping[str, Any]) -> list[str]:
     return [name for name in _TRAINED_IF_TRUE if message.get(name) is True]
 
 
-def _numbers_or_none(value: Any, *, single: bool) -> Numbers | None:
-    """Returns a number or a list of numbers as an array; None for other values. `single`: allows a number."""
-    is_single = single and isinstance(value, bool | int | float)
+def _numbers_or_none(value: Any, *, accepts_number: bool) -> Numbers | None:
+    """Returns a number or a list of numbers as an array; None for other values."""
+    is_single = accepts_number and isinstance(value, bool | int | float)
     try:
         return _one_dim_array([value] if is_single else value, "")
     except UntokenizableRecordError:

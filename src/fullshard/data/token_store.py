@@ -322,7 +322,7 @@ class TokenStream:
     stores: tuple[TokenStore, ...]
 
     @cached_property
-    def store_begins(self) -> list[int]:
+    def store_bounds(self) -> list[int]:
         """First place of each store, and the end of the last store."""
         return [0, *accumulate(len(store.tokens) for store in self.stores)]
 
@@ -342,11 +342,11 @@ class TokenStream:
 
     def document_begins_and_lengths(self) -> tuple[Integers, Integers]:
         """Returns (first place of each document, its number of tokens), as arrays in memory."""
-        pairs = zip(self.stores, self.store_begins, strict=False)
+        pairs = zip(self.stores, self.store_bounds, strict=False)
         begins = [store.begins.astype(np.int64) + base for store, base in pairs]
         lengths = [(store.ends - store.begins).astype(np.int64) for store in self.stores]
         return np.concatenate(begins), np.concatenate(lengths)
 
     def _find_store_and_its_begin(self, place: int) -> tuple[TokenStore, int]:
-        i = bisect_right(self.store_begins, place) - 1
-        return self.stores[i], self.store_begins[i]
+        i = bisect_right(self.store_bounds, place) - 1
+        return self.stores[i], self.store_bounds[i]

@@ -44,9 +44,9 @@ class UnitEvents:
     def checksum(self) -> int:
         return zlib.crc32(self.numbers)
 
-    def first_differing_event_texts(self, others: Sequence["array[int]"]) -> list[str]:
-        """Returns for each of `others`, the `numbers` of several ranks, a text of the first that differs."""
-        split = [_split_into_events(numbers) for numbers in others]
+    def first_differing_event_texts(self, orders: Sequence["array[int]"]) -> list[str]:
+        """Compares `orders`, the `numbers` of ranks. Returns a text of each one's first that differs."""
+        split = [_split_into_events(numbers) for numbers in orders]
         pairs = enumerate(zip(*split, strict=False))
         at = next((i for i, events in pairs if len(set(events)) > 1), min(map(len, split)))
         return [self._event_text(events[at]) if at < len(events) else "no further unit" for events in split]

@@ -27,7 +27,7 @@ from fullshard.spec.records.event import RunEvent
 from fullshard.spec.records.run_files import CHECKPOINTS
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
-from fullshard.spec.settings.run_checks import check_data_is_given, unused_setting_notes
+from fullshard.spec.settings.run_checks import check_own_model_has_data, unused_setting_notes
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
 
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
-    check_data_is_given((request.plan or request).run)
+    check_own_model_has_data((request.plan or request).run)
     request = _with_resolved_epochs(request)
     ranks, device = _rank_count_and_device_type(request)
-    if request.plan is not None and not _is_plan_for_ranks(request.plan, ranks, device=device):
+    if request.plan is not None and not _check_plan_and_match_ranks(request.plan, ranks, device=device):
         return request  # nodes have left or joined: only the job can decide
     # Plain mistakes are found here, before torch is imported (unless something has imported it already).
     run = _with_resolved_precision((request.plan or request).run, device)
@@ -64,7 +64,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
         model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
         if plain_defaults:
-            _check_host_limit_is_planned(run, why="--no-plan was given", fix="leave out one of the two")
+            _check_no_host_limit_if_unplanned(run, why="--no-plan was given", fix="leave out one of the two")
             plan = plain
         else:
             plan = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
@@ -121,7 +121,7 @@ def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType
     return ranks, choose_device_type(request.run.run.device)
 
 
-def _is_plan_for_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
+def _check_plan_and_match_ranks(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     """Returns whether the plan is for this number of ranks. Under torchrun, their number may have changed.
 
     Raises PlanError for a plan for another device, or, without torchrun, for other ranks.
@@ -158,7 +158,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
             lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
         )
     except (PlanError, SpecError, TraceError) as error:
-        _check_host_limit_is_planned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
+        _check_no_host_limit_if_unplanned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
         got = f" ({error.got})" if isinstance(error, TraceError) else ""
         fix = f"\n  try: {error.fix}" if error.fix and not isinstance(error, TraceError) else ""
         _print_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
@@ -174,7 +174,7 @@ def _detect_hardware_of_ranks(plan: Plan) -> Hardware:
     return detect_hardware(plan.device, ranks=ranks)
 
 
-def _check_host_limit_is_planned(run: Run, *, why: str, fix: str) -> None:
+def _check_no_host_limit_if_unplanned(run: Run, *, why: str, fix: str) -> None:
     """Raises PlanError if the run, which is not planned, limits the host's memory."""
     uses_host = run.offload.offloads_optimizer or run.recompute.mode == "offload"
     if run.offload.host_bytes is not None and uses_host:

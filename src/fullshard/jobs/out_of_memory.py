@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from fullshard.errors import TrainError, error_location_text
+from fullshard.errors import TrainError, user_code_location_text
 from fullshard.observe.memory import read_live_bytes, storages_by_part
 from fullshard.observe.run_log import count_attempts
 from fullshard.parallel.mesh import RankInfo
@@ -69,7 +69,7 @@ class OutOfMemoryReporter:
         asked = "" if requested is None else f"{format_bytes(requested)} more, "
         what = f"rank {rank} ran out of memory in {self._where.phase} of step {step}."
         got = f"{asked}while it held {format_bytes(held_bytes)} of tensors"
-        why = f"{error_location_text(error)}: {_first_line(error)}"
+        why = f"{user_code_location_text(error)}: {_first_line(error)}"
         fix = 'a smaller train.microbatch, recompute.mode = "full", or more ranks'
         if self.directory is not None:
             path = self.directory / OUT_OF_MEMORY / f"step-{step:08}-rank-{rank:05}.txt"

@@ -125,7 +125,7 @@ def prepare_job(
         discard_offloaded_files(plan)
     compiler = stack.enter_context(count_compilation())
     shard(model, plan, init=None if weights is None else "none")
-    state = _make_state(stack, plan, model=model, data=data)
+    state = _seed_generators_and_make_state(stack, plan, model=model, data=data)
     state.phase, memory_failure.optimizer = where, state.optimizer
     read = restore_train_state(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
@@ -244,7 +244,9 @@ def _rank_count_text(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def _make_state(stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData) -> TrainState:
+def _seed_generators_and_make_state(
+    stack: ExitStack, plan: Plan, *, model: nn.Module, data: TrainingData
+) -> TrainState:
     seed_generators(plan)  # replaced by a checkpoint's own states
     prefetcher = MicrobatchPrefetcher(data, steps=plan.run.data.prefetch_steps)
     return TrainState(

@@ -100,7 +100,7 @@ def _run_steps_and_return_if_interrupted(job: TrainJob) -> bool:
             job.peak_bytes = gather_highest_peak(peak, job.state.model, plan=job.plan)
         elif job.profiler.is_due(index):
             job.slowed.add(index)
-            with job.profiler.profile_step(index):
+            with job.profiler.profile_step_to_file(index):
                 step = next(steps, None)
             _gather_profiled_step_seconds(job)
         else:

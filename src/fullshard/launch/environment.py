@@ -32,7 +32,7 @@ def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
     return is_task and tasks.isdecimal() and int(tasks) > 1
 
 
-def drop_unused_launcher_variables(environment: MutableMapping[str, str]) -> None:
+def drop_leftover_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     """Removes variables of a launcher that did not start this process, which another job left in the shell.
 
     A process with a RANK may have been started by one: `prepare_environment_if_started_as_rank` checks its

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from fullshard.errors import FullshardError, error_location_text
+from fullshard.errors import FullshardError, user_code_location_text
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.system.files import open_regular_file, write_file_atomically
@@ -128,7 +128,7 @@ def _iterate_exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _unexpected_error_message(error: BaseException) -> str:
-    lines = [str(error).strip() or "(it says nothing)", f"  where: {error_location_text(error)}"]
+    lines = [str(error).strip() or "(it says nothing)", f"  where: {user_code_location_text(error)}"]
     if type(error).__name__ == "OutOfMemoryError":
         lines.append('  try: a smaller train.microbatch, recompute.mode = "full", or more ranks')
     lines.append(f"  the whole traceback: {TRACEBACK_VARIABLE}=1")

@@ -90,7 +90,7 @@ class RestartBudget:
         interrupted_by: the first signal that the launcher received
         at_once: the ranks were killed without time to save
         """
-        found = find_first_failure(ended)
+        found = find_root_cause_failure(ended)
         if at_once:
             return RestartOrEnd(("ended at once; unsaved steps are lost",), CTRL_C_EXIT_CODE)
         if found is None:
@@ -138,7 +138,7 @@ class _RootCauseOrder(IntEnum):
     PEER_LOST = 2
 
 
-def find_first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
+def find_root_cause_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
     """Returns the number of the rank that failed first and its failure, or None if no rank failed.
 
     Failures are ordered by `_RootCauseOrder`, then by time. Those that only report a lost peer (`outcome.py`)

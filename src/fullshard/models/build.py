@@ -37,7 +37,7 @@ def build_model(run: Run) -> nn.Module:
 def _check_no_balance_loss_with_document_mask(model: nn.Module, run: Run) -> None:
     """Raises SpecError if a mixture's own balance loss would be given a mask of documents."""
     attention = str(getattr(model.config, "_attn_implementation", ""))
-    if run.data.document_mask and huggingface.has_balance_loss(model) and not attention.startswith("flash"):
+    if run.data.document_mask and huggingface.adds_balance_loss(model) and not attention.startswith("flash"):
         raise SpecError(
             f"{type(model).__name__} cannot compute its balance loss of sequences with several documents.",
             got="output_router_logits = true in its config or model.options, and data.document_mask = true",

@@ -273,7 +273,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 
 @dataclass
-class DeferredForwardResult:
+class OutputAndFinishedValue:
     """Result of a forward whose head was deferred.
 
     output: the model's output, with DeferredLogits instead of logits
@@ -287,13 +287,13 @@ class DeferredForwardResult:
 @contextmanager
 def defer_head(
     model: nn.Module, head: nn.Module, *, finish: Callable[[HeadCall], Tensor]
-) -> Generator[DeferredForwardResult]:
+) -> Generator[OutputAndFinishedValue]:
     """While active, a call of `model` ends with `finish(call)` instead of the call of its head.
 
-    The call returns the output and the value that it sets in the yielded DeferredForwardResult. `finish` must
-    call the head exactly once. See [Note: the head runs last].
+    The call returns the output and the value that it sets in the yielded OutputAndFinishedValue. `finish`
+    must call the head exactly once. See [Note: the head runs last].
     """
-    found, forward = DeferredForwardResult(), model.forward
+    found, forward = OutputAndFinishedValue(), model.forward
 
     @wraps(forward)
     def forward_and_finish(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own

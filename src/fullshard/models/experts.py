@@ -50,7 +50,7 @@ class Router(nn.Module):
                    after a step for experts with fewer tokens than the mean, and lowers it for the others.
     tokens         (N,), tokens that chose each expert since the last such change
 
-    Ranks may share sequences: see `compute_balance_loss_over_ranks`.
+    Ranks may share sequences: see `add_group_that_shares_sequences`.
     """
 
     balance_bias: Tensor
@@ -72,7 +72,7 @@ class Router(nn.Module):
             self.balance_bias.zero_()
             self.tokens.zero_()
 
-    def compute_balance_loss_over_ranks(
+    def add_group_that_shares_sequences(
         self, ranks: int, *, tensor_group: str = "", context_group: str = ""
     ) -> None:
         """Makes the balance loss that of whole sequences, of which each of `ranks` ranks has a part.

@@ -142,7 +142,7 @@ def weight_dtype_in_config(section: HuggingFaceModel) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def has_balance_loss(model: nn.Module) -> bool:
+def adds_balance_loss(model: nn.Module) -> bool:
     """Returns whether a mixture of transformers adds its load-balancing loss (`output_router_logits`)."""
     return any(getattr(config, "output_router_logits", False) for config in _own_and_text_config(model))
 
@@ -162,7 +162,7 @@ def unused_balance_loss_factor_note(model: nn.Module, options: Mapping[str, Any]
     """Returns a note if `options` (of [model]) set the factor of a balance loss that is not computed."""
     inner: Any = options.get("text_config")
     given = [*options, *(cast(Mapping[str, Any], inner) if isinstance(inner, Mapping) else ())]
-    if "router_aux_loss_coef" not in given or has_balance_loss(model):
+    if "router_aux_loss_coef" not in given or adds_balance_loss(model):
         return None
     return "model.options.router_aux_loss_coef has no effect: it needs output_router_logits = true beside it"
 
@@ -215,7 +215,7 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
             value = {**bases, **value}
             changed.pop("rope_scaling", None)  # its name in transformers 4, which would come first
         if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
-            changed = _resize_per_layer_lists(changed, before=part, now=value)
+            changed = _cut_or_drop_per_layer_lists(changed, before=part, now=value)
         changed[key] = value
     return changed
 
@@ -232,7 +232,7 @@ def _without_derived_lists(data: Mapping[str, Any], *, config: Any) -> dict[str,
     return {k: v for k, v in data.items() if k not in lists or getattr(made, k, None) != v}
 
 
-def _resize_per_layer_lists(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
+def _cut_or_drop_per_layer_lists(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
     """Cuts lists with one entry per layer to `now` layers. If layers are added, drops the lists."""
     per_layer = _keys_of_per_layer_lists(data, before)
     return {

@@ -230,10 +230,10 @@ class _MakeEmptyOnMeta(TorchFunctionMode):
         elif func == _IS_META and self.tape is not None:
             self.tape.record_initialiser_call(inspect.currentframe().f_back)  # pyright: ignore[reportOptionalMemberAccess]
         elif func in _TABLES and given.get("device") != "meta":
-            self._check_new_tensor_size(func, args, given=given)
+            self._refuse_too_large_new_tensor(func, args, given=given)
         return func(*args, **given)
 
-    def _check_new_tensor_size(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
+    def _refuse_too_large_new_tensor(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
         """Raises SpecError if `func` would make a tensor that is too large; runs it on the meta device."""
         planned = func(*args, **{**given, "device": "meta"})
         if planned.nbytes > _MOST_TABLE_BYTES:

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fullshard.errors import SpecError
 from fullshard.parallel.mesh import RankInfo
-from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, parse_profile, profiled_step
+from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, parse_profile_json, profiled_step
 from fullshard.spec.records.run_files import PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import LogSection
@@ -60,7 +60,7 @@ class StepProfiler:
         return step <= self._last_step and (is_sampled or step in self._section.profile)
 
     @contextmanager
-    def profile_step(self, step: int) -> Generator[None]:
+    def profile_step_to_file(self, step: int) -> Generator[None]:
         """Context whose block runs `step`, which is profiled. Sets `last`; None if that failed.
 
         Writes `profiles/step-<step>-rank-<rank>.json.gz`, which https://ui.perfetto.dev opens. Removes the
@@ -103,4 +103,4 @@ class StepProfiler:
             data = Path(file.name).read_bytes()
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(data, compresslevel=3))
-        return profiled_step(parse_profile(data, name=str(path)), step=step, rank=self._rank)
+        return profiled_step(parse_profile_json(data, name=str(path)), step=step, rank=self._rank)

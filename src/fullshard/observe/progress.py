@@ -83,7 +83,7 @@ class ProgressPrinter:
         self._course, self._every, self._file = course, every, file
         self._has_shown = False
 
-    def show_step_if_due(self, metrics: StepMetrics) -> None:
+    def add_step_and_show_if_due(self, metrics: StepMetrics) -> None:
         self._course.add_step(metrics)
         is_due = not self._has_shown or metrics.step % self._every == 0 or metrics.skipped
         if is_due or metrics.step == self._course.steps:

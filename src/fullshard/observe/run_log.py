@@ -175,11 +175,11 @@ class RunLog:
             self._tracked = {}
         self._print_tracker_messages()
         if self._progress is not None:
-            self._progress.show_step_if_due(metrics)
+            self._progress.add_step_and_show_if_due(metrics)
         if validation_loss is not None:
             self.print_message(f"step {step.index}: validation loss {validation_loss:.4f}")
 
-    def record_window(self, figures: Mapping[str, object], *, tracked: Mapping[str, float]) -> None:
+    def add_window_to_next_step(self, figures: Mapping[str, object], *, tracked: Mapping[str, float]) -> None:
         """Adds a window's figures to the next line of metrics.jsonl, and `tracked` to what trackers get."""
         self._window |= figures
         self._tracked |= tracked

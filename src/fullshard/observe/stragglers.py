@@ -210,7 +210,7 @@ class StragglerWatch:
 
     def note_device_seconds(self, step: ProfiledStep) -> None:
         """Notes the GPU's seconds in a profiled step, for the present window. On the CPU, notes nothing."""
-        self._profiled = {} if self._is_on_host else step.seconds_by_name()
+        self._profiled = {} if self._is_on_host else step.compute_track_seconds_by_name()
 
     def drop_window_steps(self) -> None:
         """Drops the steps of the present window, because the run repeats steps. Saves still count."""
@@ -258,7 +258,7 @@ class StragglerWatch:
         tracked = {**most, "waiting_seconds": waiting, "own_seconds_most": max(own)}
         for one in stragglers:
             tracked |= {"straggler_rank": one.rank, f"straggler_seconds/{one.cause}": one.seconds}
-        self._log.record_window(recorded, tracked=tracked)
+        self._log.add_window_to_next_step(recorded, tracked=tracked)
         before, first = self._held_up, last_step - self.every + 1
         self._held_up = {(one.rank, one.cause) for one in stragglers}
         for rank, cause in sorted(before - self._held_up):

@@ -102,7 +102,9 @@ class DeviceUpdater:
     ) -> None:
         self._elements, self._moments = copy_chunk_elements(groups), moments
         self._streams = streams or DeviceUpdateStreams(*(WorkStream(device) for _ in range(3)))
-        sizes = [sum(dtype.itemsize for dtype in _buffer_dtypes(group, moments)) for group in groups]
+        sizes = [
+            sum(dtype.itemsize for dtype in _state_and_gradient_dtypes(group, moments)) for group in groups
+        ]
         size = max(sizes, default=0) * self._elements
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         for stream in self._streams:
@@ -124,15 +126,15 @@ class DeviceUpdater:
         change: updates a piece in place, except its segments without a gradient
         """
         streams, free = self._streams, [list[Any]() for _ in self.buffers]
-        dtypes = _buffer_dtypes(group, self._moments)
+        dtypes = _state_and_gradient_dtypes(group, self._moments)
         try:
             every = iterate_group_pieces(group, self._elements)
             changing = (one for one in every if any(name in gradients for name in one[1].names))
             for turn, (begin, piece) in enumerate(changing):
                 at = turn % _BUFFERS
-                *state, gradient = self._part_views(self.buffers[at], dtypes, numel=piece.padded_numel)
+                *state, gradient = self._part_views(self.buffers[at], dtypes, numel=piece.numel_with_gaps)
                 here = GroupPieceOnDevice(piece, MasterAndMoments(*state), gradient)
-                there = [part[begin : begin + piece.padded_numel] for part in parts]
+                there = [part[begin : begin + piece.numel_with_gaps] for part in parts]
                 come = partial(_copy_piece_to_device, there, here, gradients=gradients)
                 arrived = streams.into.enqueue(come, after=free[at])
                 changed = streams.change.enqueue(partial(change, here), after=[arrived])
@@ -150,7 +152,7 @@ class DeviceUpdater:
 
 def iterate_group_pieces(group: OffloadGroup, elements: int) -> Iterator[tuple[int, OffloadGroup]]:
     """Yields (position in the group, piece) for each run of `elements` elements that contains a segment's."""
-    for begin in range(0, group.padded_numel, elements):
+    for begin in range(0, group.numel_with_gaps, elements):
         segments = tuple(
             ShardSegment(one.name, one.begin + low - one.offset, one.begin + high - one.offset, low - begin)
             for one in group.segments
@@ -174,7 +176,7 @@ def _copy_tensors(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
         other.copy_(one, non_blocking=True)
 
 
-def _buffer_dtypes(group: OffloadGroup, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
+def _state_and_gradient_dtypes(group: OffloadGroup, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
     """Returns the dtypes of the three parts, and of the gradient, which has the master's."""
     state = master_and_moment_dtypes(group.dtype, moments)
     return *state, state[0]

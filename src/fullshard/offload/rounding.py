@@ -103,7 +103,12 @@ def adamw_with_stochastic_rounding(
         return
     scalars = adamw_update_factors(step, options)
     tensors = (*state, gradient)
-    if gradient.is_cuda and _has_triton() and seed.begin % 2 == 0 and all(map(_fits_kernel, tensors)):
+    if (
+        gradient.is_cuda
+        and _has_triton()
+        and seed.begin % 2 == 0
+        and all(map(_has_kernel_dtype_and_layout, tensors))
+    ):
         from fullshard.offload.rounding_kernel import launch_update
 
         launch_update(state, gradient, scalars=scalars, key=seed.key, begin=seed.begin)
@@ -163,7 +168,7 @@ def round_stochastically(exact: Tensor, *, out: Tensor, halfwords: Tensor) -> No
     out.copy_(torch.where(exact.isfinite(), bits.view(torch.float32), exact))
 
 
-def _fits_kernel(tensor: Tensor) -> bool:
+def _has_kernel_dtype_and_layout(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float32) and tensor.is_contiguous()
 
 

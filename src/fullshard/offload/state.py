@@ -149,7 +149,7 @@ class OffloadedState:
             self._filling.write_unit_values(own)
             self.frozen.store_unit_shards(own)
         for name in own:
-            source = partial(self._shard_for_gather, name)
+            source = partial(self._read_shard_once_updated, name)
             gather_source.redirect_all_gather(engine[name], source, local=self.masters.get(name))
 
     def finish_offloading_shards(self) -> None:
@@ -285,7 +285,7 @@ class OffloadedState:
         self.shards.write_shard_elements(segment.name, segment.begin, values=values)
 
     @torch.no_grad()
-    def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _read_shard_once_updated(self, name: str, dtype: torch.dtype) -> Tensor:
         """Returns this rank's shard once its unit is updated. Called by FSDP2 in an all-gather."""
         self.updates.wait_for_unit_update(self._units[name])
         if name in self.frozen.engine:

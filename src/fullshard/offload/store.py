@@ -77,13 +77,13 @@ class GroupLayout:
     def __init__(self, group: OffloadGroup, *, moments: torch.dtype | None) -> None:
         self.group = group
         self.dtypes = master_and_moment_dtypes(group.dtype, moments)
-        sizes = [page_aligned_bytes(group.padded_numel, dtype.itemsize) for dtype in self.dtypes]
+        sizes = [page_aligned_bytes(group.numel_with_gaps, dtype.itemsize) for dtype in self.dtypes]
         self.begins = tuple(itertools.accumulate(sizes, initial=0))[:-1]
         self.size_bytes = sum(sizes)
 
     def part_views(self, buffer: Tensor) -> MasterAndMoments:
         """Returns the group's parts as views of a buffer."""
-        numel, pairs = self.group.padded_numel, zip(self.begins, self.dtypes, strict=True)
+        numel, pairs = self.group.numel_with_gaps, zip(self.begins, self.dtypes, strict=True)
         views = (buffer[begin : begin + numel * dtype.itemsize].view(dtype) for begin, dtype in pairs)
         return MasterAndMoments(*views)
 
@@ -144,7 +144,7 @@ class HostMemoryStore:
         sizes = {segment.name: segment.end for group in groups for segment in group.segments}
         for dtype in dict.fromkeys(group.dtype for group in groups):
             own = [group for group in groups if group.dtype == dtype]
-            total = sum(_round_up_to_vectors(group.padded_numel) for group in own)
+            total = sum(_round_up_to_vectors(group.numel_with_gaps) for group in own)
             flat = [
                 allocate_host_memory(total * kind.itemsize, pinned=pinned).view(kind)
                 for kind in master_and_moment_dtypes(dtype, moments)
@@ -152,12 +152,12 @@ class HostMemoryStore:
             self.host_bytes += sum(slab.nbytes for slab in flat)
             begin = 0
             for group in own:
-                end = begin + group.padded_numel
+                end = begin + group.numel_with_gaps
                 self._parts[group.index] = MasterAndMoments(*(slab[begin:end] for slab in flat))
                 for segment in (one for one in group.segments if one.begin == 0):
                     whole = slice(begin + segment.offset, begin + segment.offset + sizes[segment.name])
                     self._whole[segment.name] = MasterAndMoments(*(slab[whole] for slab in flat))
-                begin += _round_up_to_vectors(group.padded_numel)
+                begin += _round_up_to_vectors(group.numel_with_gaps)
 
     def stream_for_update(self, *, fresh: bool = False) -> GroupStream:
         for group in self._groups:

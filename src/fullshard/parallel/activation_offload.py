@@ -150,23 +150,29 @@ Forward = Callable[..., Any]
 
 
 def offload_activations(
-    blocks: Sequence[nn.Module], *, smallest: float, device: DeviceType, copier: HostCopier | None = None
+    blocks: Sequence[nn.Module],
+    *,
+    smallest_fraction: float,
+    device: DeviceType,
+    copier: HostCopier | None = None,
 ) -> None:
     """Makes `blocks`, in order of use, keep tensors saved for backward on the host.
 
     See [Note: moving activations].
 
-    smallest: size of the smallest storage to move, as a fraction of the bytes of the block's input
+    smallest_fraction: size of the smallest storage to move, as a fraction of the bytes of the block's input
     device: the plan's device
     copier: the copier to use; None chooses the device's
     """
     mover = ActivationOffloader(device, copier=copier)
     for block in blocks:
-        smallest_to_move = smallest if block is not blocks[-1] else None
-        block.forward = _offloading_forward(block, mover, smallest=smallest_to_move)
+        smallest_to_move = smallest_fraction if block is not blocks[-1] else None
+        block.forward = _offloading_forward(block, mover, smallest_fraction=smallest_to_move)
 
 
-def _offloading_forward(block: nn.Module, mover: "ActivationOffloader", *, smallest: float | None) -> Forward:
+def _offloading_forward(
+    block: nn.Module, mover: "ActivationOffloader", *, smallest_fraction: float | None
+) -> Forward:
     """Returns the block's forward with saved-tensor hooks of `mover`. With None, nothing moves."""
     forward = block.forward
 
@@ -176,7 +182,9 @@ def _offloading_forward(block: nn.Module, mover: "ActivationOffloader", *, small
             return forward(*args, **kwargs)
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         entering = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        smallest_bytes = None if smallest is None or entering is None else smallest * entering.nbytes
+        smallest_bytes = (
+            None if smallest_fraction is None or entering is None else smallest_fraction * entering.nbytes
+        )
         call = mover.start_forward_call(block, entering, smallest_bytes=smallest_bytes)
         with saved_tensors_hooks(partial(mover.pack_saved_tensor, call), mover.unpack_saved_tensor):
             result = forward(*args, **kwargs)

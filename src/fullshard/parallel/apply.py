@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.model_parameters import TORCH_DTYPE, persistent_buffers
-from fullshard.parallel.recompute import apply_recompute
-from fullshard.parallel.unit_events import install_unit_event_recording
+from fullshard.parallel.recompute import apply_recompute_or_offload
+from fullshard.parallel.unit_events import install_unit_recording_and_checks
 from fullshard.parallel.units import (
     Predicate,
     Unit,
@@ -55,6 +55,15 @@ from fullshard.torch_private.tensors import BatchNorm, tree_leaves, version
 logger = logging.getLogger("fullshard")
 
 
+class _MeshKind(NamedTuple):
+    of_experts: bool
+    is_sharded: bool
+
+    @classmethod
+    def of_unit(cls, unit: Unit, plan: Plan) -> Self:
+        return cls(unit.has_experts and plan.has_expert_mesh, unit.is_sharded)
+
+
 @dataclass(frozen=True)
 class PreparedSharding:
     """The choices with which a model is sharded by a plan."""
@@ -64,17 +73,13 @@ class PreparedSharding:
     methods: Sequence[str]  # names of methods that compute with the parameters, besides `forward`
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
-    meshes: Mapping[tuple[bool, bool], DeviceMesh]  # by whether units are of experts, and are sharded
+    meshes: Mapping[_MeshKind, DeviceMesh]
     fp8: Fp8Choice | None  # the modules that are multiplied in fp8; None if the precision is without fp8
     split: SplitDims  # of all parameters over `tp`, or of experts over `ep`; empty if the mesh has neither
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
         """Returns the mesh of a unit's parameters."""
-        return self.meshes[_mesh_key(unit, self.plan)]
-
-
-def _mesh_key(unit: Unit, plan: Plan) -> tuple[bool, bool]:
-    return unit.has_experts and plan.has_expert_mesh, unit.is_sharded
+        return self.meshes[_MeshKind.of_unit(unit, self.plan)]
 
 
 def choose_sharding(
@@ -99,15 +104,15 @@ def choose_sharding(
     repeated = find_recompute_and_compile_blocks(model, units=found)
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
-    kinds = sorted({_mesh_key(unit, plan) for unit in found})  # all ranks build them in one order
-    meshes = {kind: build_mesh(plan, of_experts=kind[0], is_sharded=kind[1]) for kind in kinds}
+    kinds = sorted({_MeshKind.of_unit(unit, plan) for unit in found})  # all ranks build them in one order
+    meshes = {kind: build_mesh(plan, **kind._asdict()) for kind in kinds}
     check_fp8_device(plan)
     _check_batch_norm_dtypes_on_cpu(model, found, plan=plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})
     return PreparedSharding(plan, plan.device, methods, found, repeated, meshes, fp8, split or {})
 
 
-def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> UnitOrderRecorder:
+def apply_recompute_and_fsdp_on_meta(model: nn.Module, prepared: PreparedSharding) -> UnitOrderRecorder:
     """Applies fp8 matmuls, recompute, compilation and FSDP2 to `model`. Returns the order of its units.
 
     All shards are on the meta device.
@@ -128,7 +133,9 @@ def apply_recompute_and_fsdp(model: nn.Module, prepared: PreparedSharding) -> Un
     for unit in units:
         mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
-        names.append(install_unit_event_recording(unit.modules, unit=len(names), name=unit.name, order=order))
+        names.append(
+            install_unit_recording_and_checks(unit.modules, unit=len(names), name=unit.name, order=order)
+        )
         _reduce_unreached_experts_as_zeros(unit)
     names.append(
         UnitAndParameterNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0])
@@ -178,13 +185,13 @@ def _apply_recompute_and_compile(
     """Compiles and recomputes blocks by replacing their `forward`. Returns the compiled forwards."""
     section = plan.run.recompute
     if plan.run.run.compile is not True:
-        apply_recompute(blocks, section, device=device)
+        apply_recompute_or_offload(blocks, section, device=device)
         return []
     pieces = find_blocks_with_units_inside(blocks, units)
     if section.mode == "offload":
         # The hooks of this mode wrap the compiled forward, which saves tensors as eager code does.
         compiled = block_compiler.compile_blocks(blocks, pieces=pieces)
-        apply_recompute(blocks, section, device=device)
+        apply_recompute_or_offload(blocks, section, device=device)
         return compiled
     whole = [block for block in blocks if block not in pieces]
     # The compiler recomputes a whole graph or none. So a block in pieces is compiled first, and recomputed
@@ -202,7 +209,7 @@ def _apply_recompute_and_compile(
             block_compiler.EagerBlockWarning,
             stacklevel=2,
         )
-    apply_recompute(blocks, section, compiled=set(whole), device=device)
+    apply_recompute_or_offload(blocks, section, compiled=set(whole), device=device)
     return compiled + block_compiler.compile_blocks(whole, pieces=pieces)
 
 
@@ -335,7 +342,7 @@ def gather_before_backward_of_each_module(modules: Sequence[nn.Module]) -> None:
     unit = cast(FSDPModule, modules[0])
     if len(modules) == 1 or not fsdp.parameter_groups(unit):
         return
-    gather_if_freed = partial(fsdp.gather_before_backward, unit)
+    gather_if_freed = partial(fsdp.gather_now_for_backward, unit)
 
     def watch_outputs(_module: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's forward hook
         if not torch.is_grad_enabled():

@@ -99,7 +99,9 @@ class CompiledForward:
         buffers = BufferSnapshot(self._block) if is_first else None
         try:
             result = self._compiled(*args, **kwargs)
-            changed = [] if buffers is None else [*buffers.copies_of_changed_buffers(statistics=False)]
+            changed = (
+                [] if buffers is None else [*buffers.find_old_values_of_changed_buffers(statistics=False)]
+            )
             if buffers is None or not changed:
                 return result
             buffers.restore()

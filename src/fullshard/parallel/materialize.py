@@ -113,7 +113,7 @@ def allocate_and_fill_shards(
             filler.set_unit_shards(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)
-    filler.set_buffers(values)
+    filler.set_or_recompute_buffers(values)
 
 
 def initialise_parameters(
@@ -135,7 +135,7 @@ def initialise_parameters(
         for own in holders.values():
             for name, whole in filler.initialise_whole_parameters(own).items():
                 parameter = filler.parameters[name]
-                part = _cut_local_shard(whole, parameter)
+                part = _cut_shard_like_parameter(whole, parameter)
                 detached_local_tensor(parameter).copy_(detached_local_tensor(part))
 
 
@@ -155,7 +155,7 @@ def materialize(
         for name, whole in filler.initialise_whole_parameters(list(filler.parameters)).items():
             old = filler.parameters[name]
             filler.parameters[name] = nn.Parameter(whole.to(old.dtype), requires_grad=old.requires_grad)
-    filler.set_buffers(Rank0Values())
+    filler.set_or_recompute_buffers(Rank0Values())
     return model
 
 
@@ -221,7 +221,7 @@ class _ModelValueSetter:
         for name in self.parameter_names_in_unit(unit):
             if name in whole or name in values.tensors:
                 value = whole.pop(name) if name in whole else values.broadcast_and_remove(name, self.device)
-                self._set_parameter_data(name, _cut_local_shard(value, self.parameters[name]))
+                self._set_parameter_data(name, _cut_shard_like_parameter(value, self.parameters[name]))
         for name in unit.parameters:
             unit.parameters[name] = self.parameters[name]
 
@@ -303,7 +303,7 @@ class _ModelValueSetter:
                     fix="fullshard.shard(model, plan, init=...), or a model that holds its weights",
                 )
 
-    def set_buffers(self, values: Rank0Values) -> None:
+    def set_or_recompute_buffers(self, values: Rank0Values) -> None:
         """Sets buffers to rank 0's; recomputes other meta buffers. Raises ShardError if a module cannot."""
         own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
         replaced = dict[int, Tensor]()
@@ -427,7 +427,7 @@ def _preserve_random_states(device: torch.device) -> Generator[None]:
         np.random.set_state(numpy)
 
 
-def _cut_local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+def _cut_shard_like_parameter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns this rank's part of `whole`, with the placements and dtype of `parameter`. Not collective."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)

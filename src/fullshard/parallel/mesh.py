@@ -141,7 +141,7 @@ def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _connect_to_agent_store(timeout)
     elif loopback.all_ranks_are_local() and "MASTER_PORT" in os.environ:
-        store = _open_loopback_store(rank, timeout)
+        store = _open_store_of_local_ranks(rank, timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -149,7 +149,7 @@ def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _open_loopback_store(rank: int, timeout: timedelta) -> dist.Store:
+def _open_store_of_local_ranks(rank: int, timeout: timedelta) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     try:
         return loopback.start_or_join_loopback_store(port, rank=rank, timeout=timeout)

@@ -29,7 +29,7 @@ from fullshard.errors import ShardError, TrainError
 from fullshard.models.decoder import Attention, DecoderModel
 from fullshard.models.document_attention import DECLARED, ContextParallel, set_document_attention_if_supported
 from fullshard.models.experts import Router
-from fullshard.models.huggingface import has_balance_loss, is_causal_lm
+from fullshard.models.huggingface import adds_balance_loss, is_causal_lm
 from fullshard.models.loss import windows_by_layer_kind
 from fullshard.parallel.expert_parallel import divide_experts_and_return_split_dims
 from fullshard.parallel.mesh import split_inner_axis
@@ -60,7 +60,7 @@ def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str 
             if isinstance(module, Attention):
                 module.context = context
             elif isinstance(module, Router):
-                module.compute_balance_loss_over_ranks(context.part.ranks, context_group=group)
+                module.add_group_that_shares_sequences(context.part.ranks, context_group=group)
         return
     _check_only_attention_mixes_tokens(model)
     config: Any = cast(Any, model.config).get_text_config()
@@ -81,7 +81,7 @@ def _check_only_attention_mixes_tokens(model: nn.Module) -> None:
     """Raises ShardError unless `model` is a causal language model whose only layers over tokens attend."""
     if not is_causal_lm(model):
         raise _sequence_error(model, why="its attention is not that of a causal language model")
-    if has_balance_loss(model):
+    if adds_balance_loss(model):
         raise _sequence_error(
             model,
             why="its balance loss (output_router_logits) is one of all tokens, of which each rank has a part",

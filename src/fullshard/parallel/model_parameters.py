@@ -127,12 +127,12 @@ def _check_attributes_hold_no_parameters(model: nn.Module, parameters: Mapping[s
     names = {id(one): name for name, one in parameters.items()}
     places = defaultdict[int, list[tuple[int, int, str]]](list)
     for name, one in parameters.items():
-        for storage, begin, end in _storage_byte_ranges(one):
+        for storage, begin, end in _find_storage_and_byte_range(one):
             places[storage].append((begin, end, name))
 
     def find_parameters_sharing_memory(one: Any) -> Iterable[str]:
         yield from [names[id(one)]] if id(one) in names else []
-        for storage, begin, end in _storage_byte_ranges(one):
+        for storage, begin, end in _find_storage_and_byte_range(one):
             yield from (name for first, last, name in places[storage] if first < end and begin < last)
 
     for path, module in model.named_modules():
@@ -191,7 +191,9 @@ def _is_closure_cell_filled(cell: Any) -> bool:
 def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises ShardError if contiguous parameters share elements, since each would get a copy of its own."""
     kept = {name: one for name, one in parameters.items() if one.is_contiguous()}
-    places = sorted((*place, name) for name, one in kept.items() for place in _storage_byte_ranges(one))
+    places = sorted(
+        (*place, name) for name, one in kept.items() for place in _find_storage_and_byte_range(one)
+    )
     for (storage, _, end, name), (next_storage, begin, _, other) in itertools.pairwise(places):
         if storage == next_storage and begin < end:
             raise ShardError(
@@ -202,7 +204,7 @@ def _check_memory_is_not_shared(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _storage_byte_ranges(one: Any) -> list[tuple[int, int, int]]:
+def _find_storage_and_byte_range(one: Any) -> list[tuple[int, int, int]]:
     """Returns the storage of `one`, and where its bytes begin and end there; nothing if it has no storage."""
     if not isinstance(one, Tensor) or one.layout is not torch.strided or type(one.data) is not Tensor:
         return []

@@ -48,13 +48,13 @@ LEAST_OFFLOADED = 1 / 32
 """Least size of a storage that mode `offload` moves, as a fraction of the bytes of the block's input."""
 
 
-def is_saved_operation(operation: Any) -> bool:
+def is_savable_operation(operation: Any) -> bool:
     """Returns whether selective recompute may save an operation's results: an OpOverload, or any callable."""
     name = getattr(operation, "name", None)
     return callable(name) and name() in _SAVED_NAMES
 
 
-def apply_recompute(
+def apply_recompute_or_offload(
     blocks: Sequence[nn.Module],
     section: RecomputeSection,
     *,
@@ -77,7 +77,7 @@ def apply_recompute(
     check_recomputed_block_count(section, len(blocks))
     chosen = [block for position, block in enumerate(blocks) if section.applies_to(position)]
     if section.mode == "offload":
-        offload_activations(chosen, smallest=LEAST_OFFLOADED, device=device, copier=copier)
+        offload_activations(chosen, smallest_fraction=LEAST_OFFLOADED, device=device, copier=copier)
         return
     for block in chosen:
         recomputed = partial(_run_torch_checkpoint_keeping_buffers, block, block.forward, use_reentrant=False)
@@ -97,7 +97,9 @@ class BufferSnapshot:
         copies = {id(one): one.detach().clone() for one in own.values()}  # a shared buffer has one copy
         self._before = {slot: (one, version(one), copies[id(one)]) for slot, one in own.items()}
 
-    def copies_of_changed_buffers(self, *, statistics: bool) -> dict[tuple[nn.Module, str], Tensor | None]:
+    def find_old_values_of_changed_buffers(
+        self, *, statistics: bool
+    ) -> dict[tuple[nn.Module, str], Tensor | None]:
         """Returns the copies of buffers that have changed since, by module and name; None if it is new.
 
         statistics: also those that no forward reads in training, all of which count as changed
@@ -157,7 +159,7 @@ class _RepeatableForward:
                 return self._forward(*args, **kwargs)
             found = BufferSnapshot(self._block)
             result = self._forward(*args, **kwargs)
-            self._found = found.copies_of_changed_buffers(statistics=True)
+            self._found = found.find_old_values_of_changed_buffers(statistics=True)
             return result
         later = {(module, name): getattr(module, name) for module, name in self._found}
         # Modules that share a buffer share its copy.
@@ -172,7 +174,7 @@ class _RepeatableForward:
 
 
 def is_recomputed(block: nn.Module) -> bool:
-    """Returns whether `apply_recompute` has made `block` recompute its activations."""
+    """Returns whether `apply_recompute_or_offload` has made `block` recompute its activations."""
     return getattr(block.forward, "func", None) is _run_torch_checkpoint_keeping_buffers
 
 
@@ -215,7 +217,7 @@ class _SelectiveRecomputePolicy:
         self._matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if not is_saved_operation(operation):
+        if not is_savable_operation(operation):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if operation.name() in _MATMUL_NAMES:
             self._matmuls[context.is_recompute] += 1
@@ -242,6 +244,6 @@ class _SavedOperationsOnlyMode(TorchDispatchMode):
         self.context = context
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_saved_operation(func):
+        if is_savable_operation(func):
             return self.context.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

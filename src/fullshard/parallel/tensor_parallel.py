@@ -123,7 +123,7 @@ def _divide_decoder(model: DecoderModel, split: MatmulSplit) -> None:
         split.make_row_parallel(attention.output)
         feed_forward: Any = block.feed_forward
         if isinstance(feed_forward, Mixture):  # routes this rank's tokens, to whole experts
-            feed_forward.router.compute_balance_loss_over_ranks(split.ranks, tensor_group=split.group)
+            feed_forward.router.add_group_that_shares_sequences(split.ranks, tensor_group=split.group)
             feed_forward = feed_forward.shared
             if feed_forward is None:
                 continue
@@ -251,13 +251,13 @@ def _check_sizes(
         elif style in ("rowwise", _ROW_OF_WHOLE):
             sizes.add(module.in_features)
 
-    def fits(count: int) -> bool:
+    def can_divide_over_ranks(count: int) -> bool:
         shares = all(heads % count == 0 or count % heads == 0 for heads in kv_heads)
         return shares and all(size % count == 0 for size in sizes)
 
-    if fits(ranks):
+    if can_divide_over_ranks(ranks):
         return
-    possible = [count for count in range(1, 2 * ranks + 1) if fits(count)]
+    possible = [count for count in range(1, 2 * ranks + 1) if can_divide_over_ranks(count)]
     raise ShardError(
         f"the matmuls of {type(model).__name__} cannot be divided over {ranks} ranks.",
         got=f"sharding.tensor_parallel = {ranks}; heads and columns "
@@ -285,7 +285,7 @@ def divide_transformers_model(model: Any, split: MatmulSplit) -> None:
             model,
             why="its balance loss (output_router_logits) is one of all tokens, of which each rank has a part",
         )
-    styles, base = _styles_of_modules(model), model.base_model
+    styles, base = _styles_of_layer_modules(model), model.base_model
     layers = list(base.layers)
     heads: int = config.num_attention_heads
     kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -310,7 +310,7 @@ def divide_transformers_model(model: Any, split: MatmulSplit) -> None:
             split.dims[id(attention.sinks)] = 0
 
 
-def _styles_of_modules(model: Any) -> dict[str, str]:
+def _styles_of_layer_modules(model: Any) -> dict[str, str]:
     """Returns {module name within the base model: name of our style} for the modules within its layers."""
     plan = _tp_plan_with_attention_styles(model)
     patterns = {re.escape(one).replace(r"\*", r"\d+"): style for one, style in plan.items()}

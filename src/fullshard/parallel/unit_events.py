@@ -33,9 +33,9 @@ from fullshard.errors import ShardError, TrainError
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import (
     cast_late_gradients_to_kept_dtype,
-    gathered_parameter,
     list_units,
     parameter_groups,
+    parameter_since_first_gather,
     pending_gather,
 )
 from fullshard.torch_private.tensors import local_part, storage_id, tree_leaves, version
@@ -95,7 +95,7 @@ def reshard_unsharded_units(model: nn.Module) -> None:
         unit.reshard()
 
 
-def install_unit_event_recording(
+def install_unit_recording_and_checks(
     modules: Sequence[nn.Module], *, unit: int, name: str, order: UnitOrderRecorder
 ) -> UnitAndParameterNames:
     """Makes FSDP2 note in `order` what it does for the unit of `modules`. Returns the names of the unit.
@@ -137,14 +137,14 @@ def _install_check_of_changes_in_forward(group: Any, names: Sequence[str]) -> No
     def pre_forward_noting_versions(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
         nonlocal before, sums_before
         result = pre_forward(*args, **kwargs)
-        values = [gathered_parameter(one) for one in group.fsdp_params]
+        values = [parameter_since_first_gather(one) for one in group.fsdp_params]
         before = [_version_or_zero(value) for value in values]
         sums_before = [_sum_of_bits(value) for value in values] if is_first else []
         return result
 
     def post_forward_raising_if_changed(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
         nonlocal before, sums_before, is_first
-        values = [gathered_parameter(one) for one in group.fsdp_params]
+        values = [parameter_since_first_gather(one) for one in group.fsdp_params]
         counts, before = before, []
         changed = [i for i, count in enumerate(counts) if _version_or_zero(values[i]) != count]
         for i, earlier in enumerate(sums_before):
@@ -205,7 +205,7 @@ def _record_and_complete_reductions(group: Any, *, unit: int, order: UnitOrderRe
         sums_now = group.all_reduce_grads
         if sums_later and without and (has_some or sums_now):
             for index in without:
-                value = gathered_parameter(group.fsdp_params[index])
+                value = parameter_since_first_gather(group.fsdp_params[index])
                 assert value is not None, "its gradient was missed"
                 value.grad = torch.zeros_like(value)
             has_some, without = True, []
@@ -231,7 +231,7 @@ def _has_gradients_and_missing_and_frozen(group: Any) -> tuple[bool, list[int], 
     has_some, without, frozen = False, list[int](), list[int]()
     takes_zeros = getattr(group, "reduce_scatter_unused_params", False)
     for index, parameter in enumerate(group.fsdp_params):
-        value = gathered_parameter(parameter)
+        value = parameter_since_first_gather(parameter)
         if value is None or not value.requires_grad:
             frozen.append(index)
         elif takes_zeros or value.grad is not None or parameter.unsharded_accumulated_grad is not None:

@@ -67,7 +67,7 @@ def resolve_model_to_plan(name: str | None) -> ModelToPlan:
         return ModelToPlan(name="the embedded default model", chosen_here=False)
     path = Path(name)
     if os.path.exists(path):
-        return _model_to_plan_from_file(path)
+        return _model_to_plan_from_toml_or_config(path)
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
         raise SpecError(f"{name} cannot be read.", got="no such file")
     cached = pretrained.find_cached_config(name) if "/" in name else None
@@ -85,7 +85,7 @@ def resolve_model_to_plan(name: str | None) -> ModelToPlan:
     )
 
 
-def _model_to_plan_from_file(path: Path) -> ModelToPlan:
+def _model_to_plan_from_toml_or_config(path: Path) -> ModelToPlan:
     if path.is_dir():
         config = path / pretrained.CONFIG_NAME
         if not config.is_file():

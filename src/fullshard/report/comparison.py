@@ -118,7 +118,9 @@ def show_run(run: RunRecord) -> None:
     if run.measurement is not None:
         show_measurement(run.measurement, prediction=run.prediction)
     else:
-        show_labelled_lines([("run", run.name), ("", verdict(run)), ("", setup_and_incidents_text(run))])
+        show_labelled_lines(
+            [("run", run.directory_text), ("", verdict(run)), ("", setup_and_incidents_text(run))]
+        )
         _show_comparison(compare_run(run), file=None)
 
 

@@ -124,7 +124,7 @@ def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
         times[_host_kind(one)].append(one.own_seconds)
     kinds = [StepWorkTime(kind, sum(each), len(each)) for kind, each in times.items()]
     attention = {_ATTENTION_KERNELS.get(_name_without_library(one.name), "") for one in trace.host} - {""}
-    late, waiting = _host_late_and_waiting_seconds(trace.device)
+    late, waiting = _host_late_and_other_idle_seconds(trace.device)
     begin = min((one.begin for one in (*operations, *trace.device)), default=0.0)
     end = max((one.end for one in (*operations, *trace.device)), default=0.0)
     return KernelSummary(
@@ -138,7 +138,7 @@ def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
     )
 
 
-def _host_late_and_waiting_seconds(works: Sequence[DeviceWork]) -> tuple[float, float]:
+def _host_late_and_other_idle_seconds(works: Sequence[DeviceWork]) -> tuple[float, float]:
     """Returns the time in which the device waited for launches by the host, and that in which it just waited.
 
     works: sorted by their begin

@@ -121,10 +121,10 @@ def read_kernel_trace(path: Path) -> KernelTrace:
         raise SpecError(f"{path} cannot be read.", got=error.strerror or str(error)) from error
     except EOFError as error:
         raise SpecError(f"{path} is not a profile.", got=str(error)) from error
-    return parse_profile(data, name=str(path))
+    return parse_profile_json(data, name=str(path))
 
 
-def parse_profile(data: bytes, *, name: str) -> KernelTrace:
+def parse_profile_json(data: bytes, *, name: str) -> KernelTrace:
     """Returns the operations of a profile in JSON. Raises SpecError for any other text. `name`: its file."""
     try:
         trace: Any = json.loads(data)

@@ -134,7 +134,7 @@ class RunRecord:
     unreadable: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
+    def directory_text(self) -> str:
         """The directory, as the user wrote it."""
         return str(self.directory)
 

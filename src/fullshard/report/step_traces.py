@@ -47,13 +47,13 @@ def read_step(directory: Path, step: int, *, most_ranks: int | None = None) -> l
 
 
 def read_last_step(directory: Path, *, most_ranks: int) -> list[ProfiledStep]:
-    """Returns the step of `choose_step` on each rank, as `read_step` does; none without profiles."""
+    """Returns the step of `check_step_or_choose_last` on each rank, like `read_step`; or none."""
     if not list_profiles(directory):
         return []
-    return read_step(directory, choose_step(directory, None), most_ranks=most_ranks)
+    return read_step(directory, check_step_or_choose_last(directory, None), most_ranks=most_ranks)
 
 
-def choose_step(directory: Path, step: int | None) -> int:
+def check_step_or_choose_last(directory: Path, step: int | None) -> int:
     """Returns `step`, or if None, the last that the most ranks profiled. Raises SpecError if none was."""
     if not directory.is_dir():
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
@@ -80,7 +80,7 @@ def choose_step(directory: Path, step: int | None) -> int:
     return step
 
 
-def spans_by_trace_process(measured: Sequence[ProfiledStep]) -> dict[str, list[StepSpan]]:
+def aligned_spans_by_trace_process(measured: Sequence[ProfiledStep]) -> dict[str, list[StepSpan]]:
     """Returns the processes of a trace: one for each rank, on a time axis that begins with the first."""
     start = min(one.begin_ns for one in measured)
     processes: dict[str, list[StepSpan]] = {}

@@ -75,14 +75,14 @@ class OffloadGroup:
     segments: tuple[ShardSegment, ...]
 
     @property
-    def padded_numel(self) -> int:
+    def numel_with_gaps(self) -> int:
         """Number of elements up to the end of the last segment, including gaps between segments."""
         return self.segments[-1].offset + self.segments[-1].numel if self.segments else 0
 
 
 def copy_chunk_elements(groups: Iterable[OffloadGroup]) -> int:
     """Returns the elements to copy to the device at once: 1/16 of the largest group, from 1 Ki to 4 Mi."""
-    largest = max((group.padded_numel for group in groups), default=0)
+    largest = max((group.numel_with_gaps for group in groups), default=0)
     return max(CUT_ELEMENTS, min(_PIECE_ELEMENTS, largest // 16) // CUT_ELEMENTS * CUT_ELEMENTS)
 
 

@@ -272,7 +272,7 @@ class MicrobatchTrace(FrozenModel):
         )
 
 
-class UntracedSettings(FrozenModel):
+class UntraceableSettings(FrozenModel):
     """A recompute setting, eager or compiled, under which a model cannot be traced, so it is not planned."""
 
     recompute: RecomputeSection
@@ -318,7 +318,7 @@ class ModelSpec(FrozenModel):
     expert_parallel: int = 1
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[MicrobatchTrace, ...]
-    untraced: tuple[UntracedSettings, ...] = ()
+    untraced: tuple[UntraceableSettings, ...] = ()
     flops_per_token: float | None = None
     active_numel: int | None = None
     routing_spread: NonNegativeFloat = 0.19

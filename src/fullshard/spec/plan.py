@@ -196,7 +196,7 @@ class Plan(FrozenModel):
         run_checks.check_sequence_is_divisible(run)
         replicate, shard = _replicate_and_shard_degrees(run, ranks)
         group = 1 if shard == 1 and replicate > 1 else shard * tensor
-        run_checks.check_experts_are_divisible(run, group=group)
+        run_checks.check_expert_degree(run, group=group)
         microbatch, accumulation = _microbatch_and_accumulation(run, groups)
         mode = run.precision.mode
         if mode == "auto":
@@ -324,41 +324,43 @@ def _resolve_auto_settings(run: Run) -> Run:
     return run
 
 
-def _replicate_and_shard_degrees(run: Run, world_size: int) -> tuple[int, int]:
-    """Returns (replicate degree, shard degree), whose product is `world_size`. Raises PlanError."""
+def _replicate_and_shard_degrees(run: Run, averaging_ranks: int) -> tuple[int, int]:
+    """Returns (replicate degree, shard degree), whose product is `averaging_ranks`. Raises PlanError."""
     strategy, degree = run.sharding.strategy, run.sharding.shard_degree
     if strategy is Strategy.NO_SHARD:
-        return world_size, 1
+        return averaging_ranks, 1
     if strategy not in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2):
-        return 1, world_size
-    if degree is not None and world_size % degree == 0:
-        return world_size // degree, degree
-    fix = f"sharding.shard_degree = one of {run_checks.divisors(world_size)}"
+        return 1, averaging_ranks
+    if degree is not None and averaging_ranks % degree == 0:
+        return averaging_ranks // degree, degree
+    fix = f"sharding.shard_degree = one of {run_checks.divisors(averaging_ranks)}"
     if degree is None:
         what = f"{strategy} needs to know over how many ranks it shards."
         raise PlanError(what, got="no sharding.shard_degree", fix=fix)
     raise PlanError(
-        f"{strategy} cannot lay {world_size} ranks out in groups of {degree}.",
-        got=f"sharding.shard_degree = {degree}, {world_size} ranks",
+        f"{strategy} cannot lay {averaging_ranks} ranks out in groups of {degree}.",
+        got=f"sharding.shard_degree = {degree}, {averaging_ranks} ranks",
         why="every rank must be in one shard group, all groups alike",
         fix=fix,
     )
 
 
-def _microbatch_and_accumulation(run: Run, world_size: int) -> tuple[int, int]:
+def _microbatch_and_accumulation(run: Run, data_parallel_degree: int) -> tuple[int, int]:
     """Returns (sequences per rank in a microbatch, microbatches per step). Raises PlanError."""
     batch, pinned = run.train.global_batch, run.train.microbatch
-    once = world_size * (pinned or 1)
+    once = data_parallel_degree * (pinned or 1)
     if batch % once:
         below, above = batch // once * once, (batch // once + 1) * once
-        degree = run.sharding.context_degree * world_size // math.gcd(batch, world_size)
+        degree = run.sharding.context_degree * data_parallel_degree // math.gcd(batch, data_parallel_degree)
         shared = "" if below or pinned else f", or sharding.context_parallel = {degree}"
-        ranks = f"{world_size} ranks" + (f" × microbatch {pinned} = {once} at once" if pinned else "")
+        ranks = f"{data_parallel_degree} ranks" + (
+            f" × microbatch {pinned} = {once} at once" if pinned else ""
+        )
         raise PlanError(
             f"a global batch of {batch} sequences cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",
             why="every rank must do the same number of full microbatches a step",
             fix=f"train.global_batch = {f'{below} or {above}' if below else above}" + shared,
         )
-    microbatch = pinned or batch // world_size
-    return microbatch, batch // (world_size * microbatch)
+    microbatch = pinned or batch // data_parallel_degree
+    return microbatch, batch // (data_parallel_degree * microbatch)

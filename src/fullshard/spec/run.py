@@ -105,7 +105,7 @@ class UnitSection(FrozenModel):
         return {key: value for key, value in fields.items() if key not in left_out}
 
     @model_validator(mode="after")
-    def _check_one_rule(self) -> Self:
+    def _check_at_most_one_rule(self) -> Self:
         if self.names and self.min_parameters is not None:
             raise ValueError("names and min_parameters exclude each other")
         return self
@@ -159,7 +159,7 @@ class ShardingSection(FrozenModel):
         return 1 if self.context_parallel == "auto" else self.context_parallel
 
     @model_validator(mode="after")
-    def _check_degrees(self) -> Self:
+    def _check_shard_degree(self) -> Self:
         if self.strategy == "auto":
             return self
         hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)

@@ -235,7 +235,7 @@ class ReplicaCheck:
 
 
 @torch.no_grad()
-def tensor_checksum(tensor: Tensor) -> Tensor:
+def local_tensor_checksum(tensor: Tensor) -> Tensor:
     """Returns Σ (2i + 1) · word_i mod 2^64 over the words of this rank's part, as an int64 scalar tensor.
 
     The factors are odd, so a change of one word always changes the sum. They differ, so swapping two
@@ -263,7 +263,7 @@ def _checksums_by_holders(
             continue  # buffers and random states are each rank's own
         for group in _replicating_process_groups(tensor):
             ranks = tuple(dist.get_process_group_ranks(group))
-            found.setdefault(ranks, {})[name] = tensor_checksum(tensor).to(device)
+            found.setdefault(ranks, {})[name] = local_tensor_checksum(tensor).to(device)
     return {
         ranks: dict(zip(sums, cast(list[int], torch.stack([*sums.values()]).tolist()), strict=True))
         for ranks, sums in found.items()

@@ -215,7 +215,7 @@ class _Watchdog:
             with suppress(RuntimeError):
                 self._board.publish_heartbeat(self._make_heartbeat())
                 called = self._board.has_report_request()
-            if called or self._is_hanging():
+            if called or self._update_excused_and_detect_hang():
                 self._report_and_exit()
 
     def _update_unmoved_seconds(self) -> None:
@@ -237,7 +237,7 @@ class _Watchdog:
         with suppress(AttributeError, OSError, ValueError):  # standard error is missing or not a file
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
-    def _is_hanging(self) -> bool:
+    def _update_excused_and_detect_hang(self) -> bool:
         """Returns whether this rank is too long in its phase, while no rank is in one with a longer limit."""
         turn = min(self._board.rank, _IN_TURN) * self._tick
         now, own = time.time(), self._phase_limit_seconds()

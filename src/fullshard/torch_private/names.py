@@ -33,12 +33,14 @@ class PrivateName:
             owner = _resolve(owners)
         except (ImportError, AttributeError):
             return False
-        return hasattr(owner, last) or (inspect.isclass(owner) and last in set(_instance_attributes(owner)))
+        return hasattr(owner, last) or (
+            inspect.isclass(owner) and last in set(_iterate_names_used_in_methods(owner))
+        )
 
 
-def torch_names(paths: str, purpose: str, *, is_optional: bool = False) -> list[PrivateName]:
+def torch_names(path_and_siblings: str, purpose: str, *, is_optional: bool = False) -> list[PrivateName]:
     """Returns private names of one owner and purpose: `torch.Tensor._version _base` are two."""
-    first, *others = paths.split()
+    first, *others = path_and_siblings.split()
     owner = first.rpartition(".")[0]
     return [PrivateName(one, purpose, is_optional) for one in (first, *(f"{owner}.{one}" for one in others))]
 
@@ -68,7 +70,7 @@ def _resolve(parts: Sequence[str]) -> Any:
     raise ModuleNotFoundError(".".join(parts))
 
 
-def _instance_attributes(cls: type) -> Iterator[str]:
+def _iterate_names_used_in_methods(cls: type) -> Iterator[str]:
     """Yields the names in the methods and annotations of a class, among them its instances' attributes."""
     for base in cls.__mro__:
         yield from vars(base).get("__annotations__", {})

@@ -84,7 +84,7 @@ def warn_of_unsaved_custom_state(model: nn.Module) -> None:
     own |= persistent_buffers(model)
     theirs: dict[str, Any] = model.state_dict()
     kept = {name: value for name, value in theirs.items() if name.rpartition(".")[2] != _SUFFIX}
-    other = [name for name in own.keys() ^ kept.keys() if not _is_alias(name, own, kept=kept)]
+    other = [name for name in own.keys() ^ kept.keys() if not _is_alias_of_kept_tensor(name, own, kept=kept)]
     other += [name for name in own.keys() & kept.keys() if _address(own[name]) != _address(kept[name])]
     if other and rank() == 0:
         logger.warning(
@@ -94,7 +94,7 @@ def warn_of_unsaved_custom_state(model: nn.Module) -> None:
         )
 
 
-def _is_alias(name: str, own: Mapping[str, Tensor], *, kept: Mapping[str, Any]) -> bool:
+def _is_alias_of_kept_tensor(name: str, own: Mapping[str, Tensor], *, kept: Mapping[str, Any]) -> bool:
     """Returns whether `name`, missing in the state dict, is another name of a tensor that it has."""
     return name in own and any(one in kept for one, value in own.items() if value is own[name])
 
@@ -165,7 +165,10 @@ def _decode(value: JsonValue, received: Mapping[str, Tensor], *, device: torch.d
 
 
 def seed_generators(plan: Plan) -> None:
-    """Seeds all generators of this rank. See [Note: one decision for all ranks]."""
+    """Seeds the host's generators alike on all ranks, the GPU's by data rank.
+
+    See [Note: one decision for all ranks].
+    """
     seed = plan.run.run.seed
     random.seed(seed)
     np.random.seed(seed % 2**32)

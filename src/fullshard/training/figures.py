@@ -143,7 +143,7 @@ class StepDecision(NamedTuple):
 
 
 @torch.no_grad()
-def decide_step(
+def decide_and_record_step(
     totals: Tensor, *, nominal: float, are_ranks_equal: Tensor, recent: RecentSteps, run: Run
 ) -> StepDecision:
     """Returns the decision, without waiting. Adds an accepted step to `recent` if `on_spike` is not "none".

@@ -37,7 +37,7 @@ from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
-from fullshard.torch_private.fsdp import engine_parameters, gathered_parameter, list_units
+from fullshard.torch_private.fsdp import engine_parameters, list_units, parameter_since_first_gather
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, local_part, step_hooks
 from fullshard.training.figures import StepDecision
 
@@ -78,7 +78,9 @@ def refuse_parameters_outside_model(loss: Loss, model: nn.Module) -> Loss:
 
 
 def _raise_for_other_parameters(total: Tensor, model: nn.Module, *, loss: Loss) -> None:
-    own = {id(gathered_parameter(one)) for unit in list_units(model) for one in engine_parameters(unit)}
+    own = {
+        id(parameter_since_first_gather(one)) for unit in list_units(model) for one in engine_parameters(unit)
+    }
     own |= {id(one) for one in model.parameters()}
     if others := [one for one in _list_parameters_in_graph(total) if id(one) not in own]:
         known = loss.named_parameters() if isinstance(loss, nn.Module) else ()
@@ -176,12 +178,12 @@ def select_tensors_counted_on_this_rank(tensors: Iterable[Tensor]) -> list[Tenso
 
 
 @torch.no_grad()
-def local_share_of_squared_norm(norms: Sequence[Tensor]) -> Tensor | float:
+def local_share_of_squared_norm(norms_counted_here: Sequence[Tensor]) -> Tensor | float:
     """Returns this rank's share of the squared global norm, which is the sum of all ranks' shares.
 
-    norms: L2 norm of this rank's part of each tensor that it counts: `select_tensors_counted_on_this_rank`
+    norms_counted_here: L2 norm of this rank's part of each of `select_tensors_counted_on_this_rank`
     """
-    return torch.stack(list(norms)).double().square().sum() if norms else 0.0
+    return torch.stack(list(norms_counted_here)).double().square().sum() if norms_counted_here else 0.0
 
 
 @lru_cache(maxsize=64)  # a step asks for each parameter

@@ -141,7 +141,7 @@ def train(
     with collect_garbage_between_steps() as collect_garbage:
         while state.step < plan.run.train.step_count:
             between.prepare_step()
-            launched = _launch_step(state, plan, source=source, loss=loss, should_stop=should_stop)
+            launched = _launch_step_or_end(state, plan, source=source, loss=loss, should_stop=should_stop)
             if launched is None:
                 break
             replicas.compare_if_due(state.model, state.tensors, step=state.step, where=state.phase)
@@ -189,7 +189,7 @@ def _log_settings_and_set_loss_scale(state: TrainState, plan: Plan) -> None:
         state.phase.last_unit_name = order.last_unit_name
 
 
-def _launch_step(
+def _launch_step_or_end(
     state: TrainState,
     plan: Plan,
     *,

@@ -45,7 +45,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     >>> optimizer = fs.build_optimizer(model, plan)  # after `fs.shard`, which replaces the parameters
     >>> state = fs.TrainState(model, optimizer, data=data)
     """
-    _check_sharded(model)
+    _check_sharded_and_reshard(model)
     section = plan.run.optimizer
     groups = _make_parameter_groups(model, section)
     if not groups:
@@ -76,7 +76,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         ) from error
 
 
-def _check_sharded(model: nn.Module) -> None:
+def _check_sharded_and_reshard(model: nn.Module) -> None:
     """Raises ShardError unless `model` is sharded, and has the same parameters since. Reshards its units."""
     if not list_units(model):
         raise ShardError(
@@ -90,7 +90,7 @@ def _check_sharded(model: nn.Module) -> None:
 
 def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     groups: dict[Hashable, dict[str, Any]] = {}
-    excluded = _names_excluded_from_decay(model)
+    excluded = _names_model_excludes_from_decay(model)
     if marked := [name for name, parameter in model.named_parameters() if hasattr(parameter, "_optim")]:
         logger.warning(
             "the attribute _optim of %s is not used: for other learning rates, make the optimizer yourself",
@@ -99,7 +99,7 @@ def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = name not in excluded and _has_decay(model, name, parameter=parameter)
+        decays = name not in excluded and _has_decay_by_default(model, name, parameter=parameter)
         decay = section.weight_decay if decays else 0.0
         placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
         group = groups.setdefault((decay, placed, parameter.dtype), {"params": [], "weight_decay": decay})
@@ -107,7 +107,7 @@ def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[
     return list(groups.values())
 
 
-def _names_excluded_from_decay(model: nn.Module) -> set[str]:
+def _names_model_excludes_from_decay(model: nn.Module) -> set[str]:
     """Returns the names of the parameters that the model marks: see `build_optimizer`."""
     names = {name for name, one in model.named_parameters() if getattr(one, "_no_weight_decay", False)}
     for path, module in model.named_modules():
@@ -117,7 +117,7 @@ def _names_excluded_from_decay(model: nn.Module) -> set[str]:
     return names
 
 
-def _has_decay(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
+def _has_decay_by_default(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
     module_name, _, own = name.rpartition(".")
     is_norm = "norm" in type(model.get_submodule(module_name)).__name__.lower() or own.endswith("norm")
     return parameter.ndim >= 2 and not is_norm and own != "bias" and not own.endswith("_bias")

@@ -16,7 +16,7 @@ from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload import adamw, directories
 from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
-from fullshard.offload.drive_store import DriveStore, check_generation
+from fullshard.offload.drive_store import DriveStore, check_generation_and_reset_store
 from fullshard.offload.gather_source import DriveShards, master_dtype
 from fullshard.offload.generations import Generation, GenerationFiles, discard_rank_directory
 from fullshard.offload.rounding import AdamOptions
@@ -83,7 +83,7 @@ def shard(
     carried = model_parameters.ParameterAttributesAndHooks.of_model(model)
     if init != "none":
         model_parameters.warn_of_missing_weights(model, given, stacklevel=2)
-    unit_order = apply.apply_recompute_and_fsdp(model, prepared)
+    unit_order = apply.apply_recompute_and_fsdp_on_meta(model, prepared)
     state, order, keep = None, prepared.units, None
     if plan.run.offload.offloads_optimizer:
         state = OffloadedState(offload or offload_settings(plan, SYSTEM))
@@ -273,7 +273,7 @@ def _keep_newest_common_generation(store: DriveStore) -> None:
 
 def _is_generation_usable(store: DriveStore, one: Generation) -> bool:
     try:
-        check_generation(store, one)
+        check_generation_and_reset_store(store, one)
     except OffloadError as error:  # also raised if the drive cannot read it
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False

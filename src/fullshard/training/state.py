@@ -152,7 +152,7 @@ class TrainState:
             "loss_scale": self.loss_scale.scale,
             "loss_scale_window": self.loss_scale.window,
             "loss_scale_good_steps": self.loss_scale.good_steps,
-            "optimizer": _optimizer_class_name(self.optimizer),
+            "optimizer": _optimizer_name_in_checkpoint(self.optimizer),
             "learning_rates": learning_rates.rates_set_by_others(self.model, self.optimizer),
             "optimizer_groups": learning_rates.changed_group_entries(
                 self.model, self.optimizer, initial=self._initial_entries
@@ -197,10 +197,11 @@ class TrainState:
 
         Raises CheckpointError if an optimizer of another class was saved.
         """
-        if values["optimizer"] != _optimizer_class_name(self.optimizer):
+        own = _optimizer_name_in_checkpoint(self.optimizer)
+        if values["optimizer"] != own:
             raise CheckpointError(
                 "the checkpoint was written with another optimizer.",
-                got=f"{values['optimizer']} in the checkpoint, {_optimizer_class_name(self.optimizer)} here",
+                got=f"{values['optimizer']} in the checkpoint, {own} here",
                 fix="optimizer.name as it was, or a new run directory",
             )
         states: dict[str, dict[str, Tensor]] = {}
@@ -438,7 +439,7 @@ def _empty_optimizer_tensor(
     return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
 
 
-def _optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
+def _optimizer_name_in_checkpoint(optimizer: torch.optim.Optimizer) -> str:
     """Returns the class name that checkpoints record: only this class can load the optimizer's state."""
     if isinstance(optimizer, StreamingAdamW):
         return optimizer.optimizer_name_in_checkpoint

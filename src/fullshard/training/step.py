@@ -15,10 +15,11 @@ of it. So all ranks decide alike whether to update, to skip, to stop, or to rais
 same step.
 
 [Note: no wait between steps]
-The device decides (`decide_step`), so the host launches the update, and then the next step, without reading
-anything. What it reads later are figures (`figures.py`). In the strict order, the host reads the decision
-before it launches the update. On the CPU, where nothing is ahead of the host, this is the only order. Both
-compute the same numbers in the same way, so they give the same parameters, bit for bit.
+The device decides (`decide_and_record_step`), so the host launches the update, and then the next step,
+without reading anything. What it reads later are figures (`figures.py`). In the strict order, the host
+reads the decision before it launches the update. On the CPU, where nothing is ahead of the
+host, this is the only order. Both compute the same numbers in the same way, so they give the same
+parameters, bit for bit.
 """
 
 import math
@@ -112,7 +113,7 @@ def run_step(
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = _all_reduce(sums, nominal, state=state, plan=plan, rates=rates, issued=issued, stop=stop)
     where.enter(RunPhase.OPTIMIZER)
-    decision = figures.decide_step(
+    decision = figures.decide_and_record_step(
         totals.numbers[:_SUMS],
         # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
         nominal=nominal * plan.averaging_ranks / state.loss_scale.scale,
@@ -208,7 +209,7 @@ def _run_microbatches(
     expected = _iterate_expected_batches(microbatches, plan.accumulation, where=state.phase)
     for index, batch in enumerate(expected):
         if engine is not None and plan.accumulation > 1:
-            _set_gradient_sync(engine, plan, last=index == plan.accumulation - 1)
+            _set_gradient_sync_and_resharding(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::forward"):  # see `fullshard.report.profiled_step`
             state.phase.enter(RunPhase.FORWARD)
             torch.clear_autocast_cache()  # else autocast around the loop has casts of earlier weights
@@ -300,7 +301,7 @@ def _require_gradient(total: Tensor) -> Tensor:
     return total
 
 
-def _set_gradient_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
+def _set_gradient_sync_and_resharding(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
     """Sets whether FSDP2 reduces gradients over shards and replicas and reshards after the next backward.
 
     FSDP2's `set_is_last_backward(False)` would avoid waiting for the last reduction of each microbatch, but

@@ -101,7 +101,9 @@ def _make_checked_peft_config(run: Run, model: nn.Module, *, base: nn.Module) ->
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None
     shapes = {name: one.shape for name, one in model.named_parameters() if name in trained}
     tensors = _map_trained_tensors(shapes, trained=trained).shapes
-    _check_peft_loads(base, copy.deepcopy(config), tensors=tensors)  # peft changes the config it is given
+    _load_with_peft_to_check(
+        base, copy.deepcopy(config), tensors=tensors
+    )  # peft changes the config it is given
     return config, trained
 
 
@@ -150,7 +152,7 @@ def _map_trained_tensors(shapes: Mapping[str, Shape], *, trained: set[str]) -> W
     )
 
 
-def _check_peft_loads(base: nn.Module, config: Any, *, tensors: Mapping[str, Shape]) -> None:
+def _load_with_peft_to_check(base: nn.Module, config: Any, *, tensors: Mapping[str, Shape]) -> None:
     """Raises CheckpointError unless peft puts every exported tensor into `base`, which is on the meta device.
 
     config: peft's LoraConfig, as exported; tensors: shape of each tensor by its name in the file

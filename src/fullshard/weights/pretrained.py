@@ -253,7 +253,7 @@ def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAss
     reshard_unsharded_units(model)
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     found = map_file_tensors_to_model(model, {name: tensor.shape for name, tensor in files.tensors.items()})
-    _check_names_match(tensors, found, path=files.directory)
+    _check_same_naming_scheme(tensors, found, path=files.directory)
     _check_shapes_match(tensors, found, path=files.directory)
     names: dict[int, list[str]] = {}  # a tied parameter is one tensor with several names
     for name, tensor in tensors.items():
@@ -292,7 +292,7 @@ def _check_tensors_are_loadable(reading: _TensorAssignments) -> None:
             )
 
 
-def _check_names_match(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
+def _check_same_naming_scheme(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
     """Raises CheckpointError if no tensor was found, or if a wrapper's part of the names hides some."""
     wrapped = [name for name in found.surplus if any(part in f".{name}" for part in _WRAPPER_PARTS)]
     lacking = any(name not in found.parts and ADDED not in name for name in tensors)

@@ -86,7 +86,7 @@ class SavedModelTensors:
         name, piece = place
         flat = piece.model_copy(update={"shape": (math.prod(piece.shape),), "index": (0,)})
         with self._reader.open_data_file(name) as file:
-            self._reader.read_piece_part_into(file, flat, offsets=(begin,), target=target)
+            self._reader.check_piece_and_read_part_into(file, flat, offsets=(begin,), target=target)
 
 
 def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dict[str, list[_Place]]:

@@ -12,7 +12,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import choose_loss, next_token_loss
 from fullshard.observe.memory import measure_peak_memory
 from fullshard.parallel.model_parameters import TORCH_DTYPE
-from fullshard.parallel.recompute import apply_recompute
+from fullshard.parallel.recompute import apply_recompute_or_offload
 from fullshard.parallel.units import find_recompute_and_compile_blocks, find_units
 from fullshard.planner.describe.describe import describe
 from fullshard.planner.describe.describe_run import describe_run
@@ -88,7 +88,7 @@ def allocated(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPE[plan.precision.param])
     units = find_units(model, plan.run.sharding.units)
-    apply_recompute(find_recompute_and_compile_blocks(model, units=units), plan.run.recompute)
+    apply_recompute_or_offload(find_recompute_and_compile_blocks(model, units=units), plan.run.recompute)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     batch = {name: torch.randint(0, vocabulary, shape) for name in ("tokens", "labels")}
     if documents:

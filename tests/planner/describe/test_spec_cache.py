@@ -14,7 +14,7 @@ from fullshard.planner.describe.describe_run import (
     SpecKey,
     build_spec_key,
     cache_directory,
-    read_cached_spec,
+    read_shipped_or_cached_spec,
     read_shipped_specs,
     trim_cache,
     version_without_build,
@@ -69,9 +69,9 @@ def entry(environment: dict[str, str]) -> Path:
 
 
 def test_cached_spec_reads_back_bitwise(environment: dict[str, str]) -> None:
-    assert read_cached_spec(key(), environment) is None
+    assert read_shipped_or_cached_spec(key(), environment) is None
     write_cached_spec(key(), SPEC, environment=environment)
-    found = read_cached_spec(key(), environment)
+    found = read_shipped_or_cached_spec(key(), environment)
     assert found == SPEC
     assert found.model_dump_json() == SPEC.model_dump_json()
     assert [path.name for path in entry(environment).parent.iterdir()] == [key().file_name]
@@ -94,9 +94,9 @@ def test_damaged_entry_is_rewritten(damage: Callable[[bytes], bytes], environmen
     write_cached_spec(key(), SPEC, environment=environment)
     path = entry(environment)
     path.write_bytes(damage(path.read_bytes()))
-    assert read_cached_spec(key(), environment) is None
+    assert read_shipped_or_cached_spec(key(), environment) is None
     write_cached_spec(key(), SPEC, environment=environment)
-    assert read_cached_spec(key(), environment) == SPEC
+    assert read_shipped_or_cached_spec(key(), environment) == SPEC
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
@@ -104,7 +104,7 @@ def test_directories_and_pipes_are_ignored(make: Callable[[Path], None], environ
     path = entry(environment)
     path.parent.mkdir(parents=True)
     make(path)
-    assert read_cached_spec(key(), environment) is None
+    assert read_shipped_or_cached_spec(key(), environment) is None
     write_cached_spec(key(), SPEC, environment=environment)
 
 
@@ -112,14 +112,14 @@ def test_the_variable_names_a_directory_or_switches_the_cache_off(tmp_path: Path
     (tmp_path / "file").touch()
     unwritable = {"FULLSHARD_CACHE": str(tmp_path / "file" / "below")}
     write_cached_spec(key(), SPEC, environment=unwritable)
-    assert read_cached_spec(key(), unwritable) is None
+    assert read_shipped_or_cached_spec(key(), unwritable) is None
     named = {"FULLSHARD_CACHE": str(tmp_path / "here"), "XDG_CACHE_HOME": str(tmp_path / "there")}
     write_cached_spec(key(), SPEC, environment=named)
     assert (tmp_path / "here" / "fullshard" / "specs" / key().file_name).is_file()
     assert not (tmp_path / "there").exists()
     assert cache_directory({"FULLSHARD_CACHE": "off"}) is None
     preset = shipped_key("llama3-8b")
-    assert read_cached_spec(preset, {"FULLSHARD_CACHE": "off"}) is None
+    assert read_shipped_or_cached_spec(preset, {"FULLSHARD_CACHE": "off"}) is None
 
 
 def test_cache_evicts_least_recently_used_entries(environment: dict[str, str]) -> None:
@@ -128,12 +128,12 @@ def test_cache_evicts_least_recently_used_entries(environment: dict[str, str]) -
         write_cached_spec(one, SPEC, environment=environment)
         os.utime(entry(environment).with_name(one.file_name), (age, age))
     size = entry(environment).with_name(keys[0].file_name).stat().st_size
-    assert read_cached_spec(keys[0], environment) == SPEC  # used: the newest
+    assert read_shipped_or_cached_spec(keys[0], environment) == SPEC  # used: the newest
     directory = entry(environment).parent
     (directory / "train.json").write_text("not an entry")
     trim_cache(directory, most_bytes=2 * size + 10)
     assert (directory / "train.json").exists()
-    assert [read_cached_spec(one, environment) is not None for one in keys] == [True, False, True]
+    assert [read_shipped_or_cached_spec(one, environment) is not None for one in keys] == [True, False, True]
 
 
 CHANGES = [

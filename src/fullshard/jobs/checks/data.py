@@ -183,15 +183,17 @@ def check_duplicates(trial: DataTrial) -> Finding:
 
 def check_order(trial: DataTrial) -> Finding:
     """Compares the rows of a step on 1, 2 and 3 ranks, and those of a step that is read again."""
-    first = _step_digests(trial, step=1, ranks=1)
-    if _step_digests(trial, step=1, ranks=1) != first:
+    first = _row_digests_of_step(trial, step=1, ranks=1)
+    if _row_digests_of_step(trial, step=1, ranks=1) != first:
         return Finding.warning(
             "step 2 has other rows when it is read again",
             why="a resumed run, and one that rolls back, does not see the data of an undisturbed run",
             fix="rows that depend only on the seed and on `step`, not on what was read before",
         )
     others = [
-        ranks for ranks in _RANKS[1:] if sorted(_step_digests(trial, step=1, ranks=ranks)) != sorted(first)
+        ranks
+        for ranks in _RANKS[1:]
+        if sorted(_row_digests_of_step(trial, step=1, ranks=ranks)) != sorted(first)
     ]
     if others:
         return Finding.warning(
@@ -202,7 +204,7 @@ def check_order(trial: DataTrial) -> Finding:
     return Finding.ok("a step has the same rows on 1, 2 and 3 ranks, and when it is read again")
 
 
-def _step_digests(trial: DataTrial, *, step: int, ranks: int) -> list[bytes]:
+def _row_digests_of_step(trial: DataTrial, *, step: int, ranks: int) -> list[bytes]:
     return [digest for _, batch in trial.microbatches(step, ranks=ranks) for digest in row_digests(batch)]
 
 

@@ -47,7 +47,7 @@ class MachineAccess:
             return sorted(one.name for one in (self.root / path).iterdir())
         return []
 
-    def available_memory_bytes(self) -> int | None:
+    def read_meminfo_available_bytes(self) -> int | None:
         """Returns the bytes of memory that new processes can have; None if they are unknown."""
         found = re.search(r"^MemAvailable:\s+(\d+) kB", self.read("proc/meminfo") or "", re.MULTILINE)
         return None if found is None else int(found[1]) * 1024
@@ -171,7 +171,7 @@ def check_memory_and_quota(context: RunContext) -> Finding:
     machine, prediction = context.machine, context.plan.prediction
     limit_text = machine.read("sys/fs/cgroup/memory.max") or ""
     limit = int(limit_text) if limit_text.isdecimal() else None
-    free = machine.available_memory_bytes()
+    free = machine.read_meminfo_available_bytes()
     known = [one for one in (limit, free) if one is not None]
     if prediction is not None and known:
         own = prediction.host_bytes_per_rank

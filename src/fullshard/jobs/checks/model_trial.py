@@ -96,17 +96,20 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
     run, attempt = plan.run, ErrorCapture()
     whole = build_model(run)
     parameters = sum(parameter.numel() for parameter in whole.parameters())
-    for smaller, text in iterate_smaller_runs(run, parameters=parameters):
+    for smaller, text in iterate_smaller_runs(run, parameter_count=parameters):
         attempt = ErrorCapture()
         with attempt:
             size = sum(parameter.numel() for parameter in build_model(smaller).parameters())
             if size > _MOST_PARAMETERS:
                 continue
             trial = _make_trial(
-                smaller, plan=plan, whole=whole, description=f"{text}, {format_count(size)} parameters"
+                smaller,
+                plan=plan,
+                full_size_model=whole,
+                description=f"{text}, {format_count(size)} parameters",
             )
             model = trial.build()
-            if left := names_of_tensors_without_values(model):
+            if left := names_of_meta_tensors(model):
                 return Finding.failure(
                     f"no values: {', '.join(left[:3])}",
                     why="parameters are built on the meta device, and only parameters and buffers get "
@@ -125,7 +128,7 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
     )
 
 
-def names_of_tensors_without_values(model: nn.Module) -> list[str]:
+def names_of_meta_tensors(model: nn.Module) -> list[str]:
     """Returns the names of tensors on the meta device: parameters, buffers, and attributes of modules."""
     left: list[str] = []
     for name, module in model.named_modules():
@@ -146,16 +149,16 @@ def _failed_trial_finding(error: BaseException) -> Finding:
     )
 
 
-def _make_trial(run: Run, *, plan: Plan, whole: nn.Module, description: str) -> ModelTrial:
+def _make_trial(smaller_run: Run, *, plan: Plan, full_size_model: nn.Module, description: str) -> ModelTrial:
     def build() -> nn.Module:
-        return materialize(build_model(run), seed=run.run.seed)
+        return materialize(build_model(smaller_run), seed=smaller_run.run.seed)
 
     return ModelTrial(
         build=build,
-        loss=choose_loss(run, whole),
-        batches=_choose_batches(run),
+        loss=choose_loss(smaller_run, full_size_model),
+        batches=_choose_batches(smaller_run),
         plan=plan,
-        run=run,
+        run=smaller_run,
         description=description,
     )
 
@@ -209,14 +212,14 @@ _LAYER_NAMES = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_la
 _EXPERT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def iterate_smaller_runs(run: Run, *, parameters: int) -> Iterator[tuple[Run, str]]:
+def iterate_smaller_runs(run: Run, *, parameter_count: int) -> Iterator[tuple[Run, str]]:
     """Yields (run, description) of copies of the run's model to try, the best one first.
 
-    parameters: number of parameters of the run's model
+    parameter_count: number of parameters of the run's model
 
     The last is always the model itself. A copy that a family does not allow cannot be built, or cannot run.
     """
-    if parameters > SMALL_PARAMETERS:
+    if parameter_count > SMALL_PARAMETERS:
         if isinstance(run.model, DecoderConfig):
             yield _smaller_decoder(run, run.model)
         elif isinstance(run.model, HuggingFaceModel):

@@ -216,14 +216,14 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
         return Finding.skipped(trial)
     try:
         with raise_on_all_ranks("a sharded step"):  # with dropout and layer drop, on other rows on each rank
-            _train_sharded(trial, build_model(trial.run), steps=_RANDOM_STEPS, ranks=ranks)
-        if not _is_deterministic(trial):
+            _shard_and_train(trial, build_model(trial.run), steps=_RANDOM_STEPS, ranks=ranks)
+        if not _is_deterministic_on_all_ranks(trial):
             return Finding.skipped("its loss is random in evaluation mode too, or depends on the call")
         with raise_on_all_ranks("a sharded step"):
             plain = _keep_in_evaluation_mode(trial.build())
             expected = list(_iterate_unsharded_losses(trial, plain, world_size=ranks.world_size))
             model = _keep_in_evaluation_mode(build_model(trial.run))
-            losses = _train_sharded(trial, model, steps=_STEPS, ranks=ranks)
+            losses = _shard_and_train(trial, model, steps=_STEPS, ranks=ranks)
             errors = _relative_parameter_differences(model, plain)
     except CheckpointError as error:  # `raise_on_all_ranks` makes one of any exception of any rank
         return Finding.failure(
@@ -255,7 +255,7 @@ def _build_trial_on_all_ranks(run: Run, *, world_size: int) -> ModelTrial | str:
     return trial if isinstance(trial, ModelTrial) and failed is None else failed or "there is no trial"
 
 
-def _train_sharded(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: RankInfo) -> list[float]:
+def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: RankInfo) -> list[float]:
     """Trains `model` by SGD, sharded over all ranks. Returns the loss of each step. Collective."""
     tensors = [one for one in tree_leaves(trial.batches(0)) if isinstance(one, Tensor) and one.ndim]
     rows = len(tensors[0]) if tensors else 1
@@ -304,7 +304,7 @@ def _keep_in_evaluation_mode(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_deterministic(trial: ModelTrial) -> bool:
+def _is_deterministic_on_all_ranks(trial: ModelTrial) -> bool:
     model, batch = _keep_in_evaluation_mode(trial.build()), trial.batches(0)
     with torch.no_grad():
         first, second = (float(trial.mean_loss(model, batch)) for _ in range(2))

@@ -43,7 +43,7 @@ from fullshard.spec.model import (
     ParamSpec,
     TracePhase,
     UnitSpec,
-    UntracedSettings,
+    UntraceableSettings,
 )
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.records.measurement import GradientShares
@@ -134,7 +134,7 @@ def _build_spec(
     recorder: recordings.SettingsRecorder,
     found: Sequence[recordings.SettingRecording],
     *,
-    untraced: Sequence[UntracedSettings],
+    untraced: Sequence[UntraceableSettings],
 ) -> ModelSpec:
     model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
     table = KernelIndex()
@@ -212,12 +212,12 @@ def _check_not_sharded(model: nn.Module) -> None:
 
 def _record_all_settings(
     recorder: recordings.SettingsRecorder, settings: Sequence[tuple[RecomputeSection, bool]]
-) -> tuple[list[recordings.SettingRecording], list[UntracedSettings]]:
+) -> tuple[list[recordings.SettingRecording], list[UntraceableSettings]]:
     """Returns the recordings under all (recompute, compiled), and the settings that cannot be traced.
 
     Raises TraceError if the first cannot be traced: the others run the same forward.
     """
-    found, untraced = list[recordings.SettingRecording](), list[UntracedSettings]()
+    found, untraced = list[recordings.SettingRecording](), list[UntraceableSettings]()
     for recompute, compiled in settings:
         try:
             found += recorder.record_setting(recompute, compiled=compiled)
@@ -225,7 +225,7 @@ def _record_all_settings(
             if not found:
                 raise _trace_error(recorder.model, error, given_batch=recorder.batch is not None) from error
             reason = _error_text(error)
-            untraced.append(UntracedSettings(recompute=recompute, compiled=compiled, reason=reason))
+            untraced.append(UntraceableSettings(recompute=recompute, compiled=compiled, reason=reason))
     return found, untraced
 
 

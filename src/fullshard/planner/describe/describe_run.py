@@ -83,7 +83,7 @@ def describe_run(
     settings = (plan, *_find_runs_with_superset_traces(plan, device))
     keys = [build_spec_key(one, device, attention_kernel=attention_kernel) for one in settings]
     for key in keys:
-        if (spec := read_cached_spec(key)) is not None:
+        if (spec := read_shipped_or_cached_spec(key)) is not None:
             return spec
     spec = _build_and_trace_model(plan, device, model=model, attention_kernel=attention_kernel)
     write_cached_spec(keys[0], spec)
@@ -115,13 +115,13 @@ def _build_and_trace_model(
         model,
         plan,
         loss=choose_loss(run, model),
-        batch=_example_batch(plan, model),
+        batch=_make_batch_unless_default(plan, model),
         device_type=device,
         attention_kernel=attention_kernel,
     )
 
 
-def _example_batch(plan: Plan | Run, model: "Module") -> Any:
+def _make_batch_unless_default(plan: Plan | Run, model: "Module") -> Any:
     """Returns a microbatch for `describe`; None stands for its default batch of tokens and labels.
 
     For data from Python, this is the first microbatch of step 0, because only the user knows its shapes. None
@@ -260,7 +260,9 @@ def build_spec_key(
     return SpecKey(settings=text, torch=torch, made_by=made_by)
 
 
-def read_cached_spec(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+def read_shipped_or_cached_spec(
+    key: SpecKey | None, environment: Mapping[str, str] = os.environ
+) -> ModelSpec | None:
     """Returns the shipped or cached spec of `key`; None if neither exists or the cache is off."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None

@@ -211,7 +211,7 @@ class KernelIndex:
     def kernels(self) -> tuple[Kernel, ...]:
         return tuple(self._index)
 
-    def count_launches(
+    def index_and_count_launches(
         self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], microbatch: int
     ) -> tuple[KernelIndexAndCount, ...]:
         """Returns the number of launches per kernel, in order of first use.
@@ -255,7 +255,7 @@ def merge_recordings(
                 unit=a.unit,
                 peaks=tuple(_upper_envelope(totals[a.event_change_count :])),
                 end=state,
-                work=table.count_launches(
+                work=table.index_and_count_launches(
                     a.fused if is_compiled else a.work,
                     high=b.fused if is_compiled else b.work,
                     microbatch=microbatch,

@@ -343,7 +343,7 @@ class AllocationRecorder(TorchDispatchMode):
             if self._device == "cpu":
                 launches = launch.pieces * self._work_factor
                 launch = launch._replace(pieces=launches)
-            self._record_launch(launch, read=(call.args, call.kwargs), written=result)
+            self._record_launch_eager_and_fused(launch, read=(call.args, call.kwargs), written=result)
         return result
 
     def ignore_storage(self, tensor: Tensor) -> None:
@@ -369,7 +369,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.loss_chunk = rows
         return _replace_attribute_between_kernels(self, "_work_factor", value=of / rows)
 
-    def count_as_compiled(self) -> AbstractContextManager[None]:
+    def count_memory_as_compiled(self) -> AbstractContextManager[None]:
         """While active, results of elementwise operations take memory only if they outlive their kernel."""
         return _replace_attribute_between_kernels(self, "_is_compiled", value=True)
 
@@ -385,7 +385,7 @@ class AllocationRecorder(TorchDispatchMode):
         """Attributes all changes since the phase opened to the event that opened it."""
         self.recorded[-1].event_change_count = len(self.recorded[-1].changes)
 
-    def _record_launch(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
+    def _record_launch_eager_and_fused(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
         factor = self._work_factor
         if launch.kind == "row_exchange":
             self._has_received_rows = launch.received

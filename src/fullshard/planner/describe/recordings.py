@@ -15,7 +15,7 @@ from fullshard.parallel.activation_offload import CpuHostCopier, FakeReportingCo
 from fullshard.parallel.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
 from fullshard.parallel.model_parameters import TORCH_DTYPE
-from fullshard.parallel.recompute import apply_recompute
+from fullshard.parallel.recompute import apply_recompute_or_offload
 from fullshard.parallel.units import (
     Predicate,
     Unit,
@@ -193,7 +193,7 @@ class SettingsRecorder:
         """
         section = plan.run.sharding.units
         fakes = self.programs.fakes
-        twin = _copy_model_as_fake(
+        twin = _copy_as_fake_in_gather_dtypes(
             self.model, self.given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
         )
         with fakes:
@@ -210,7 +210,9 @@ class SettingsRecorder:
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_and_compile_blocks(twin, units=found)
         of_blocks = shortened.recompute_of_remaining_blocks(plan.run.recompute)
-        recompute = partial(apply_recompute, repeated, of_blocks, device=self.device, copier=copier)
+        recompute = partial(
+            apply_recompute_or_offload, repeated, of_blocks, device=self.device, copier=copier
+        )
         pieces = find_blocks_with_units_inside(repeated, found)
         eager = pieces if of_blocks.mode == "selective" else set[nn.Module]()  # also if compiled
         if plan.run.run.compile is True:
@@ -222,7 +224,7 @@ class SettingsRecorder:
             tracer = trace.MicrobatchTracer(
                 twin, found, plan=plan, fakes=fakes, device=self.device, has_integers=self.keep_integers
             )
-            self.programs.fuse = lambda: tracer.allocations.count_as_compiled()
+            self.programs.fuse = lambda: tracer.allocations.count_memory_as_compiled()
             if isinstance(copier, FakeReportingCopier):
                 copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
             batch = self._make_rank_batch(plan, microbatch=microbatch, fakes=fakes)
@@ -291,7 +293,7 @@ def _has_equal_periods(recording: Sequence[PhaseRecord], repeats: Sequence[Repea
     )
 
 
-def _copy_model_as_fake(
+def _copy_as_fake_in_gather_dtypes(
     model: nn.Module,
     units: Sequence[Unit],
     *,
@@ -332,7 +334,7 @@ def divided_dims(
     if not plan.has_expert_mesh and plan.tensor_parallel == 1:
         return {}
     fakes = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _copy_model_as_fake(model, units, plan=plan, fakes=fakes, fp8=None, device=device)
+    twin = _copy_as_fake_in_gather_dtypes(model, units, plan=plan, fakes=fakes, fp8=None, device=device)
     with fakes:
         return divide_model_and_return_split_dims(twin, plan, rank=0, group_name=str)
 

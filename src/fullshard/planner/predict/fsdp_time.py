@@ -234,7 +234,7 @@ class StreamClocks:
         if not self.serial:
             self.gather = end
         self.fetched = start if self.serial else self.copy_in
-        self._add_sent_and_blocked_time(cost.gather, "all_gather")
+        self._count_sent_and_block_compute(cost.gather, "all_gather")
         return end
 
     def delay_gather_streams(self, until: int) -> None:
@@ -252,7 +252,7 @@ class StreamClocks:
         else:
             end = max(self.reduce, self.compute, self.network) + cost.scatter
             self.network = self.reduce = end
-            self._add_sent_and_blocked_time(cost.scatter, "reduce_scatter")
+            self._count_sent_and_block_compute(cost.scatter, "reduce_scatter")
         self.reduce_input_free = self.reduce
 
     def copy_activations(self, *, out: int, back: int, waits: bool) -> None:
@@ -285,14 +285,14 @@ class StreamClocks:
         end = max(self.all_reduce, self.reduce) + cost.all_reduce
         if cost.shares_wires:
             end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
-        self._add_sent_and_blocked_time(cost.all_reduce, "all_reduce")
+        self._count_sent_and_block_compute(cost.all_reduce, "all_reduce")
         if self.serial:
             self.copy_on_compute_stream(settle)
             self.all_reduce = max(end, self.compute)
         else:
             self.all_reduce = end + settle
 
-    def _add_sent_and_blocked_time(self, length: int, cause: Cause) -> None:
+    def _count_sent_and_block_compute(self, length: int, cause: Cause) -> None:
         self.sent += length
         if self.blocking and length:
             blocked = round(self.blocking * length)
@@ -326,7 +326,7 @@ class BufferedUnits:
         return self.trained, self.frozen
 
 
-def simulate_shard_fetch(
+def simulate_update_and_shard_fetch(
     streams: StreamClocks, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool
 ) -> int:
     """Loads the rank's shard of a unit to the device before its all-gather, and returns when it is there.

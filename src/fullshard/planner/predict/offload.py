@@ -301,8 +301,8 @@ def device_update_buffer_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) ->
 def state_bytes_of_each_group(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     """Returns the bytes of each group's masters and moments on rank 0."""
     return tuple(
-        page_aligned_bytes(group.padded_numel, master)
-        + 2 * page_aligned_bytes(group.padded_numel, _moment_itemsize(plan, master))
+        page_aligned_bytes(group.numel_with_gaps, master)
+        + 2 * page_aligned_bytes(group.numel_with_gaps, _moment_itemsize(plan, master))
         for group, master in _groups_with_itemsize(spec, plan, rank=0)
     )
 

@@ -233,7 +233,7 @@ class StepSimulation:
         updates = self.is_first and not self.in_backward
         reads = bool(cost.shards_on_disk) and not fsdp_time.reuse_buffer(unit, self.in_buffers.trained)
         frozen_too = bool(cost.frozen_on_disk) and not fsdp_time.reuse_buffer(unit, self.in_buffers.frozen)
-        there = fsdp_time.simulate_shard_fetch(
+        there = fsdp_time.simulate_update_and_shard_fetch(
             self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too
         )
         if cost.is_sharded:

@@ -133,7 +133,7 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
         return unit, settings, []
     degree = settings.shard_degree
     inner = [p for p in unit.parameters if expert_shard_dim(p.shape, degree)]
-    unit = _unit_with_shapes(unit, lambda p: _shape_with_sharded_dim_first(p.shape, degree))
+    unit = _unit_with_shapes(unit, lambda p: _move_sharded_dim_first(p.shape, degree))
     return unit, settings, inner
 
 
@@ -202,7 +202,7 @@ def _unit_with_shapes(unit: UnitSpec, shape_of: Callable[[ParamSpec], tuple[int,
     return unit.model_copy(update={"parameters": parts})
 
 
-def _shape_with_sharded_dim_first(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+def _move_sharded_dim_first(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     """Returns the shape of stacked experts, with the dim first in which `degree` ranks shard them."""
     dim = expert_shard_dim(shape, degree)
     return (shape[dim], *shape[:dim], *shape[dim + 1 :])

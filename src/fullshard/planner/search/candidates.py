@@ -235,7 +235,7 @@ def _recompute_and_compile_choices(
         (recompute, trace.compiled)
         for trace in spec.traces
         if trace.microbatch in (None, microbatch) and trace.compiled in compiles
-        for recompute in _recompute_choices(trace)
+        for recompute in _recompute_settings_to_try(trace)
     )
     if run.recompute.mode != "auto":
         traced = [one for one in spec.traces if one.is_valid_for(run.recompute, microbatch, compiled=True)]
@@ -247,7 +247,7 @@ def _recompute_and_compile_choices(
     )
 
 
-def _recompute_choices(trace: MicrobatchTrace) -> list[RecomputeSection]:
+def _recompute_settings_to_try(trace: MicrobatchTrace) -> list[RecomputeSection]:
     """Returns the settings to try with `trace`: its own, or about 1, 2 and 3 quarters of the blocks."""
     counts = trace.recomputed_block_counts()
     if not counts:
@@ -321,10 +321,10 @@ class CandidateCosts:
         if candidate.tier == "none" and candidate.recompute.mode != "offload":
             return True
         plan, used = self._build_plan(candidate), self._peak_memory(candidate).total
-        state = _offload_terms(self.timer, plan, used=used, limit=self.limit)
+        state = _offload_terms_with_host_capacity(self.timer, plan, used=used, limit=self.limit)
         return fits_in_host_memory(state, self.timer.predict_activation_offload(plan))
 
-    def fits(self, index: int, limit: int) -> bool:
+    def fits_device_and_host(self, index: int, limit: int) -> bool:
         """Returns whether a candidate needs at most `limit` bytes of the device, and fits the host."""
         if self.least_bytes(index) > limit:
             return False
@@ -339,7 +339,7 @@ class CandidateCosts:
             self._plans[index] = attach_prediction(plan, self.timer, memory=memory, limit=self.limit)
         return self._plans[index]
 
-    def seconds(self, index: int) -> float:
+    def seconds_with_compiling(self, index: int) -> float:
         """Returns the seconds of a candidate's step, with its share of compiling."""
         return step_seconds_with_compile_share(self.plan(index))
 
@@ -414,7 +414,7 @@ def attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTer
         allocator_reserve_bytes=allocator_reserve_bytes(hardware, memory),
         context_bytes=hardware.context_bytes,
         capacity_bytes=hardware.device_bytes_limit,
-        offload=_offload_terms(timer, plan, used=memory.total, limit=limit),
+        offload=_offload_terms_with_host_capacity(timer, plan, used=memory.total, limit=limit),
         activations=timer.predict_activation_offload(plan),
         time=time,
         tokens_per_step=tokens,
@@ -427,7 +427,9 @@ def attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTer
     return plan.model_copy(update={"prediction": prediction})
 
 
-def _offload_terms(timer: StepTimePredictor, plan: Plan, *, used: int, limit: int) -> OffloadTerms | None:
+def _offload_terms_with_host_capacity(
+    timer: StepTimePredictor, plan: Plan, *, used: int, limit: int
+) -> OffloadTerms | None:
     """Returns the plan's offload terms; on the CPU, the host has the memory that the device has left."""
     terms = timer.predict_offload(plan)
     if terms is None or plan.device != "cpu" or terms.host_capacity_bytes is not None:

@@ -65,7 +65,7 @@ class _DegreeSearcher(NamedTuple):
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.expert_count_gcd))
         if run.sharding.expert_parallel != "auto" or not degrees:
-            return self._search_with_spec(run, spec)
+            return self._search_at_degrees_of_run(run, spec)
         undivided = (_with_degree(run, "expert_parallel", degree=1), spec)
         questions = {1: undivided} | self._describe_expert_degrees(run, degrees)
         # By choice, plans offload only if none fits without.
@@ -73,7 +73,7 @@ class _DegreeSearcher(NamedTuple):
         for tiers in ((), targets) if targets else ((),):
             if (chosen := self._choose_expert_degree(questions, tiers)) is not None:
                 return chosen
-        return self._search_with_spec(*questions[1])
+        return self._search_at_degrees_of_run(*questions[1])
 
     def search_fitting(self, run: Run) -> DegreeSearch | None:
         """Returns the search of `run`; None if no plan fits, or its settings are impossible."""
@@ -83,7 +83,9 @@ class _DegreeSearcher(NamedTuple):
             return None
         return None if searched.found.best is None else searched
 
-    def _search_with_spec(self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()) -> DegreeSearch:
+    def _search_at_degrees_of_run(
+        self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()
+    ) -> DegreeSearch:
         found = search(spec, self.hardware, run, tiers=tiers)
         return DegreeSearch(run, spec, found)
 
@@ -114,7 +116,7 @@ class _DegreeSearcher(NamedTuple):
             only_resident = not tiers and own.offload.tier == "auto"
             run = candidates.run_with_settings(own, {"offload": {"tier": "none"}}) if only_resident else own
             with suppress(PlanError):  # other settings of the run cannot be combined with this number
-                searched = self._search_with_spec(run, spec, tiers=tiers)
+                searched = self._search_at_degrees_of_run(run, spec, tiers=tiers)
                 found += [] if searched.found.best is None else [searched._replace(run=own)]
         return choose_first_not_notably_slower(found, questions[1][0]) if found else None
 
@@ -156,10 +158,10 @@ def choose_first_not_notably_slower(searches: Sequence[DegreeSearch], run: Run) 
     offloads although `run` leaves that open is chosen only if it is notably faster than all others.
     """
     resident = [one for one in searches if not _offloads_without_being_asked(_fitting_plan(one), run)]
-    fastest = min(map(best_plan_step_seconds, searches))
-    if any(best_plan_step_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
-        searches, fastest = resident, min(map(best_plan_step_seconds, resident))
-    return next(one for one in searches if best_plan_step_seconds(one) <= (1 + NOTABLE) * fastest)
+    fastest = min(map(fitting_plan_step_seconds, searches))
+    if any(fitting_plan_step_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
+        searches, fastest = resident, min(map(fitting_plan_step_seconds, resident))
+    return next(one for one in searches if fitting_plan_step_seconds(one) <= (1 + NOTABLE) * fastest)
 
 
 def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[DegreeSearch]:
@@ -261,7 +263,7 @@ def _fitting_plan(searched: DegreeSearch) -> Plan:
     return best
 
 
-def best_plan_step_seconds(searched: DegreeSearch) -> float:
+def fitting_plan_step_seconds(searched: DegreeSearch) -> float:
     """Returns the seconds of a step of the best plan, which fits, with each step's share of compiling."""
     return candidates.step_seconds_with_compile_share(_fitting_plan(searched))
 

@@ -150,30 +150,42 @@ def _find_best(costs: candidates.CandidateCosts, order: Sequence[int], *, limit:
     if fastest is None:
         return None
     if len({costs.candidates[index].tier for index in order}) > 1:
-        slowest = costs.seconds(fastest) * (1 + WORTH_MORE_OFFLOAD)
+        slowest = costs.seconds_with_compiling(fastest) * (1 + WORTH_MORE_OFFLOAD)
         near = (index for index in sorted(order) if costs.least_seconds[index] <= slowest)
-        plainest = next(i for i in near if costs.fits(i, limit) and costs.seconds(i) <= slowest)
+        plainest = next(
+            i
+            for i in near
+            if costs.fits_device_and_host(i, limit) and costs.seconds_with_compiling(i) <= slowest
+        )
         tier = costs.candidates[plainest].tier
         order = [index for index in order if costs.candidates[index].tier == tier]
         fastest = _find_fastest(costs, order, limit=limit)
         assert fastest is not None, "the plainest fits"
-    slowest = costs.seconds(fastest) * (1 + SAME_SPEED)
-    near = [index for index in order if costs.least_seconds[index] <= slowest and costs.fits(index, limit)]
+    slowest = costs.seconds_with_compiling(fastest) * (1 + SAME_SPEED)
+    near = [
+        index
+        for index in order
+        if costs.least_seconds[index] <= slowest and costs.fits_device_and_host(index, limit)
+    ]
     near.sort(key=lambda index: (costs.needed_bytes(index), index))
-    least = next(costs.needed_bytes(index) for index in near if costs.seconds(index) <= slowest)
+    least = next(
+        costs.needed_bytes(index) for index in near if costs.seconds_with_compiling(index) <= slowest
+    )
     most = least + SAME_MEMORY * costs.hardware.device_bytes_limit
     small = sorted(index for index in near if costs.needed_bytes(index) <= most)
-    return next(index for index in small if costs.seconds(index) <= slowest)
+    return next(index for index in small if costs.seconds_with_compiling(index) <= slowest)
 
 
 def _find_fastest(costs: candidates.CandidateCosts, order: Sequence[int], *, limit: int | None) -> int | None:
     """Returns the fastest candidate that fits `limit` bytes (None: any). `order`: by bounds on time."""
     best = None
     for index in order:
-        if best is not None and costs.least_seconds[index] > costs.seconds(best):
+        if best is not None and costs.least_seconds[index] > costs.seconds_with_compiling(best):
             break
-        fits = limit is None or costs.fits(index, limit)
-        if fits and (best is None or costs.seconds(index) < costs.seconds(best)):
+        fits = limit is None or costs.fits_device_and_host(index, limit)
+        if fits and (
+            best is None or costs.seconds_with_compiling(index) < costs.seconds_with_compiling(best)
+        ):
             best = index
     return best
 

@@ -60,7 +60,7 @@ class CatalogChip(FrozenModel):
         shared_fields = self.model_dump(include=set(Chip.model_fields))
         return Chip(memory_bytes=self.memory_gib * 1024**3, **shared_fields)
 
-    def has_name(self, key: str) -> bool:
+    def has_normalized_name(self, key: str) -> bool:
         """Returns True if `key`, a `normalized_chip_name`, is a name, alias or device name of the chip."""
         return key in {normalized_chip_name(name) for name in (self.name, *self.aliases, *self.device_names)}
 
@@ -289,7 +289,7 @@ def _rates_summary(entry: CatalogChip, rates: Rates, *, kernel: AttentionKernel)
 
 def _find_chip(name: str, text: str) -> CatalogChip:
     key, chips = normalized_chip_name(name), read_catalog_chips()
-    found = next((chip for chip in chips if chip.has_name(key)), None)
+    found = next((chip for chip in chips if chip.has_normalized_name(key)), None)
     if found is not None:
         return found
     known = {normalized_chip_name(alias): chip.name for chip in chips for alias in (chip.name, *chip.aliases)}

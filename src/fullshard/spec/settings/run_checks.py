@@ -11,7 +11,7 @@ from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceMode
 from fullshard.spec.value import FrozenModel
 
 
-def check_data_is_given(run: Run) -> None:
+def check_own_model_has_data(run: Run) -> None:
     """Raises SpecError for a run without data that names a model or a tokenizer of its own."""
     section = run.data
     own_model = None if isinstance(run.model, DecoderConfig) else f"[model] {run.model.setting_text}"
@@ -92,7 +92,7 @@ def check_sequence_is_divisible(run: Run) -> None:
         )
 
 
-def check_experts_are_divisible(run: Run, *, group: int) -> None:
+def check_expert_degree(run: Run, *, group: int) -> None:
     """Raises PlanError unless the ranks divide a decoder's experts, and divide `group` or are divided by it.
 
     group: number of adjacent ranks over which a parameter is divided and sharded
