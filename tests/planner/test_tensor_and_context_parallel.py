@@ -95,7 +95,7 @@ LONG = [
     ],
     ids=str,
 )
-def test_peak_equals_plan_and_dry_step(overrides: tuple[str, ...], length: int, ranks) -> None:
+def test_measured_peak_equals_prediction_and_dry_step(overrides: tuple[str, ...], length: int, ranks) -> None:
     plan = shared_plan(*overrides, length=length)
     real = sum(ranks(RANKS).run(measured, plan)[0].values())
     assert dry_peak_bytes(meta_model(plan), plan) == pytest.approx(real, rel=0.005)

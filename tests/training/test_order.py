@@ -52,7 +52,7 @@ def test_the_fake_device_notes_each_wait(act: Callable[[Tensor], object]) -> Non
     assert len(device.waits) == 1, device.waits
 
 
-def test_the_fake_device_notes_nothing_else() -> None:
+def test_the_fake_device_notes_only_waits() -> None:
     x = torch.randn(3)
     with FakeDevice() as device:
         first, second = torch.empty(3), torch.empty(3)

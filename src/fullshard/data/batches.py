@@ -75,12 +75,12 @@ class TrainingData(MicrobatchSource, Protocol):
         ...
 
 
-def microbatch_sample_numbers(microbatch_number: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
+def microbatch_sample_numbers(microbatch_number: int, *, data_rank: int, plan: Plan) -> NDArray[np.int64]:
     """Returns the numbers of the samples in a data rank's microbatch of this number, from 0.
 
     All data ranks together take consecutive sample numbers, microbatch after microbatch.
     """
-    first = (microbatch_number * plan.data_parallel_degree + rank) * plan.microbatch
+    first = (microbatch_number * plan.data_parallel_degree + data_rank) * plan.microbatch
     return np.arange(first, first + plan.microbatch, dtype=np.int64)
 
 

@@ -124,7 +124,7 @@ class PackedData:
     def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         """Yields the microbatches of the step whose first sample is `row`, see `microbatches`."""
         for turn in range(plan.accumulation):
-            samples = row + microbatch_sample_numbers(turn, rank=rank, plan=plan)
+            samples = row + microbatch_sample_numbers(turn, data_rank=rank, plan=plan)
             sources, rows = self.pattern.locate_samples(samples)
             for source in np.unique(sources).tolist():
                 pool, own = self.pools[source], sources == source
@@ -144,7 +144,7 @@ class PackedData:
         """
         found = _evenly_spaced_held_out_rows(self, plan.run.train.validate_sequences)
         for turn in range(-(-len(found) // (plan.data_parallel_degree * plan.microbatch))):
-            numbers = microbatch_sample_numbers(turn, rank=rank, plan=plan).tolist()
+            numbers = microbatch_sample_numbers(turn, data_rank=rank, plan=plan).tolist()
             chosen = [found[min(number, len(found) - 1)] for number in numbers]
             pieces = [(pool.stream, pool.held_out.iterate_row_pieces(row)) for pool, row in chosen]
             batch = _build_batch(self, pieces, plan=plan)

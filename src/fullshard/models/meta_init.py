@@ -245,7 +245,10 @@ class _MakeEmptyOnMeta(TorchFunctionMode):
 
 
 def _replace_parameters_by_meta(model: nn.Module) -> None:
-    """Replaces real parameters by meta ones. A module without `reset_parameters` keeps the values."""
+    """Replaces all real parameters by meta ones.
+
+    The values of modules without `reset_parameters` are kept beside them, unless they are too many.
+    """
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

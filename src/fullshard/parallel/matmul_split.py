@@ -227,7 +227,7 @@ class _RegatheredTensor:
         return whole
 
 
-class _GatheredPart(NamedTuple):
+class _PartToRegather(NamedTuple):
     """The part that a gathered tensor was gathered from, and its state in backward."""
 
     part: Tensor
@@ -238,13 +238,13 @@ def gather_for_matmuls(part: Tensor, *, ranks: int, group: str) -> Tensor:
     """Returns whole sequences (..., sequence, channels), of which `multiply_gathered` saves only `part`."""
     whole = gather_sequence(part, ranks, 1, group)
     if torch.is_grad_enabled():
-        setattr(whole, _ATTRIBUTE, _GatheredPart(part.detach(), _RegatheredTensor(ranks, group)))
+        setattr(whole, _ATTRIBUTE, _PartToRegather(part.detach(), _RegatheredTensor(ranks, group)))
     return whole
 
 
 def multiply_gathered(x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
     """Returns F.linear(x, weight, bias). If `x` is from `gather_for_matmuls`, backward gathers it again."""
-    source: _GatheredPart | None = getattr(x, _ATTRIBUTE, None)
+    source: _PartToRegather | None = getattr(x, _ATTRIBUTE, None)
     if source is None or not weight.requires_grad:
         return F.linear(x, weight, bias)
     return _LinearRegatheringInBackward.apply(x, weight, bias, source)  # pyright: ignore[reportReturnType]
@@ -252,7 +252,7 @@ def multiply_gathered(x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tens
 
 class _LinearRegatheringInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: _GatheredPart) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: _PartToRegather) -> Tensor:
         ctx.save_for_backward(source.part, weight)
         ctx.gathered = source.backward
         ctx.gathered.readers += 1

@@ -212,16 +212,16 @@ class KernelIndex:
         return tuple(self._index)
 
     def index_and_count_launches(
-        self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], microbatch: int
+        self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], low_microbatch: int
     ) -> tuple[KernelIndexAndCount, ...]:
         """Returns the number of launches per kernel, in order of first use.
 
-        low, high: the same launches at `microbatch` and at one more sequence
+        low, high: the same launches at `low_microbatch` and at one more sequence
         """
         counts: dict[int, int] = {}
         for a, b in zip(low, high, strict=True):
             lines: dict[str, Any] = {
-                name: _line_over_microbatch(getattr(a, name), getattr(b, name), microbatch=microbatch)
+                name: _line_over_microbatch(getattr(a, name), getattr(b, name), low_microbatch=low_microbatch)
                 for name in ("flops", "bytes", "pieces", "rows")
             }
             kernel = Kernel(**a._asdict() | lines)
@@ -234,20 +234,20 @@ def merge_recordings(
     low: Recording,
     high: Recording,
     *,
-    microbatch: int,
+    low_microbatch: int,
     table: KernelIndex,
     compiled_units: Container[int] = (),
 ) -> tuple[TracePhase, ...]:
-    """Returns phases for any microbatch from recordings at `microbatch` and at one more sequence.
+    """Returns phases for any microbatch from recordings at `low_microbatch` and at one more sequence.
 
-    If `low` and `high` are the same recording, the sizes are those of `microbatch` only. Phases of
+    If `low` and `high` are the same recording, the sizes are those of `low_microbatch` only. Phases of
     `compiled_units` launch sequences of elementwise operations as one kernel.
     """
     phases: list[TracePhase] = []
     state = LiveTensorBytes()
     for a, b in zip(low, high, strict=True):
         is_compiled = a.unit in compiled_units
-        totals = _running_memory_totals(state, low=a, high=b, microbatch=microbatch)
+        totals = _running_memory_totals(state, low=a, high=b, low_microbatch=low_microbatch)
         state = totals[-1]
         phases.append(
             TracePhase(
@@ -258,10 +258,10 @@ def merge_recordings(
                 work=table.index_and_count_launches(
                     a.fused if is_compiled else a.work,
                     high=b.fused if is_compiled else b.work,
-                    microbatch=microbatch,
+                    low_microbatch=low_microbatch,
                 ),
-                out=_host_copy_bytes_by_microbatch("out", low=a, high=b, microbatch=microbatch),
-                back=_host_copy_bytes_by_microbatch("back", low=a, high=b, microbatch=microbatch),
+                out=_host_copy_bytes_by_microbatch("out", low=a, high=b, low_microbatch=low_microbatch),
+                back=_host_copy_bytes_by_microbatch("back", low=a, high=b, low_microbatch=low_microbatch),
                 waits=any(way == "wait" for way, _ in a.copies),
             )
         )
@@ -293,26 +293,26 @@ def _phase_structure(recorded: PhaseRecord) -> tuple[object, ...]:
 
 
 def _host_copy_bytes_by_microbatch(
-    way: Way, *, low: PhaseRecord, high: PhaseRecord, microbatch: int
+    way: Way, *, low: PhaseRecord, high: PhaseRecord, low_microbatch: int
 ) -> tuple[LinearInMicrobatch, ...]:
     return tuple(
-        _line_over_microbatch(a, b, microbatch=microbatch)
+        _line_over_microbatch(a, b, low_microbatch=low_microbatch)
         for (done, a), (_, b) in zip(low.copies, high.copies, strict=True)
         if done == way
     )
 
 
-def _line_over_microbatch(low: float, high: float, *, microbatch: int) -> LinearInMicrobatch:
-    return LinearInMicrobatch(float(low - (high - low) * microbatch), float(high - low))
+def _line_over_microbatch(low: float, high: float, *, low_microbatch: int) -> LinearInMicrobatch:
+    return LinearInMicrobatch(float(low - (high - low) * low_microbatch), float(high - low))
 
 
 def _running_memory_totals(
-    state: LiveTensorBytes, *, low: PhaseRecord, high: PhaseRecord, microbatch: int
+    state: LiveTensorBytes, *, low: PhaseRecord, high: PhaseRecord, low_microbatch: int
 ) -> list[LiveTensorBytes]:
     """Returns the bytes alive before the first change and after each change."""
     totals = [state]
     for (kind, a), (_, b) in zip(low.changes, high.changes, strict=True):
-        old, change = getattr(state, kind), _line_over_microbatch(a, b, microbatch=microbatch)
+        old, change = getattr(state, kind), _line_over_microbatch(a, b, low_microbatch=low_microbatch)
         new = LinearInMicrobatch(old.fixed + change.fixed, old.per_sequence + change.per_sequence)
         state = state._replace(**{kind: new})
         totals.append(state)

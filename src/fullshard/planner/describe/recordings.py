@@ -90,7 +90,10 @@ class SettingRecording:
         low, high, first = self.low, self.high, self.microbatch or LOW
         grows = high.batch_bytes - low.batch_bytes
         merge = partial(
-            extrapolation.merge_recordings, microbatch=first, table=table, compiled_units=low.compiled_units
+            extrapolation.merge_recordings,
+            low_microbatch=first,
+            table=table,
+            compiled_units=low.compiled_units,
         )
         return MicrobatchTrace(
             recompute=self.plan.run.recompute,

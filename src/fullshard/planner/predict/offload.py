@@ -422,11 +422,11 @@ def has_activation_copies(phases: Sequence[TracePhase]) -> bool:
 
 
 def predict_activation_offload_terms(
-    plan: Plan, phases: Sequence[TracePhase], *, turns: Sequence[int], hardware: Hardware
+    plan: Plan, phases: Sequence[TracePhase], *, runs_per_microbatch: Sequence[int], hardware: Hardware
 ) -> ActivationOffloadTerms:
-    """Returns the host use of one rank's activations. `turns`: runs of each phase per microbatch."""
+    """Returns the host use of one rank's activations, if each phase runs so often per microbatch."""
     held = copied = 0
-    for phase, times in zip(phases, turns, strict=True):
+    for phase, times in zip(phases, runs_per_microbatch, strict=True):
         for line in phase.out:
             size = round(line.value_at(plan.microbatch))
             held += times * (1 << max(0, size - 1).bit_length())

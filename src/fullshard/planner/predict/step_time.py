@@ -122,8 +122,10 @@ class StepTimePredictor:
         phases = trace.phases
         if not offload.has_activation_copies(phases):
             return None
-        turns = self._microbatch_work(plan, trace, adds=False).program.repeats
-        return offload.predict_activation_offload_terms(plan, phases, turns=turns, hardware=self.hardware)
+        runs = self._microbatch_work(plan, trace, adds=False).program.repeats
+        return offload.predict_activation_offload_terms(
+            plan, phases, runs_per_microbatch=runs, hardware=self.hardware
+        )
 
     def simulate_streams(
         self, plan: Plan, *, units: UnitCosts, without_activation_copies: bool = False
