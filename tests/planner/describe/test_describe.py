@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fullshard.errors import ShardError
+from fullshard.errors import ShardError, TraceError
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import choose_loss, next_token_loss
 from fullshard.observe.memory import measure_peak_memory
@@ -336,6 +336,22 @@ def test_two_microbatch_sizes_determine_the_trace(microbatch, device_type):
     assert [max(at(moment, microbatch) for moment in phase.peaks) for phase in ours.phases] == [
         max(at(moment, microbatch) for moment in phase.peaks) for phase in theirs.phases
     ]
+
+
+def test_a_batch_of_any_number_of_rows_describes_the_model_alike():
+    def of_rows(rows: int | None, run: Plan | Run, **more: Tensor) -> ModelSpec:
+        batch = {key: torch.empty((rows or 1, 64), dtype=torch.int64) for key in ("tokens", "labels")} | more
+        given = None if rows is None else batch
+        return describe(decoder(plan), run, loss=next_token_loss, batch=given, device_type="cpu")
+
+    plan = plan_of("train.global_batch=4", "train.microbatch=2", "recompute.mode=none")
+    unpinned = Run.load(
+        overrides=[*SHAPES, "precision.mode=fp32", "recompute.mode=none", "run.compile=false"]
+    )
+    assert of_rows(None, plan) == of_rows(2, plan) == of_rows(1, plan) == of_rows(5, plan)
+    assert of_rows(None, unpinned) == of_rows(1, unpinned) == of_rows(4, unpinned)
+    with pytest.raises(TraceError, match="3 sequences, where a microbatch has 2"):
+        of_rows(3, plan, scalar=torch.empty(()))
 
 
 def test_units_have_names_shapes_ties_and_frozen_parameters():

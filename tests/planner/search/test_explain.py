@@ -23,6 +23,13 @@ def test_with_enough_memory_the_limit_is_computing_or_slow_links(scale: float, l
     assert explained(hardware).binds == limit
 
 
+def test_waits_that_are_shorter_than_computing_are_named_and_do_not_bind():
+    hardware = hardware_of(1, 8, gib=4000, scale=0.1).model_copy(update={"contention": 0.0})
+    found = explained(hardware)
+    assert found.binds == "computing"
+    assert re.search(r"kernels take \d+ % of the step.*; \d+ % of the step waits for links", found.because)
+
+
 def test_memory_binds_where_more_of_it_would_be_faster():
     found = explained(hardware_of(1, 8, gib=60))
     assert found.binds == "memory"

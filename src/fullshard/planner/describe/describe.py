@@ -83,8 +83,9 @@ def describe(
 
     model: on the meta device or real; it is traced in training mode (dropout is active), and is not changed.
     loss: `loss(model, batch)`, the training loss.
-    batch: one microbatch, any nest of tensors with the microbatch in dim 0; only shapes and dtypes matter.
-        Unset: int64 `tokens` and `labels` of (microbatch, sequence_length).
+    batch: any nest of tensors with rows in dim 0, as many as you like; only shapes and dtypes matter. If its
+        tensors differ in dim 0, it must be one microbatch. Unset: int64 `tokens` and `labels` of
+        (microbatch, sequence_length).
     units: `units(name, module)` overrides the plan's unit policy, as in `shard`.
     device_type: the device of the kernels; unset, the plan's.
     attention_kernel: `Hardware.attention_kernel`, which decides what masked attention saves.

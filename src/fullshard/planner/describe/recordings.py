@@ -166,7 +166,7 @@ class SettingsRecorder:
             if record is None:
                 continue
             keep = partial(SettingRecording, plan, shortened, self.blocks)
-            if self.batch is None or trace.is_microbatch_first_dim(self.batch, plan.microbatch):
+            if self.batch is None or trace.count_batch_rows(self.batch, plan) is not None:
                 low, high = record(LOW), record(LOW + 1)
                 # Modules may keep states of one microbatch, which the next one frees.
                 same = extrapolation.has_same_structure(low.all_phases, high.all_phases)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.errors import TraceError
 from fullshard.models.chunked_loss import run_first_chunk_for_all
 from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.units import Unit
@@ -33,10 +34,25 @@ _MOST_KEPT = 1 << 20
 _ARANGES = (_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step)
 
 
-def is_microbatch_first_dim(batch: Any, microbatch: int) -> bool:
-    """Returns whether dim 0 of every tensor in the batch is the microbatch."""
-    tensors = list_tensors(batch)
-    return bool(tensors) and all(tensor.ndim and tensor.shape[0] == microbatch for tensor in tensors)
+def count_batch_rows(batch: Any, plan: Plan) -> int | None:
+    """Returns the rows of an example batch, dim 0 of all tensors; None if it can only be one microbatch.
+
+    None: tensors of other sizes, or vectors of one sequence. Raises TraceError for such a batch if it has
+    another number of sequences than a microbatch.
+    """
+    tensors, length = list_tensors(batch), plan.run.data.sequence_length
+    sizes = {tensor.shape[:1] for tensor in tensors}
+    if len(sizes) == 1 and (size := sizes.pop()) and any(one.shape != (length,) for one in tensors):
+        return size[0]
+    for rows in (one.shape[0] for one in tensors if one.ndim > 1 and one.shape[1] == length):
+        if rows != plan.microbatch:
+            raise TraceError(
+                "the batch that describes the model must be one microbatch.",
+                got=f"{rows} sequences, where a microbatch has {plan.microbatch}",
+                why="its tensors differ in dim 0, so it cannot be made larger or smaller",
+                fix=f"train.microbatch = {rows}, or a batch of {plan.microbatch}",
+            )
+    return None
 
 
 def has_integer_values(batch: Any) -> bool:
@@ -52,14 +68,14 @@ def make_fake_batch(
     fakes: fake_tensors.FakeTensorMode,
     keep_integers: bool = False,
 ) -> Any:
-    """Returns `batch` as fake tensors, with `microbatch` rows; None stands for tokens and labels.
+    """Returns `batch` as fake tensors, with `microbatch` rows if it has any; None: tokens and labels.
 
     keep_integers: whether integers keep their values. Further rows then repeat the first ones.
     """
     if batch is None:
-        shape = (plan.microbatch, plan.run.data.sequence_length)
+        shape = (microbatch, plan.run.data.sequence_length)
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
-    grown = microbatch != plan.microbatch
+    grown = count_batch_rows(batch, plan) not in (None, microbatch)
 
     def make_fake_tensor(tensor: Tensor) -> Tensor:
         if keep_integers and _is_integer_with_values(tensor):

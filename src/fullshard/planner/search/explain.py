@@ -36,12 +36,12 @@ class PlanImprovement(FrozenModel):
 class PlanExplanation(FrozenModel):
     """Explanation of the best plan.
 
-    `binds` is the plan's limit: the largest part of the step, or `computing` if no other part is notable.
+    `binds` is the plan's limit: memory, if the fastest plan in twice as much is notably faster; else the
+    largest part of the step.
 
-    memory      the seconds that the fastest plan in twice the memory would save
     links       waiting for collectives
     host        neither computing nor waiting for links: the host, or copies by FSDP2 or an offload target
-    computing   the kernels themselves
+    computing   the kernels themselves; other notable parts are named beside it
     """
 
     binds: Binding
@@ -64,14 +64,21 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
 
 
 def _binding_limit_and_reason(plan: Plan, found: SearchResult) -> tuple[Binding, str]:
-    prediction = require_prediction(plan)
-    limits = _notable_limits(plan, found.fastest_in_twice or plan)
-    if (largest := max(limits, key=lambda one: one[0], default=None)) is not None:
-        return largest[1:]
-    total, time = prediction.time.total, prediction.time
-    share = 100 * (time.compute + time.recompute) / total
-    again = f", {100 * time.recompute / total:.0f} % of it to recompute activations" if time.recompute else ""
-    return "computing", f"the model's kernels take {share:.0f} % of the step{again}"
+    time = require_prediction(plan).time
+    computing = (time.compute + time.recompute) / time.total
+    limits = sorted(
+        _notable_limits(plan, found.fastest_in_twice or plan), key=lambda one: one[0], reverse=True
+    )
+    for share, limit, reason in limits:
+        if limit == "memory" or share > computing:
+            return limit, reason
+    again = (
+        f", {100 * time.recompute / time.total:.0f} % of it to recompute activations"
+        if time.recompute
+        else ""
+    )
+    waits = f"; {limits[0][2]}" if limits else ""
+    return "computing", f"the model's kernels take {100 * computing:.0f} % of the step{again}{waits}"
 
 
 def _notable_limits(plan: Plan, fastest: Plan) -> Iterator[tuple[float, Binding, str]]:
@@ -104,7 +111,7 @@ def _notable_limits(plan: Plan, fastest: Plan) -> Iterator[tuple[float, Binding,
     if share > NOTABLE:
         name, longest = max(waits.items(), key=lambda one: one[1])
         most = f"most of it {name} ({format_seconds(longest)})"
-        yield share, "links", f"{100 * share:.0f} % of the step waits for them, {most}"
+        yield share, "links", f"{100 * share:.0f} % of the step waits for links, {most}"
     if time.engine > NOTABLE * total:
         share = time.engine / total
         yield share, "host", f"FSDP2's own copies and hooks are {100 * share:.0f} % of the step"
