@@ -58,6 +58,24 @@ def test_kernels_of_a_gpu_are_counted_by_kind():
     assert made.attention == ("flash",)
 
 
+def test_overlapping_work_of_one_kind_counts_once():
+    trace = MadeProfile()
+    trace.host("fullshard::all_gather", 0, 100)
+    trace.host("c10d::recv_", 1, 5)
+    trace.host("gloo:recv", 2, 96)  # ends after the call that began it
+    trace.host("gloo:send", 8, 94)
+    trace.host("aten::mm", 101, 9)
+    made = summary(trace)
+    seconds = {str(one.kind): round(one.seconds * 1e6) for one in made.kinds}
+    assert seconds == {"collectives": 101, "matmul": 9}
+    assert sum(one.count for one in made.kinds) == 5
+    trace.kernel("ncclDevKernel_AllGather", 200, 50, launched=1)
+    trace.kernel("ncclDevKernel_ReduceScatter", 220, 50, launched=2)
+    trace.kernel("nvjet_hsh_128x128_NNT", 210, 30, launched=102)
+    seconds = {str(one.kind): round(one.seconds * 1e6) for one in summary(trace).kinds}
+    assert seconds == {"collectives": 70, "matmul": 30}
+
+
 def test_idle_time_is_split_into_a_late_host_and_waiting():
     made = summary(gpu_step())
     assert made.host_late_seconds * 1e6 == pytest.approx(61)  # the launch ends at 261

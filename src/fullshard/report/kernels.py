@@ -1,7 +1,7 @@
 """Times of a profiled step by kind of kernel, for the terminal and for the page."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,14 @@ from pathlib import Path
 
 from fullshard.errors import SpecError
 from fullshard.quantities import format_seconds
-from fullshard.report.profiled_step import DeviceWork, HostOperation, KernelTrace, read_kernel_trace
+from fullshard.report.profiled_step import (
+    DeviceWork,
+    HostOperation,
+    KernelTrace,
+    Work,
+    disjoint_works,
+    read_kernel_trace,
+)
 from fullshard.report.step_traces import list_profiles
 from fullshard.report.table import percent_text, show_labelled_lines, show_table
 from fullshard.spec.records.step_spans import COLLECTIVES, RANGE_PREFIX
@@ -87,7 +94,7 @@ class KernelSummary:
     name: file of the profile
     seconds: from the first operation to the last
     on_device: whether kernels of a device were recorded; else the times are the host's
-    kinds: times by kind, the largest first. Kernels that overlap count in full, each in its kind.
+    kinds: times by kind, the largest first. Overlapping kernels of one kind count once, those of two in both.
     host_late_seconds: time in which the device was idle because the host had not launched its next kernel
     waiting_seconds: other time in which the device was idle: dependencies, and the delay of a launch
     attention: kernels with which attention ran
@@ -117,16 +124,20 @@ def summarise_last_profile(directory: Path) -> KernelSummary | None:
 def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
     """Returns the times of a profiled step. `name`: its file."""
     operations = _operations_of_busiest_thread(trace.host)
-    times: dict[StepWorkKind, list[float]] = defaultdict(list)
-    for one in trace.device:
-        times[_device_kind(one)].append((one.end - one.begin) * 1e-6)
-    for one in operations if not trace.device else ():
-        times[_host_kind(one)].append(one.own_seconds)
-    kinds = [StepWorkTime(kind, sum(each), len(each)) for kind, each in times.items()]
+    works = [Work(one.begin, one.end, _device_kind(one)) for one in trace.device]
+    works = works or [Work(one.begin, one.end, _host_kind(one)) for one in operations]
+    counts = Counter(one.name for one in works)
     attention = {_ATTENTION_KERNELS.get(_name_without_library(one.name), "") for one in trace.host} - {""}
     late, waiting = _host_late_and_other_idle_seconds(trace.device)
     begin = min((one.begin for one in (*operations, *trace.device)), default=0.0)
     end = max((one.end for one in (*operations, *trace.device)), default=0.0)
+    # Kinds of kernels may run at once. The host's time belongs to the operation that began last.
+    separate = [[one for one in works if one.name == kind] for kind in counts] if trace.device else [works]
+    seconds: dict[str, float] = defaultdict(float)
+    for each in separate:
+        for span in disjoint_works(each, begin=begin, end=end, idle=""):
+            seconds[span.name] += (span.end - span.begin) * 1e-6
+    kinds = [StepWorkTime(StepWorkKind(kind), seconds[kind], count) for kind, count in counts.items()]
     return KernelSummary(
         name=name,
         seconds=(end - begin) * 1e-6,

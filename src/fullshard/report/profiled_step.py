@@ -57,7 +57,6 @@ class HostOperation:
     begin, end: microseconds
     is_range: whether it is a named range of work, which only marks what it contains
     parent: the operation that called it; None if no operation did
-    child_seconds: time in the operations that it called
     """
 
     name: str
@@ -67,12 +66,6 @@ class HostOperation:
     is_launch: bool = False
     is_range: bool = False
     parent: "HostOperation | None" = None
-    child_seconds: float = 0.0
-
-    @property
-    def own_seconds(self) -> float:
-        """Time in this operation, without that in the operations that it called."""
-        return max(0.0, (self.end - self.begin) * 1e-6 - self.child_seconds)
 
     def iterate_self_and_callers(self) -> "Iterable[HostOperation]":
         """Yields this operation, the one that called it, and so on."""
@@ -191,8 +184,8 @@ def _set_parents(host: list[HostOperation]) -> None:
             around.pop()
         if around:
             one.parent = around[-1]
-            one.parent.child_seconds += (one.end - one.begin) * 1e-6
-        around.append(one)
+        if not one.name.startswith("gloo:"):  # which another thread ends, after the call that began it
+            around.append(one)
 
 
 def _extend_all_reduces(host: list[HostOperation]) -> None:
@@ -203,12 +196,10 @@ def _extend_all_reduces(host: list[HostOperation]) -> None:
     for index, one in enumerate(host):
         if one.name == ALL_REDUCE and one.parent is not None:
             later = (each.begin for each in host[index + 1 :] if each.begin >= one.end)
-            end = min(next(later, one.parent.end), one.parent.end)
-            one.parent.child_seconds += (end - one.end) * 1e-6
-            one.end = end
+            one.end = min(next(later, one.parent.end), one.parent.end)
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """Work from `begin` to `end` in µs. Of several at once, the highest priority counts, then the last."""
 
     begin: float
@@ -227,11 +218,11 @@ def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
     if trace.device:
         end = max(whole.end, *(one.end for one in trace.device))
         compute, others = _device_works(trace, whole, parts=parts)
-        spans = _disjoint_works(compute, begin=whole.begin, end=end, idle="wait for launches")
+        spans = disjoint_works(compute, begin=whole.begin, end=end, idle="wait for launches")
     else:
         end = whole.end
         works = _host_works([one for one in trace.host if one.thread == whole.thread], parts=parts)
-        spans = _disjoint_works(works, begin=whole.begin, end=end, idle="host's work")
+        spans = disjoint_works(works, begin=whole.begin, end=end, idle="host's work")
         waits = {wait: track for track, wait in COLLECTIVES.values()}
         others = [(waits[one.name], one) for one in works if one.name in waits]
     tracks = [(COMPUTE, one) for one in spans] + others + [("phases", one) for one in parts]
@@ -247,31 +238,31 @@ def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
     )
 
 
-def _find_phases(host: Iterable[HostOperation], *, thread: object) -> list[_Work]:
+def _find_phases(host: Iterable[HostOperation], *, thread: object) -> list[Work]:
     names = {RANGE_PREFIX + part: part for part in (*_PHASES, *_OTHER_PARTS)}
     return [
-        _Work(one.begin, one.end, names[one.name])
+        Work(one.begin, one.end, names[one.name])
         for one in host
         if one.thread == thread and one.is_range and one.name in names
     ]
 
 
-def _host_works(host: Sequence[HostOperation], *, parts: Sequence[_Work]) -> list[_Work]:
+def _host_works(host: Sequence[HostOperation], *, parts: Sequence[Work]) -> list[Work]:
     """Returns the named work of one thread, in which the innermost is that which began last."""
     works = [one for one in parts if one.name in _PHASES]  # also of a thread that computes for another one
     works += _unit_works(host, parts=parts)
     for one in host:
         name, unit = _work_name_and_unit(one)
         if name is not None:
-            works.append(_Work(one.begin, one.end, name, unit))
+            works.append(Work(one.begin, one.end, name, unit))
     return works
 
 
-def _unit_works(host: Iterable[HostOperation], *, parts: Sequence[_Work]) -> Iterator[_Work]:
+def _unit_works(host: Iterable[HostOperation], *, parts: Sequence[Work]) -> Iterator[Work]:
     """Yields the times between the ranges that start and that end a unit's forward or backward."""
     phases = [one for one in parts if one.name in _PHASES]
     begins = [one.begin for one in phases]
-    running: dict[str | None, list[tuple[float, _Work]]] = {}
+    running: dict[str | None, list[tuple[float, Work]]] = {}
     for one in host:
         found = _ENGINE_RANGE.match(one.name) if one.is_range else None
         if found is None:
@@ -281,22 +272,22 @@ def _unit_works(host: Iterable[HostOperation], *, parts: Sequence[_Work]) -> Ite
             running.setdefault(unit, []).append((one.end, phases[index - 1]))
         elif act.startswith(("post_forward", "post_backward")):
             for begin, phase in running.pop(unit, ()):
-                yield _Work(begin, min(one.begin, phase.end), phase.name, unit)
+                yield Work(begin, min(one.begin, phase.end), phase.name, unit)
     # A unit whose inputs need no gradient ends its backward with the whole backward.
     for unit, left in running.items():
         for begin, phase in left:
-            yield _Work(begin, phase.end, phase.name, unit)
+            yield Work(begin, phase.end, phase.name, unit)
 
 
 def _device_works(
-    trace: KernelTrace, whole: HostOperation, *, parts: Sequence[_Work]
-) -> tuple[list[_Work], list[tuple[str, _Work]]]:
+    trace: KernelTrace, whole: HostOperation, *, parts: Sequence[Work]
+) -> tuple[list[Work], list[tuple[str, Work]]]:
     """Returns the works that count for the compute track, and (track, work) of collectives."""
     compute = [one._replace(priority=_PRIORITIES["data"]) for one in parts if one.name == "data"]
-    collectives: list[tuple[str, _Work]] = []
+    collectives: list[tuple[str, Work]] = []
     threads = {one.launch.thread for one in trace.device if one.launch is not None}
     timelines = {
-        thread: _disjoint_works(
+        thread: disjoint_works(
             _host_works([one for one in trace.host if one.thread == thread], parts=parts),
             begin=whole.begin,
             end=whole.end,
@@ -306,24 +297,24 @@ def _device_works(
     }
     begins = {thread: [one.begin for one in timeline] for thread, timeline in timelines.items()}
     for one in trace.device:
-        launched = _Work(one.begin, one.end, _OTHER)
+        launched = Work(one.begin, one.end, _OTHER)
         if one.launch is not None:
             thread = one.launch.thread
             launched = timelines[thread][max(0, bisect_right(begins[thread], one.launch.begin) - 1)]
         kind = _collective_kind(one)
         if kind is not None:
             track, wait = COLLECTIVES[kind]
-            work = _Work(one.begin, one.end, wait, launched.unit, _COMMUNICATING)
+            work = Work(one.begin, one.end, wait, launched.unit, _COMMUNICATING)
             collectives.append((track, work))
         else:
             name = _COPY if launched.name == "FSDP2" else launched.name
             name = _phase_at(parts, one) if name.startswith("wait for ") or name == _OTHER else name
-            work = _Work(one.begin, one.end, name, launched.unit, _PRIORITIES.get(name, _COMPUTING))
+            work = Work(one.begin, one.end, name, launched.unit, _PRIORITIES.get(name, _COMPUTING))
         compute.append(work)
     return compute, collectives
 
 
-def _phase_at(parts: Sequence[_Work], work: DeviceWork) -> str:
+def _phase_at(parts: Sequence[Work], work: DeviceWork) -> str:
     at = work.begin if work.launch is None else work.launch.begin
     return next((one.name for one in parts if one.begin <= at < one.end and one.name in _PHASES), _OTHER)
 
@@ -374,15 +365,15 @@ def _unit_of(one: HostOperation) -> str | None:
     return None
 
 
-def _disjoint_works(works: Iterable[_Work], *, begin: float, end: float, idle: str) -> list[_Work]:
+def disjoint_works(works: Iterable[Work], *, begin: float, end: float, idle: str) -> list[Work]:
     """Returns disjoint works that fill the time from `begin` to `end`. Gaps get a work of the name `idle`."""
     kept = [w._replace(begin=max(w.begin, begin), end=min(w.end, end)) for w in works if w.end > begin]
     kept = sorted((one for one in kept if one.begin < one.end), key=lambda one: one.begin)
     edges = sorted({begin, end, *(one.begin for one in kept), *(one.end for one in kept)})
     active: list[
-        tuple[int, int, _Work]
+        tuple[int, int, Work]
     ] = []  # (-priority, -index, work): the first counts, if it has not ended
-    spans: list[_Work] = []
+    spans: list[Work] = []
     following = 0
     for at, until in pairwise(edges):
         while following < len(kept) and kept[following].begin <= at:
@@ -390,7 +381,7 @@ def _disjoint_works(works: Iterable[_Work], *, begin: float, end: float, idle: s
             following += 1
         while active and active[0][2].end <= at:
             heappop(active)
-        current = active[0][2] if active else _Work(at, until, idle)
+        current = active[0][2] if active else Work(at, until, idle)
         last = spans[-1] if spans else None
         if last is not None and (last.name, last.unit) == (current.name, current.unit):
             spans[-1] = last._replace(end=until)
@@ -399,7 +390,7 @@ def _disjoint_works(works: Iterable[_Work], *, begin: float, end: float, idle: s
     return spans
 
 
-def _step_span_of_work(track: str, one: _Work, *, start: float, forwards: Sequence[float]) -> StepSpan:
+def _step_span_of_work(track: str, one: Work, *, start: float, forwards: Sequence[float]) -> StepSpan:
     name = one.name.removeprefix("wait for ") if track != COMPUTE else one.name
     microbatch = bisect_right(forwards, one.begin) if one.name in _PHASES or one.unit is not None else 0
     return StepSpan(
