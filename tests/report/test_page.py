@@ -209,6 +209,16 @@ def test_a_profiled_step_is_a_row_for_each_rank_that_waited_least_or_most(tmp_pa
     assert {"waiting: all-gather", "compute", "10.0 ms", "20.0 ms"} <= set(page.texts)
 
 
+def test_a_profile_of_an_earlier_attempt_is_named_so(tmp_path: Path):
+    directory = runs.disturbed(tmp_path / "run")
+    made_step(("fullshard::forward", 0, 10), end=20, attempt=1).write(directory, step=10, rank=0)
+    text = shown(read(directory)).text
+    assert "step-00000010-rank-00000.json.gz (attempt 1; the last is attempt 2), which" in text
+    assert "Step 10 (attempt 1; the last is attempt 2) of 1 rank" in text
+    made_step(("fullshard::forward", 0, 10), end=20, attempt=2).write(directory, step=50, rank=0)
+    assert "the last is attempt" not in shown(read(directory)).text
+
+
 def test_each_slow_rank_is_an_event(tmp_path: Path):
     directory = runs.finished(tmp_path / "run")
     slow = {"rank": 2, "cause": "data", "from_step": 31, "seconds": 0.15, "share": 0.31}

@@ -74,7 +74,7 @@ def _show_run(run: "RunRecord") -> None:
         typer.echo(escape_control_characters(f"note: {note}"), err=True)
     if (kernels := summarise_last_profile(run.directory)) is not None:
         typer.echo()
-        show_kernels(kernels)
+        show_kernels(kernels, attempts=run.attempts)
 
 
 def _write_page(directory: Path, path: Path, *, force: bool) -> None:

@@ -17,7 +17,7 @@ from fullshard.report.profiled_step import (
     disjoint_works,
     read_kernel_trace,
 )
-from fullshard.report.step_traces import list_profiles
+from fullshard.report.step_traces import earlier_attempt_text, list_profiles
 from fullshard.report.table import percent_text, show_labelled_lines, show_table
 from fullshard.spec.records.step_spans import COLLECTIVES, RANGE_PREFIX
 
@@ -98,6 +98,7 @@ class KernelSummary:
     host_late_seconds: time in which the device was idle because the host had not launched its next kernel
     waiting_seconds: other time in which the device was idle: dependencies, and the delay of a launch
     attention: kernels with which attention ran
+    attempt: number of the run's attempt that made the profile
     """
 
     name: str
@@ -107,6 +108,7 @@ class KernelSummary:
     host_late_seconds: float = 0.0
     waiting_seconds: float = 0.0
     attention: tuple[str, ...] = ()
+    attempt: int = 1
 
 
 def summarise_last_profile(directory: Path) -> KernelSummary | None:
@@ -146,6 +148,7 @@ def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
         host_late_seconds=late,
         waiting_seconds=waiting,
         attention=tuple(sorted(attention)),
+        attempt=trace.attempt,
     )
 
 
@@ -238,10 +241,14 @@ def kernel_table(summary: KernelSummary) -> list[tuple[str, ...]]:
     ]
 
 
-def kernel_sentences(summary: KernelSummary) -> Iterable[str]:
-    """Yields sentences about the step, the kernel of attention and idle time, and warnings."""
+def kernel_sentences(summary: KernelSummary, *, attempts: int) -> Iterable[str]:
+    """Yields sentences about the step, the kernel of attention and idle time, and warnings.
+
+    attempts: number of the run's attempts, of which an earlier one may have made the profile
+    """
+    profile = summary.name + earlier_attempt_text(summary.attempt, attempts=attempts)
     what = "of the device" if summary.on_device else "of the thread that trains, by operation"
-    yield f"Times {what} in {format_seconds(summary.seconds)} of {summary.name}, which profiling slowed down."
+    yield f"Times {what} in {format_seconds(summary.seconds)} of {profile}, which profiling slowed down."
     if summary.attention:
         yield f"Attention ran with: {', '.join(summary.attention)}."
     if summary.on_device:
@@ -257,7 +264,7 @@ def kernel_sentences(summary: KernelSummary) -> Iterable[str]:
         )
 
 
-def show_kernels(summary: KernelSummary) -> None:
-    """Prints the table and the sentences."""
+def show_kernels(summary: KernelSummary, *, attempts: int) -> None:
+    """Prints the table, and the sentences of `kernel_sentences`."""
     show_table(KERNEL_HEADER, kernel_table(summary))
-    show_labelled_lines([("", sentence) for sentence in kernel_sentences(summary)])
+    show_labelled_lines([("", sentence) for sentence in kernel_sentences(summary, attempts=attempts)])

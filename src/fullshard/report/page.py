@@ -18,7 +18,7 @@ from fullshard.report.comparison import HEADER, compare_run, comparison_rows
 from fullshard.report.event_texts import describe_event
 from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
-from fullshard.report.step_traces import read_last_step
+from fullshard.report.step_traces import earlier_attempt_text, read_last_step
 from fullshard.report.table import Cell, escape_html, html_table, percent_text
 from fullshard.report.verdict import setup_and_incidents_text, verdict
 from fullshard.spec.plan import Plan
@@ -38,8 +38,8 @@ def render_page(run: RunRecord) -> str:
     head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(setup_and_incidents_text(run))}'
     found = [
         ("Predicted and measured", _comparison_table(run)),
-        ("Kernels of a profiled step", _kernel_section(run.directory)),
-        ("One step, rank by rank", _step_seconds_by_rank_section(run.directory)),
+        ("Kernels of a profiled step", _kernel_section(run)),
+        ("One step, rank by rank", _step_seconds_by_rank_section(run)),
         ("Events", _event_table(run)),
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
     ]
@@ -59,23 +59,23 @@ def _comparison_table(run: RunRecord) -> str:
     return html_table(HEADER, rows) if rows else ""
 
 
-def _kernel_section(directory: Path) -> str:
-    summary = kernels.summarise_last_profile(directory)
+def _kernel_section(run: RunRecord) -> str:
+    summary = kernels.summarise_last_profile(run.directory)
     if summary is None:
         return ""
     sentences = "".join(
         f'<p class="{"bad" if one.startswith(kernels.WARNING) else "dim"}">{escape_html(one)}'
-        for one in kernels.kernel_sentences(summary)
+        for one in kernels.kernel_sentences(summary, attempts=run.attempts)
     )
     return html_table(kernels.KERNEL_HEADER, kernels.kernel_table(summary)) + sentences
 
 
-def _step_seconds_by_rank_section(directory: Path) -> str:
+def _step_seconds_by_rank_section(run: RunRecord) -> str:
     """Returns the seconds of a profiled step, a row for each rank and a column for each term; "" without one.
 
     Of many ranks, those are shown that waited least, for which others wait, and those that waited most.
     """
-    steps = read_last_step(directory, most_ranks=_MOST_RANKS)
+    steps = read_last_step(run.directory, most_ranks=_MOST_RANKS)
     if not steps:
         return ""
     timed = ((one.terms(), one.rank) for one in steps)
@@ -87,7 +87,8 @@ def _step_seconds_by_rank_section(directory: Path) -> str:
         [str(rank), *(format_seconds(terms.terms()[name]) for name in names), format_seconds(terms.total)]
         for terms, rank in sorted(shown, key=lambda one: one[1])
     ]
-    text = f"Step {steps[0].step:,} of {len(steps):,} rank{'' if len(steps) == 1 else 's'}"
+    earlier = earlier_attempt_text(steps[0].attempt, attempts=run.attempts)
+    text = f"Step {steps[0].step:,}{earlier} of {len(steps):,} rank{'' if len(steps) == 1 else 's'}"
     text += f", {len(shown)} of them shown. " if len(shown) < len(steps) else ". "
     if len(steps) > 1:
         least, rank = measured[0]

@@ -26,6 +26,11 @@ def list_profiles(directory: Path) -> dict[int, dict[int, Path]]:
     return found
 
 
+def earlier_attempt_text(attempt: int, *, attempts: int) -> str:
+    """Returns ` (attempt 2; the last is attempt 5)`; an empty text for a profile of the last attempt."""
+    return f" (attempt {attempt}; the last is attempt {attempts})" if attempt < attempts else ""
+
+
 def read_step(directory: Path, step: int, *, most_ranks: int | None = None) -> list[ProfiledStep]:
     """Returns the spans of `step` on each rank whose profile can be read, in the order of ranks.
 
