@@ -15,6 +15,7 @@ seconds   Recompute is part of compute, contention slows compute down, and gaps 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isclose
 from statistics import median
 from typing import TextIO
 
@@ -31,6 +32,7 @@ from fullshard.spec.value import FrozenModel
 
 HEADER = ("", "predicted", "measured", "error")
 CRUMB_BYTES = 1e-5  # fraction of a rank's bytes below which a term gets no line of its own
+_SAME_PEAK = 1e-3  # relative difference of FLOP per token / peak FLOP/s
 _LABELS = {
     "compute": "compute, host",
     "data": "waiting: data",
@@ -74,7 +76,7 @@ class Comparison(FrozenModel):
     memory: tuple[ComparisonLine, ...] = ()  # bytes at the fullest rank's peak, `total`, `reserved`, `host`
     drive: tuple[ComparisonLine, ...] = ()  # bytes that a rank moves to and from its offload drive in a step
     step: tuple[ComparisonLine, ...] = ()  # seconds of one step, then `total`
-    speed: tuple[ComparisonLine, ...] = ()  # tokens/s of all ranks, and MFU
+    speed: tuple[ComparisonLine, ...] = ()  # tokens/s of all ranks, and MFU if both have one peak
     calibration: CalibrationState = "idle"  # how the rates that the seconds were predicted with were measured
 
 
@@ -218,16 +220,16 @@ def _compare_step_time(prediction: Prediction | None, measurement: Measurement) 
 
 
 def _compare_speed(prediction: Prediction | None, measurement: Measurement) -> Iterable[ComparisonLine]:
-    rate, predicted = measurement.tokens_per_second, None
+    rate, mfu = measurement.tokens_per_second, measurement.mfu
     if rate is None:
         return
+    predicted = planned = None
     if prediction is not None and prediction.has_complete_step_time:
-        predicted = prediction.tokens_per_second
+        predicted, planned = prediction.tokens_per_second, prediction.mfu
     yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
-    if measurement.mfu is not None:
-        # Of the measurement's peak: the planner may know another one, from the catalog or a calibration.
-        mfu = None if predicted is None else measurement.mfu * predicted / rate
-        yield ComparisonLine(term="mfu", predicted=mfu, measured=measurement.mfu)
+    # Without a peak in the catalog, plan and run each have their own, and their MFUs cannot be compared.
+    if predicted and planned and mfu and isclose(planned / predicted, mfu / rate, rel_tol=_SAME_PEAK):
+        yield ComparisonLine(term="mfu", predicted=planned, measured=mfu)
 
 
 def _format_line_cells(
