@@ -13,6 +13,7 @@ from fullshard.report.run_record import RunRecord, read_run
 from fullshard.spec.records.run_files import EVENTS
 from tests.report import runs
 from tests.report.profiles import made_step
+from tests.report.test_comparison import measured
 
 LARGEST_BYTES = 150_000
 HOSTILE = '"><script>alert(1)</script>\u202e<img src=http://x onerror=y>'
@@ -217,6 +218,19 @@ def test_a_profile_of_an_earlier_attempt_is_named_so(tmp_path: Path):
     assert "Step 10 (attempt 1; the last is attempt 2) of 1 rank" in text
     made_step(("fullshard::forward", 0, 10), end=20, attempt=2).write(directory, step=50, rank=0)
     assert "the last is attempt" not in shown(read(directory)).text
+
+
+def test_files_of_a_run_that_was_set_aside_are_in_its_new_directory(tmp_path: Path):
+    directory, saved = runs.finished(tmp_path / "run.1"), "checkpoints/step-00000100"
+    measured(checkpoint=f"runs/default/{saved}").save(directory / "measurement.json")
+    elsewhere = "s3://bucket/step-00000100"
+    paths = [f"runs/default/{saved}", f"runs/default.1/{saved}", elsewhere]
+    runs.write_events(directory, *(("save", 1, 100, {"path": path}) for path in paths), ("end", 1, 100, {}))
+    run = read(directory)
+    assert run.measurement is not None
+    assert run.measurement.checkpoint == str(directory / saved)
+    known = [event.details["path"] for event in run.events_of_kinds("save")]
+    assert known == ["p", str(directory / saved), f"runs/default.1/{saved}", elsewhere]
 
 
 def test_each_slow_rank_is_an_event(tmp_path: Path):

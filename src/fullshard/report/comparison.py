@@ -32,7 +32,6 @@ from fullshard.spec.value import FrozenModel
 
 HEADER = ("", "predicted", "measured", "error")
 CRUMB_BYTES = 1e-5  # fraction of a rank's bytes below which a term gets no line of its own
-_SAME_PEAK = 1e-3  # relative difference of FLOP per token / peak FLOP/s
 _LABELS = {
     "compute": "compute, host",
     "data": "waiting: data",
@@ -228,7 +227,7 @@ def _compare_speed(prediction: Prediction | None, measurement: Measurement) -> I
         predicted, planned = prediction.tokens_per_second, prediction.mfu
     yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
     # Without a peak in the catalog, plan and run each have their own, and their MFUs cannot be compared.
-    if predicted and planned and mfu and isclose(planned / predicted, mfu / rate, rel_tol=_SAME_PEAK):
+    if predicted and planned and mfu and isclose(planned / predicted, mfu / rate, rel_tol=1e-3):
         yield ComparisonLine(term="mfu", predicted=planned, measured=mfu)
 
 

@@ -135,10 +135,8 @@ def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
     end = max((one.end for one in (*operations, *trace.device)), default=0.0)
     # Kinds of kernels may run at once. The host's time belongs to the operation that began last.
     separate = [[one for one in works if one.name == kind] for kind in counts] if trace.device else [works]
-    seconds: dict[str, float] = defaultdict(float)
-    for each in separate:
-        for span in disjoint_works(each, begin=begin, end=end, idle=""):
-            seconds[span.name] += (span.end - span.begin) * 1e-6
+    spans = [span for each in separate for span in disjoint_works(each, begin=begin, end=end, idle="")]
+    seconds = {kind: sum(one.end - one.begin for one in spans if one.name == kind) * 1e-6 for kind in counts}
     kinds = [StepWorkTime(StepWorkKind(kind), seconds[kind], count) for kind, count in counts.items()]
     return KernelSummary(
         name=name,

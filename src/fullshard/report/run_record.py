@@ -194,18 +194,29 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
         )
     if measurement is not None and not _is_measurement_of_last_attempt(events):
         measurement = None
+    plan = planned if measurement is not None else (_last_recorded_plan(events) or planned)
     if measurement is not None:
-        # A run that was set aside has moved to another directory.
-        measurement = measurement.model_copy(update={"directory": str(directory)})
+        moved = _current_path(measurement.checkpoint, measurement.directory, directory=directory)
+        measurement = measurement.model_copy(update={"directory": str(directory), "checkpoint": moved})
+    for index, event in enumerate(events):
+        if plan is not None and isinstance(path := event.details.get("path"), str):
+            moved = _current_path(path, plan.run.run.dir, directory=directory)
+            events[index] = event.model_copy(update={"path": moved})
     return RunRecord(
         directory=directory,
         state=_find_state(events, is_running=is_running, now=now),
         metrics=metrics,
-        plan=planned if measurement is not None else (_last_recorded_plan(events) or planned),
+        plan=plan,
         measurement=measurement,
         events=events,
         unreadable=tuple(unreadable),
     )
+
+
+def _current_path(path: str | None, earlier: str, *, directory: Path) -> str | None:
+    """Returns where a recorded file is. `earlier`: the run's directory when it was recorded, since moved."""
+    own = f"{Path(earlier)}/"
+    return str(directory / path[len(own) :]) if path is not None and path.startswith(own) else path
 
 
 def _load_if_present(path: Path, load: Callable[[Path], T], *, unreadable: list[str]) -> T | None:
