@@ -26,6 +26,7 @@ def test_list_marks_incomplete_checkpoints(run_directory: Path, inner: str, caps
     assert main(["ckpt", "list", str(run_directory / inner), "--json"]) == 0
     whole, broken = json.loads(capsys.readouterr().out)
     assert (whole["step"], whole["problem"], whole["ranks"]) == (3, None, 1)
+    assert (whole["trained_tokens"], "tokens" in whole) == (300, False)
     assert whole["bytes"] >= sum(tensor.nbytes for tensor in numbers(3).values())
     assert (Path(broken["path"]).name, "manifest" in broken["problem"]) == ("step-00000007", True)
 
@@ -34,7 +35,7 @@ def test_list_prints_a_line_per_checkpoint(run_directory: Path, capsys: Any) -> 
     assert main(["ckpt", "list", str(run_directory)]) == 0
     whole, broken = capsys.readouterr().out.splitlines()
     assert whole.startswith("step-00000003 ")
-    assert "1 ranks" in whole
+    assert "300 trained tokens    1 ranks" in whole
     assert broken.startswith("step-00000007  not whole: manifest.json")
 
 

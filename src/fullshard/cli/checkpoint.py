@@ -193,7 +193,7 @@ def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
         "path": str(files),
         "problem": None,
         "step": manifest.step,
-        "tokens": manifest.values.get("tokens"),
+        "trained_tokens": manifest.values.get("tokens"),
         "ranks": manifest.world_size,
         "strategy": plan.get("strategy"),
         "layout": manifest.layout,
@@ -211,11 +211,11 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
         if row["problem"] is not None:
             lines.append(f"{name}  not whole: {row['problem']}")
             continue
-        tokens = row["tokens"]
+        tokens = row["trained_tokens"]
         trained = format_count(tokens) if isinstance(tokens, int) else "?"
         size = format_bytes(int(str(row["bytes"])))
         strategy = row["strategy"] or ""
-        line = f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}"
+        line = f"{name}  {trained:>6} trained tokens  {row['ranks']:>3} ranks  {strategy:<18}  {size:>11}"
         if row["skipped_in_a_row"]:
             line += f"  the last {row['skipped_in_a_row']} steps were skipped"
         lines.append(line.rstrip())
