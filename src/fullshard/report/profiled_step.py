@@ -370,9 +370,8 @@ def disjoint_works(works: Iterable[Work], *, begin: float, end: float, idle: str
     kept = [w._replace(begin=max(w.begin, begin), end=min(w.end, end)) for w in works if w.end > begin]
     kept = sorted((one for one in kept if one.begin < one.end), key=lambda one: one.begin)
     edges = sorted({begin, end, *(one.begin for one in kept), *(one.end for one in kept)})
-    active: list[
-        tuple[int, int, Work]
-    ] = []  # (-priority, -index, work): the first counts, if it has not ended
+    # (-priority, -index, work): the first counts, if it has not ended
+    active: list[tuple[int, int, Work]] = []
     spans: list[Work] = []
     following = 0
     for at, until in pairwise(edges):
