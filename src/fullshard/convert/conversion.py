@@ -113,6 +113,9 @@ def convert_config(
     if isinstance(length, int) and length > most and "model.hf" not in state.settings:
         state.settings["model.max_sequence"] = length
         state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
+    for target in ("sharding.tensor_parallel", "sharding.context_parallel", "sharding.expert_parallel"):
+        if all(one.misses != target for one in state.key_results.values()):  # auto stays open
+            state.infer_setting(target, 1, origin=f"{found} divides nothing unless asked")
     _note_default_model_and_data(state)
     if state.settings.get("schedule.kind", "constant") != "constant":
         state.notes.append(
@@ -159,7 +162,7 @@ def _note_default_model_and_data(state: rules.ConversionState) -> None:
     missing = [f"[{section}] {key}" for section, key in _WHAT_IS_TRAINED.items() if section not in given]
     if missing:
         keys = " and ".join(missing)
-        state.notes.append(f"what is trained is not in the config, so run.toml has the default: set {keys}")
+        state.notes.append(f"run.toml leaves open what is trained, which is then the default: set {keys}")
 
 
 def _setting_sort_key(target: str) -> tuple[int, str]:

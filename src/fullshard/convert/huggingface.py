@@ -244,6 +244,9 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
             state.record_setting("reinit_weights", "model.weights", value="none")
         _convert_model_overrides(state)
     _record_unsupported_masks(state)
+    for key in ("eval_strategy", "evaluation_strategy"):
+        if state.get(key) in ("no", False):
+            state.record_setting(key, "train.validate_every", value=0)
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)
@@ -328,6 +331,8 @@ def _convert_trainer_strategy(state: ConversionState) -> None:
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
     named = next((word for word in words.lower().split() if word in _SHARDING_STRATEGIES), None)
     section = any(key.startswith("fsdp_config.") for key in state.leaves)
+    if "offload" in words.lower().split():
+        state.infer_setting("offload.tier", "params+optimizer:cpu", origin="fsdp")
     # Of FSDP2, fsdp_config has the strategy, whatever `fsdp` says.
     if not has_replicas:
         convert_fsdp(state, by_default=(section or is_true_yes_on(value)) and named is None)
@@ -335,8 +340,6 @@ def _convert_trainer_strategy(state: ConversionState) -> None:
         state.record_setting("fsdp", "sharding.strategy", value=named)
     elif named is not None or is_true_yes_on(value):
         state.record_not_needed("fsdp", f"{state.origins['sharding.strategy']} says the strategy")
-    if "offload" in words.lower().split():
-        state.infer_setting("offload.tier", "params+optimizer:cpu", origin="fsdp")
 
 
 def _convert_precision(state: ConversionState) -> None:

@@ -124,7 +124,7 @@ def _convert_model_flavor(state: ConversionState) -> None:
             state.infer_setting(f"model.{field}", value, origin=preset.name)
     for key in ("model.name", "model.flavor"):
         if preset is None:
-            state.record_unsupported(key, missing)
+            state.record_unsupported(key, missing, misses="model.d_model")
         else:
             why = f"and the other sizes of {preset.name}"
             state.record_setting(key, "model.d_model", value=preset.model.d_model, why=why)
@@ -219,7 +219,6 @@ def _convert_save_and_validation_intervals(state: ConversionState) -> None:
     ):
         every = parse_positive_integer(state.get(key)) or default
         for one in (switch, key):
-            if is_true_yes_on(state.get(switch)):
-                state.record_setting(one, target, value=every)
-            else:
-                state.record_not_needed(one, f"off: {target}")
+            is_on = is_true_yes_on(state.get(switch))
+            if one in state.leaves:
+                state.record_setting(one, target, value=every if is_on else 0, why="" if is_on else "off")
