@@ -45,6 +45,11 @@ def format_count(count: float) -> str:
     return f"{sign}{count:.{digits}f}{_DECIMAL[power]}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """Returns `1 rank`, `1,024 ranks`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def parse_count(text: str) -> int:
     """Returns the count of `"15T"`, `"4M"`, `"1.5B"` (billion) or `"65_536"`. Raises SpecError."""
     match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))

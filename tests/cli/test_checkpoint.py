@@ -35,7 +35,7 @@ def test_list_prints_a_line_per_checkpoint(run_directory: Path, capsys: Any) -> 
     assert main(["ckpt", "list", str(run_directory)]) == 0
     whole, broken = capsys.readouterr().out.splitlines()
     assert whole.startswith("step-00000003 ")
-    assert "300 trained tokens    1 ranks" in whole
+    assert "300 trained tokens     1 rank " in whole
     assert broken.startswith("step-00000007  not whole: manifest.json")
 
 

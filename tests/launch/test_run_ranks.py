@@ -110,7 +110,7 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start,
 
 def test_interrupted_ranks_are_waited_for_until_all_have_saved(interrupted: Interrupted) -> None:
     assert (interrupted.exit_code, interrupted.notes) == (INTERRUPTED_EXIT_CODE, ["saved", "saved"])
-    said = "SIGTERM: the ranks finish this step and save (Ctrl-C again ends them now)\n"
+    said = "SIGTERM: the ranks finish this step and save (Ctrl-C ends them now)\n"
     assert interrupted.err == said
 
 

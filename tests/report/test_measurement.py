@@ -46,6 +46,11 @@ def test_unmeasured_figures_have_no_line():
     assert labels == ["run", "steps", "speed", "", "step"]
 
 
+def test_one_step_is_not_written_as_one_steps():
+    rows = measurement_rows(measurement(pace=pace(2, 1).model_copy(update={"untimed_steps": 1, "steps": 3})))
+    assert ("", "over 1 step, the 1 warmup step before them left out, and 1 profiled step") in set(rows)
+
+
 def test_a_run_of_nothing_but_warmup_has_no_speed():
     rows = dict(measurement_rows(measurement(pace=pace(3))))
     assert rows["speed"] == "not known: all 3 steps were warmup"

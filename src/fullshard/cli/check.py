@@ -182,13 +182,13 @@ def _name_of_check_in_words(finding: "Finding") -> str:
 
 def _totals_text(report: "CheckReport") -> str:
     """Returns the last line: the number of checks by status, and how long they took."""
-    from fullshard.quantities import format_seconds
+    from fullshard.quantities import count_text, format_seconds
 
     counts = ", ".join(
         f"{count} {_PLURAL.get(status, status) if count > 1 else status}"
         for status, count in report.counts_by_status().items()
     )
     return (
-        f"{len(report.findings)} checks in {format_seconds(report.seconds)} "
+        f"{count_text(len(report.findings), 'check')} in {format_seconds(report.seconds)} "
         f"({format_seconds(report.processor_seconds)} of processor time): {counts}"
     )

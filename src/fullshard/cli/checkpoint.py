@@ -203,7 +203,7 @@ def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
 
 
 def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
-    from fullshard.quantities import format_bytes, format_count
+    from fullshard.quantities import count_text, format_bytes, format_count
 
     lines: list[str] = []
     for row in rows:
@@ -215,7 +215,8 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
         trained = format_count(tokens) if isinstance(tokens, int) else "?"
         size = format_bytes(int(str(row["bytes"])))
         strategy = row["strategy"] or ""
-        line = f"{name}  {trained:>6} trained tokens  {row['ranks']:>3} ranks  {strategy:<18}  {size:>11}"
+        ranks = count_text(int(str(row["ranks"])), "rank")
+        line = f"{name}  {trained:>6} trained tokens  {ranks:>9}  {strategy:<18}  {size:>11}"
         if row["skipped_in_a_row"]:
             line += f"  the last {row['skipped_in_a_row']} steps were skipped"
         lines.append(line.rstrip())

@@ -63,6 +63,7 @@ def convert(
 def _report_key_verdicts(conversion: "Conversion") -> None:
     """Prints to standard error the verdict on each key, the notes, and the number of keys per verdict."""
     from fullshard.convert.rules import KeyVerdict
+    from fullshard.quantities import count_text
     from fullshard.report.table import show_labelled_lines
 
     show_labelled_lines(((one.key, one.verdict_text) for one in conversion.key_results), file=sys.stderr)
@@ -70,7 +71,7 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
         print(f"note: {escape_control_characters(note)}", file=sys.stderr)
     number = Counter(one.verdict for one in conversion.key_results)
     counts = ", ".join(f"{number[verdict]} {verdict}" for verdict in KeyVerdict if number[verdict])
-    head = f"{conversion.name} ({conversion.format}): {len(conversion.key_results)} keys"
+    head = f"{conversion.name} ({conversion.format}): {count_text(len(conversion.key_results), 'key')}"
     print(f"{head}: {counts}", file=sys.stderr)
     if conversion.keys_changing_training:
         lost = escape_control_characters(", ".join(conversion.keys_changing_training))

@@ -28,7 +28,7 @@ from fullshard.offload.directories import SavedRunState, find_saved_run_state
 from fullshard.parallel.compile import CompilerTally, count_compilation
 from fullshard.parallel.fp8 import find_weight_scales
 from fullshard.parallel.mesh import RankInfo
-from fullshard.quantities import format_bytes, format_count
+from fullshard.quantities import count_text, format_bytes, format_count
 from fullshard.spec.model import fp8_summary_text
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.records import measurement
@@ -204,7 +204,7 @@ def find_unusable_offloaded_state(
         found = find_saved_run_state(rank_offload_directory(plan, rank=0).parent)
         if found is None or _unusable_reason(plan, found) is None:
             return None
-        ranks = _rank_count_text(found.world_size)
+        ranks = count_text(found.world_size, "rank")
         if must_resume and newest_complete_step(saved) is None:
             raise CheckpointError(
                 f"there is no checkpoint in {saved}, and {found.directory} cannot be used here.",
@@ -232,16 +232,12 @@ def _unusable_reason(plan: Plan, found: SavedRunState) -> str | None:
     if not plan.run.offload.is_on_drive:
         return f'offload.tier is now "{plan.run.offload.tier}"'
     if found.world_size != plan.world_size:
-        return f"there are now {_rank_count_text(plan.world_size)}"
+        return f"there are now {count_text(plan.world_size, 'rank')}"
     return None
 
 
 def _offloaded_state_text(found: SavedRunState) -> str:
-    return f"step {found.step} of {_rank_count_text(found.world_size)} ({format_bytes(found.taken_bytes)})"
-
-
-def _rank_count_text(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+    return f"step {found.step} of {count_text(found.world_size, 'rank')} ({format_bytes(found.taken_bytes)})"
 
 
 def _seed_generators_and_make_state(

@@ -350,7 +350,8 @@ class _LocalRanks:
 
     def _forward_as_sigterm(self, number: signal.Signals) -> None:
         self._passed_on = True
-        _print_to_stderr(f"{number.name}: the ranks finish this step and save (Ctrl-C again ends them now)")
+        again = " again" if number == signal.SIGINT else ""
+        _print_to_stderr(f"{number.name}: the ranks finish this step and save (Ctrl-C{again} ends them now)")
         for process in self._processes:
             process.terminate()  # does nothing to a process that has ended
         self._events.record("signal", {"signal": number.name})

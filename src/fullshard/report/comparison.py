@@ -21,7 +21,13 @@ from typing import TextIO
 
 from pydantic import computed_field
 
-from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_token_share
+from fullshard.quantities import (
+    count_text,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_trained_token_share,
+)
 from fullshard.report.plan import term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.table import show_labelled_lines, show_table
@@ -283,8 +289,9 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
     if text := format_trained_token_share(pace.trained_share):
         yield "", f"{text}: the labels of the others do not count"
-    slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
-    yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"
+    slowed = f", and {count_text(pace.untimed_steps, 'profiled step')}" if pace.untimed_steps else ""
+    warmup = count_text(left_out, "warmup step")
+    yield "", f"over {count_text(pace.timed_steps, 'step')}, the {warmup} before them left out{slowed}"
     step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps
     yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
     if m.mfu is not None and m.peak is not None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO, cast
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.quantities import count_text, format_bytes, format_count, format_seconds
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
@@ -216,7 +216,7 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     shared = "group" if plan.context_parallel > 1 else "rank"
     ranks, length = count_text(plan.data_parallel_degree, shared), run.data.sequence_length
     tokens = format_count(sequences * length)
-    yield "", f"× {ranks} = {sequences:,} sequences of {length:,} = {tokens} tokens a step"
+    yield "", f"× {ranks} = {count_text(sequences, 'sequence')} of {length:,} = {tokens} tokens a step"
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
     fp8 = f"fp8 ({precision.fp8.scaling}) and " if precision.fp8 else ""
     yield "precision", f"{fp8}{precision.param} computed, {precision.reduce} reduced{kept}"
@@ -347,11 +347,6 @@ def format_duration(seconds: float) -> str:
 def format_amount(value: float) -> str:
     """Returns `1234567.8` as `1,234,568`, and values below 100 with two decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
-
-
-def count_text(count: int, noun: str) -> str:
-    """Returns `1 rank`, `1,024 ranks`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -4,9 +4,15 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_token_share
+from fullshard.quantities import (
+    count_text,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_trained_token_share,
+)
 from fullshard.report.event_texts import fault_text
-from fullshard.report.plan import count_text, sharding_text
+from fullshard.report.plan import sharding_text
 from fullshard.report.run_record import RunRecord
 from fullshard.spec.prediction import CALIBRATION_MARKS
 
@@ -26,7 +32,7 @@ def setup_and_incidents_text(run: RunRecord) -> str:
         sentences.append(f"{sharding_text(run.plan)}, {run.plan.device}, {run.plan.precision.param} compute.")
     faults, again = len(run.events_of_kinds("fault")), count_repeated_steps(run)
     if run.attempts > 1 or faults:
-        lost = f", {again:,} steps done again" if again else ""
+        lost = f", {count_text(again, 'step')} done again" if again else ""
         sentences.append(f"{count_text(run.attempts, 'attempt')}, {count_text(faults, 'fault')}{lost}.")
     skipped, rollbacks = len(run.metrics.skipped_steps()), len(run.events_of_kinds("rollback"))
     sentences += [f"{count_text(skipped, 'step')} skipped."] if skipped else []
@@ -71,7 +77,7 @@ def _state_sentence(run: RunRecord) -> str:
     at = f"step {run.last_step:,}" + (f" of {run.planned_steps:,}" if run.planned_steps is not None else "")
     match run.state:
         case "finished":
-            text = f"Finished all {run.last_step:,} steps"
+            text = f"Finished all {count_text(run.last_step, 'step')}"
         case "running":
             text = f"Running: {at} is done{_time_left_text(run)}"
         case "restarting":

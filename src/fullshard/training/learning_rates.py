@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError
-from fullshard.quantities import join_names
+from fullshard.quantities import count_text, join_names
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.training.schedule import learning_rate_factor
@@ -97,11 +97,11 @@ def warn_that_schedule_multiplies_rates(optimizer: torch.optim.Optimizer, run: R
     if is_known or not groups or rank() != 0 or (section.kind == "constant" and not section.warmup_steps):
         return
     logger.warning(
-        "[schedule] (%s, %d warmup steps) multiplies the optimizer's learning rates (%s). A scheduler that "
+        "[schedule] (%s, %s) multiplies the optimizer's learning rates (%s). A scheduler that "
         "acts later, as ReduceLROnPlateau does, starts from the products; for the optimizer's own rates: "
         'schedule.kind = "constant" and schedule.warmup_steps = 0',
         section.kind,
-        section.warmup_steps,
+        count_text(section.warmup_steps, "warmup step"),
         join_names(list(dict.fromkeys(f"{float(group['lr']):.6g}" for group in groups))),
     )
 

@@ -15,6 +15,7 @@ from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
 from fullshard.jobs.checks.model_trial import IGNORED, make_eager_fp32_cpu_run
 from fullshard.models.build import count_vocabulary_rows
+from fullshard.quantities import count_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
@@ -178,7 +179,8 @@ def check_duplicates(trial: DataTrial) -> Finding:
             why="repeated rows are learnt by heart, and hide how well others are predicted",
             fix="data without duplicates, or microbatches that depend on `step`",
         )
-    return Finding.ok(f"{len(rows)} rows in {steps} steps on {trial.ranks} ranks, {repeated:.1%} repeated")
+    ranks = count_text(trial.ranks, "rank")
+    return Finding.ok(f"{len(rows)} rows in {steps} steps on {ranks}, {repeated:.1%} repeated")
 
 
 def check_order(trial: DataTrial) -> Finding:
