@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from fullshard.cli.init import COMMON_KEYS, default_run_toml_text
+from fullshard.cli.init import COMMON_KEYS, default_run_toml_text, short_run_toml_text
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
@@ -49,6 +49,11 @@ def test_every_key_has_a_comment() -> None:
     text = default_run_toml_text()
     values = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
     assert all("  # " in line or " # " in line for line in values)
+
+
+def test_no_two_keys_share_a_comment() -> None:
+    comments = [line.partition(": ")[2] for line in short_run_toml_text().splitlines() if ": " in line]
+    assert len(comments) == len(set(comments))
 
 
 def test_unset_keys_are_comments_and_defaults_are_values() -> None:

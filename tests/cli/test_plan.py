@@ -59,6 +59,8 @@ def test_saved_plan_equals_the_printed_one(tmp_path: Path, capsys: Any) -> None:
         ([PRESET, "--on", "8xH100", "--tokens-per-step", "100"], PlanError, "too few for 8 ranks"),
         ([PRESET, "--on", "8xH100", "--save", "absent/plan.json"], SpecError, "cannot be written"),
         ([PRESET, "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
+        (["--set", "run.ranks=2", "--set", "sharding.tensor_parallel=8"], PlanError, "one of [1, 2]"),
+        ([PRESET, "--set", "data.sequence_length=1_000_000"], SpecError, "combination of settings"),
         ([PRESET, "--machines", "8xH100", "--compare"], SpecError, "does not go with --compare"),
         ([PRESET, "--machines", "8xH100", "--on", "8xH100"], SpecError, "does not go with --on"),
         ([PRESET, "--machines", "8xH100@2"], SpecError, "needs a number of tokens"),

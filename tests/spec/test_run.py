@@ -159,7 +159,7 @@ def test_unknown_key_is_refused_with_the_nearest(text, message):
         ("[data]\nvalidation_fraction = 1.0", "data.validation_fraction", "less than 1"),
         ("[data]\nsource = 'text'", "data", 'paths = ["data/*.txt"]'),
         ("[data]\npaths = ['a.txt']", "data", 'set source = "text"'),
-        ("[data]\nsequence_length = 4096", "the whole", "model.max_sequence = 2048"),
+        ("[data]\nsequence_length = 4096", "the combination of settings", "model.max_sequence = 2048"),
         ("[model]\nheads = 3", "model", "must divide d_model"),
         ("[model]\nkv_heads = 3", "model", "must divide heads"),
         ("[model]\nd_model = 4", "model", "even head size"),

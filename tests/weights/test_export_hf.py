@@ -21,6 +21,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export_hf import add_end_tokens, describe_for_transformers, export_hf, find_end_tokens
+from fullshard.weights.names import llama_weight_map
 from fullshard.weights.pretrained import load_pretrained
 from tests.checkpoint.states import assert_same
 from tests.checkpoint.states import saved as saved_numbers
@@ -156,6 +157,11 @@ def test_models_that_transformers_lacks_are_refused(tmp_path):
     saved_numbers(tmp_path / "checkpoints", 1)
     with pytest.raises(CheckpointError, match="only models that transformers knows"):
         export_hf(tmp_path / "checkpoints", tmp_path / "out")
+
+
+def test_names_that_llama_lacks_are_refused_with_the_format_that_takes_them():
+    with pytest.raises(CheckpointError, match=r"(?s)the model cannot.*--format safetensors"):
+        llama_weight_map({"blocks.0.a.bias": (2,)})
 
 
 def test_other_dtypes_of_an_export_are_refused_before_anything_is_read(tmp_path):

@@ -197,11 +197,12 @@ def parse_config(text: str, *, name: str, format: rules.ConfigFormat | None) -> 
             return _with_plain_values(found, text, name=name)
     if line := next((line for line in text.splitlines() if _PLACEHOLDER.search(line)), None):
         raise _unfilled_template_error(name, _first_nonblank_line(line))
+    if syntax_error := _syntax_error_text(text, name):
+        raise SpecError(f"{name} has a syntax error.", got=syntax_error)
     wanted = f"no config of {format}" if format else "of no format that is known here"
     raise SpecError(
         f"{name} is {wanted}.",
         got=_first_nonblank_line(text),
-        why=_syntax_error_text(text, name),
         fix=f"{_FORMS}; --from says which it is meant to be",
     )
 
@@ -232,16 +233,20 @@ def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfi
 
 def _try_load_yaml(text: str) -> Any:
     """Returns the value of YAML text; None for other text, for long text, and for references that expand."""
+    with suppress(ValueError, SpecError):
+        return _load_yaml(text)
+
+
+def _load_yaml(text: str) -> Any:
     import yaml
 
     if len(text) > _YAML_LETTERS:
-        return None
-    try:
-        with small_files.ForeignErrorTranslator(lambda got: SpecError("it is not YAML.", got=got)):
-            tree: Any = yaml.safe_load(text)
-            small_files.check_nesting_depth(tree, most_per_level=len(text))
-    except SpecError:
-        return None
+        raise ValueError(f"it has more than {_YAML_LETTERS:,} characters")
+    with small_files.ForeignErrorTranslator(
+        lambda got: ValueError(got.replace('in "<unicode string>",', "at"))
+    ):
+        tree: Any = yaml.safe_load(text)
+        small_files.check_nesting_depth(tree, most_per_level=len(text))
     return tree
 
 
@@ -308,13 +313,13 @@ def _try_parse_torchtitan_toml(text: str, format: rules.ConfigFormat | None) -> 
 
 
 def _syntax_error_text(text: str, name: str) -> str | None:
-    """Returns the parser's error if `name` ends in .json or .toml and `text` is not that; else None."""
+    """Returns the parser's error if `text` is not what the suffix of `name` says; else None."""
+    parsers = {".json": small_files.parse_json, ".toml": small_files.parse_toml}
+    parse = (parsers | {".yaml": _load_yaml, ".yml": _load_yaml}).get(Path(name).suffix)
     try:
-        if name.endswith(".json"):
-            small_files.parse_json(text)
-        elif name.endswith(".toml"):
-            small_files.parse_toml(text)
-    except (ValueError, RecursionError) as error:
+        if parse is not None:
+            parse(text)
+    except (ValueError, RecursionError, SpecError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     return None
 

@@ -23,7 +23,7 @@ from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
-from fullshard.spec.settings.run_checks import divisors
+from fullshard.spec.settings.run_checks import count_groups, divisors
 from fullshard.system.targets import check_output_file, make_load_predicate
 from fullshard.system.terminal import escape_control_characters
 
@@ -94,6 +94,8 @@ class PlanOptions(NamedTuple):
             asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         for text in subject.differs:
             _print_note(f"planned as the reference decoder: {text}")
+        degree = asked.sharding.tensor_degree  # before a model is traced that cannot be split so far
+        count_groups(hardware.world_size, degree, key="tensor_parallel", shared="the matmuls")
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:

@@ -145,7 +145,7 @@ def _spec_error_from_validation(
         fix = f'["{first["input"]}"]'
     if first["type"] == "finite_number":
         fix = "a number that is neither inf nor nan"
-    where = f"--set {name}" if source == "--set" else f"{source}: {name or 'the whole'}"
+    where = f"--set {name}" if source == "--set" else f"{source}: {name or 'the combination of settings'}"
     return SpecError(
         f"{where} is not valid{more}.",
         got=_shortened_repr(first["input"]) if name else None,  # the whole input adds nothing to the reason

@@ -272,5 +272,10 @@ def _llama_tensor_name(name: str) -> str:
     blocks, _, inner = module.partition(".")
     layer, _, part = inner.partition(".")
     if blocks != "blocks" or part not in _BLOCK:
-        raise CheckpointError("the decoder cannot be exported for transformers.", got=f"a tensor {name}")
+        raise CheckpointError(
+            "the model cannot be exported for transformers.",
+            got=f"a tensor {name}",
+            why="only the reference decoder and models of transformers have names there",
+            fix="--format safetensors",
+        )
     return f"model.layers.{layer}.{_BLOCK[part]}.{kind}"

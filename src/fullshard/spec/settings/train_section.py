@@ -14,7 +14,8 @@ class TrainSection(value.FrozenModel):
 
     `epochs`: duration in passes over the training sequences, instead of `steps`; a fraction is allowed. The
         number of steps, ceil(epochs * sequences / global_batch), is known once the data is tokenized.
-    `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
+    `global_batch`: sequences per step over all ranks
+    `microbatch`: sequences per rank in one forward pass
     `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
         `last_microbatch` keeps whole gradients on every rank and reduces once per step (least communication).
         `auto`: the planner's choice; unplanned, `last_microbatch` for zero1 and no_shard, else the other.
