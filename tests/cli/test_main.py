@@ -115,6 +115,7 @@ def test_every_command_has_examples_and_each_of_them_parses(words: str) -> None:
     root: Any = typer.main.get_command(_build_app())
     assert set(_COMMANDS) | {""} == set(EXAMPLES)
     for line in EXAMPLES[words].strip().splitlines():
+        assert len(line) <= 76, "indented by four, it fits 80 columns"
         example = line.partition("   ")[0].partition(" > ")[0]
         name, _, arguments = example.partition("fullshard ")
         assert name in ("", "torchrun --nnodes 2 --nproc-per-node 8 ... -m ")

@@ -299,6 +299,11 @@ def test_invalid_configs_are_refused(text, message):
         convert_config(text, name="a.json")
 
 
+def test_broken_yaml_is_refused_with_the_line_of_its_error():
+    with pytest.raises(SpecError, match=r"(?s)a\.yml has a syntax error.*line 2"):
+        convert_config("a: b\nc: [d", name="a.yml")
+
+
 def test_a_format_that_is_asked_for_is_the_one_that_is_read():
     assert (
         convert_config("debug: true", name="a.yaml", format=ConfigFormat.ACCELERATE).format

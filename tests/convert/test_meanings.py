@@ -333,11 +333,6 @@ def test_a_config_of_another_tool_is_of_no_known_format(text):
         converted(text)
 
 
-def test_broken_yaml_is_refused_with_the_line_of_its_error():
-    with pytest.raises(SpecError, match=r"(?s)a\.yml has a syntax error.*line 2"):
-        converted("a: b\nc: [d", name="a.yml")
-
-
 @pytest.mark.parametrize(
     ("text", "lost"),
     [

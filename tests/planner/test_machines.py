@@ -42,7 +42,7 @@ def test_each_row_is_the_best_plan_with_its_price_or_a_reason(capsys: Any):
     lines = capsys.readouterr().out.splitlines()
     costs = {str(one["machine"]): one["budget"]["dollars"] for one in records if one.get("plan")}  # type: ignore[index]
     assert f"cheapest  {min(costs, key=lambda name: costs[name])}" in lines
-    assert any(line.startswith("small") and line.endswith("no plan") for line in lines)
+    assert any(line.startswith("small") and "no plan" in line for line in lines)
 
 
 def test_a_name_keeps_its_blanks_and_counts():

@@ -143,7 +143,7 @@ def test_strategies_are_ordered_by_speed_and_lack():
     assert [row[-1] for row in table] == ["chosen", "+25 % time", "15.00 GiB over", "1.00 GiB over"]
     out = io.StringIO()
     show_plan_table(chosen, plans, file=out)
-    assert max(map(len, out.getvalue().splitlines())) <= 100
+    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_tier_has_its_memory_and_limit():

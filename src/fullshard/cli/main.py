@@ -53,15 +53,15 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
 # Command -> lines. Text behind two blanks explains; the rest runs as it is, with files of the user's.
 EXAMPLES = {
     "": """
-fullshard train                             the default model, about two minutes
-fullshard plan llama3-8b --on 8xH100        memory and time, before any GPU is rented
-fullshard init                              a run.toml to begin with
-fullshard --install-completion              complete commands, options and settings with Tab
+fullshard train                         the default model, about two minutes
+fullshard plan llama3-8b --on 8xH100    memory and time, without a GPU
+fullshard init                          a run.toml to begin with
+fullshard --install-completion          complete commands with Tab
 """,
     "train": """
 fullshard train run.toml
-fullshard train run.toml --set train.steps=1000 --set optimizer.learning_rate=2e-5
-fullshard train run.toml --resume           after Ctrl-C, a crash, or on other ranks
+fullshard train run.toml --set train.steps=1000 --set train.global_batch=16
+fullshard train run.toml --resume       after Ctrl-C or a crash
 torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard train run.toml
 """,
     "plan": """
@@ -69,7 +69,7 @@ fullshard plan llama3-8b --on 8xH100
 fullshard plan llama3-70b --on 8x8xH100 --tokens-per-step 4M --compare
 fullshard plan path/to/config.json --on 8xMI300X --budget 1T --price 2.5
 fullshard plan llama3-8b --machines 8x8xH100,64x8xH100 --budget 15T
-fullshard plan run.toml --save plan.json    then: fullshard train --plan plan.json
+fullshard plan run.toml --save plan.json    for: train --plan plan.json
 """,
     "check": """
 fullshard check run.toml
@@ -79,22 +79,22 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard check run.toml
 """,
     "calibrate": """
 fullshard calibrate
-fullshard calibrate --drive /tmp            with the drive that offload.path is on
-torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard calibrate --out hardware.toml
+fullshard calibrate --drive /tmp        with the drive of offload.path
+torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard calibrate
 """,
     "report": """
 fullshard report runs/default
-fullshard report runs/default --html report.html     a page with curves, also while it trains
+fullshard report runs/default --html a.html    a page with curves
 fullshard report runs/a runs/b --json
 """,
     "trace": """
-fullshard trace runs/default                the last sampled step, as trace.json.gz
+fullshard trace runs/default            the last sampled step
 fullshard trace runs/default --step 100 --out step-100.json.gz
 """,
     "init": """
 fullshard init
 fullshard init experiments/small.toml
-fullshard init --all                        every key, its default and its values
+fullshard init --all                    every key, its default, its values
 """,
     "convert": """
 fullshard convert ds_config.json > run.toml
@@ -109,7 +109,7 @@ fullshard ckpt verify runs/default/checkpoints/step-00000200
 """,
     "ckpt export": """
 fullshard ckpt export runs/default model.safetensors
-fullshard ckpt export runs/x out --format hf --dtype bf16      for from_pretrained
+fullshard ckpt export runs/x out --format hf    for from_pretrained
 fullshard ckpt export runs/x adapters --format peft
 """,
     "data prepare": """

@@ -91,10 +91,9 @@ def show_machines(rows: Sequence[MachineRow]) -> None:
     question = next((row.question for row in rows if row.question is not None), None)
     if question is not None:
         show_labelled_lines([("model", question.model_summary), ("", "")])
-    header = ("", "tokens/s", "per rank", "MFU", "memory", "of", *_budget_columns(rows), "plan")
+    header = ("", "tokens/s", "per rank", "MFU", "memory", *_budget_columns(rows))
     show_table(header, list(_iterate_rows_of_cells(rows)))
     notes = [*_fastest_and_cheapest_lines(rows), *chain.from_iterable(map(_machine_notes, rows))]
-    notes.append(("plan", "strategy, sequences of a microbatch × microbatches of a step, recompute"))
     show_labelled_lines([("", ""), *notes])
 
 
@@ -102,7 +101,7 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
     columns = _budget_columns(rows)
     for row in rows:
         if row.plan is None:
-            yield (row.name, *("-" * (5 + len(columns))), "no plan")
+            yield (row.name, "no plan", *("-" * (3 + len(columns))))
             continue
         prediction, cells = require_prediction(row.plan), dict.fromkeys(columns, "-")
         if row.budget is not None:
@@ -115,10 +114,7 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
             format_count(prediction.tokens_per_second / row.plan.world_size),
             "-" if prediction.mfu is None else f"{100 * prediction.mfu:.1f} %",
             format_bytes(prediction.required_device_bytes),
-            format_bytes(prediction.capacity_bytes),
             *cells.values(),
-            f"{row.plan.strategy} {row.plan.microbatch}×{row.plan.accumulation} "
-            + recompute_text(row.plan.run).removesuffix(" block"),
         )
 
 
@@ -157,7 +153,9 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
     tier, hardware = row.plan.run.offload.tier, row.question.hardware
     offload = "" if tier == "none" else f", offload {tier}"
     tokens = format_count(row.plan.run.tokens_per_step)
-    yield row.name, f"{sharding_text(row.plan)}{offload}, {tokens} tokens a step"
+    batch = f"microbatch {row.plan.microbatch} × {row.plan.accumulation}, {tokens} tokens a step"
+    yield row.name, f"{sharding_text(row.plan)}{offload}, {batch}, recompute {recompute_text(row.plan.run)}"
+    yield "", f"{format_bytes(require_prediction(row.plan).capacity_bytes)} of memory to plan with"
     if (certainty := speed_deviation_of_model(row.question.spec, hardware)) is not None:
         yield "", certainty.text
     entry = find_catalog_entry_of_chip(hardware.chip)

@@ -94,8 +94,8 @@ class PlanOptions(NamedTuple):
             asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         for text in subject.differs:
             _print_note(f"planned as the reference decoder: {text}")
-        degree = asked.sharding.tensor_degree  # before a model is traced that cannot be split so far
-        count_groups(hardware.world_size, degree, key="tensor_parallel", shared="the matmuls")
+        tensor = asked.sharding.tensor_degree
+        count_groups(hardware.world_size, tensor, key="tensor_parallel", shared="the matmuls")
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from fullshard.quantities import count_text, format_bytes, format_seconds
+from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.table import percent_text
 from fullshard.spec.records.event import RunEvent
 
@@ -58,15 +58,13 @@ def _loss_and_gradient_norm_text(details: Details) -> str:
     return f"loss {loss}, gradient norm {norm}"
 
 
-def _rank_count_text(details: Details, noun: str = "rank") -> str:
-    return count_text(int(_number_or_none(details.get("ranks")) or 0), noun)
+def _ranks(details: Details) -> str:
+    return "rank" if details.get("ranks") == 1 else "ranks"
 
 
 _SENTENCES: Mapping[str, Callable[[Details], str]] = {
-    "start": lambda d: (
-        f"started on {_rank_count_text(d, str(d.get('device')) + ' rank')} ({d.get('process')})"
-    ),
-    "resume": lambda d: f"resumed after this step, on {_rank_count_text(d)}",
+    "start": lambda d: f"started on {d.get('ranks')} {d.get('device')} {_ranks(d)} ({d.get('process')})",
+    "resume": lambda d: f"resumed after this step, on {d.get('ranks')} {_ranks(d)}",
     "save": _describe_save,
     "save_failed": lambda d: f"NOT SAVED: {d.get('error')}",
     "skip": lambda d: f"left out, for it was not finite: {_loss_and_gradient_norm_text(d)}",

@@ -21,7 +21,7 @@ BAR_COLUMNS = 24
 _OWN = "run.dir"  # differs between any two runs, and says nothing
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
-_COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes per rank", "step", "tokens/s", "MFU", "")
+_COMPARED = ("strategy", "mesh", "batch", "recompute", "per rank", "tokens/s", "")
 # Labels of terms whose label is not the name of the term with blanks.
 _LABELS = {
     "rest": "activations, rest",
@@ -135,16 +135,13 @@ def _plan_sort_key(prediction: Prediction) -> tuple[int, float]:
 
 
 def _plan_table_row(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tuple[str, ...]:
-    mfu = f"{100 * prediction.mfu:.1f} %" if prediction.mfu is not None else "-"
     return (
         str(plan.strategy),
         f"{plan.replicate_degree}×{plan.shard_degree}",
         f"{plan.microbatch}×{plan.accumulation}",
         recompute_text(plan.run).removesuffix(" block"),
         format_bytes(prediction.required_device_bytes),
-        format_seconds(prediction.time.total),
         format_count(prediction.tokens_per_second),
-        mfu,
         _extra_time_or_missing_bytes_text(prediction, chosen=chosen),
     )
 

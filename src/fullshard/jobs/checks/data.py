@@ -179,8 +179,8 @@ def check_duplicates(trial: DataTrial) -> Finding:
             why="repeated rows are learnt by heart, and hide how well others are predicted",
             fix="data without duplicates, or microbatches that depend on `step`",
         )
-    ranks = count_text(trial.ranks, "rank")
-    return Finding.ok(f"{len(rows)} rows in {steps} steps on {ranks}, {repeated:.1%} repeated")
+    found = f"{len(rows)} rows in {steps} steps on {count_text(trial.ranks, 'rank')}"
+    return Finding.ok(f"{found}, {repeated:.1%} repeated")
 
 
 def check_order(trial: DataTrial) -> Finding:

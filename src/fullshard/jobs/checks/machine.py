@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.quantities import count_text, format_bytes
+from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.records.finding import Finding
@@ -243,9 +243,7 @@ def check_settings(context: RunContext) -> Finding:
             fix="; ".join(fix for _, fix in found),
         )
     section = context.run.train
-    return Finding.ok(
-        f"{count_text(section.step_count, 'step')}, warmup of {context.run.schedule.warmup_steps}"
-    )
+    return Finding.ok(f"{section.step_count} steps, warmup of {context.run.schedule.warmup_steps}")
 
 
 def _iterate_setting_problems(run: Run) -> Iterator[tuple[str, str]]:
