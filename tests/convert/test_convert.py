@@ -279,7 +279,7 @@ def test_batches_multiply_to_the_whole():
         ('{"zero_optimization": {"stage": 3', "syntax error"),
         ("[sharding]\nstrategy = 'zero1'", "already"),
         ("print('hello')", "syntax error"),
-        ("[1]", "known here"),
+        ('{"a": 1} // a comment', "known here"),
         ('{"gradient_clipping": -1}', "optimizer.clip_norm"),
         ('{"zero_optimization": {"stage": 9}}', "zero_optimization.stage"),
         ('{"train_batch_size": NaN}', "train_batch_size"),

@@ -210,16 +210,23 @@ def parse_config(text: str, *, name: str, format: rules.ConfigFormat | None) -> 
 def _try_parse_json(text: str, format: rules.ConfigFormat | None) -> ParsedConfig | None:
     if format not in _MAPPING_FORMATS:
         return None
-    for form in (text, _STRING_OR_TRAILING_COMMA.sub(r"\1", _STRING_OR_COMMENT.sub(r"\1", text))):
+    for load in (small_files.parse_json, _load_json_with_comments):
         with suppress(ValueError):
-            return _recognize_mapping_format(small_files.parse_json(form), format)
+            return _recognize_mapping_format(load(text), format)
     return None
+
+
+def _load_json_with_comments(text: str) -> Any:
+    return small_files.parse_json(_STRING_OR_TRAILING_COMMA.sub(r"\1", _STRING_OR_COMMENT.sub(r"\1", text)))
 
 
 def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfig | None:
     if format not in _MAPPING_FORMATS:
         return None
-    found = _recognize_mapping_format(_try_load_yaml(text), format)
+    tree = None
+    with suppress(ValueError, SpecError):
+        tree = _load_yaml(text)
+    found = _recognize_mapping_format(tree, format)
     # DeepSpeed's are JSON; a YAML with one of its common names, such as `optimizer`, is another tool's.
     if (
         format is None
@@ -231,13 +238,8 @@ def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfi
     return found
 
 
-def _try_load_yaml(text: str) -> Any:
-    """Returns the value of YAML text; None for other text, for long text, and for references that expand."""
-    with suppress(ValueError, SpecError):
-        return _load_yaml(text)
-
-
 def _load_yaml(text: str) -> Any:
+    """Parses YAML. Raises ValueError for other or long text, SpecError for references that expand."""
     import yaml
 
     if len(text) > _YAML_LETTERS:
@@ -314,11 +316,9 @@ def _try_parse_torchtitan_toml(text: str, format: rules.ConfigFormat | None) -> 
 
 def _syntax_error_text(text: str, name: str) -> str | None:
     """Returns the parser's error if `text` is not what the suffix of `name` says; else None."""
-    parsers = {".json": small_files.parse_json, ".toml": small_files.parse_toml}
-    parse = (parsers | {".yaml": _load_yaml, ".yml": _load_yaml}).get(Path(name).suffix)
+    loaders = {".json": _load_json_with_comments, ".yaml": _load_yaml, ".yml": _load_yaml}
     try:
-        if parse is not None:
-            parse(text)
+        (loaders | {".toml": small_files.parse_toml}).get(Path(name).suffix, len)(text)
     except (ValueError, RecursionError, SpecError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     return None

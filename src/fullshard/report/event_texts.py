@@ -58,13 +58,12 @@ def _loss_and_gradient_norm_text(details: Details) -> str:
     return f"loss {loss}, gradient norm {norm}"
 
 
-def _ranks(details: Details) -> str:
-    return "rank" if details.get("ranks") == 1 else "ranks"
-
-
 _SENTENCES: Mapping[str, Callable[[Details], str]] = {
-    "start": lambda d: f"started on {d.get('ranks')} {d.get('device')} {_ranks(d)} ({d.get('process')})",
-    "resume": lambda d: f"resumed after this step, on {d.get('ranks')} {_ranks(d)}",
+    "start": lambda d: (
+        f"started on {d.get('ranks')} {d.get('device')} rank{'s' * (d.get('ranks') != 1)} "
+        f"({d.get('process')})"
+    ),
+    "resume": lambda d: f"resumed after this step, on {d.get('ranks')} rank{'s' * (d.get('ranks') != 1)}",
     "save": _describe_save,
     "save_failed": lambda d: f"NOT SAVED: {d.get('error')}",
     "skip": lambda d: f"left out, for it was not finite: {_loss_and_gradient_norm_text(d)}",
