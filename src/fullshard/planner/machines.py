@@ -154,8 +154,8 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
     offload = "" if tier == "none" else f", offload {tier}"
     tokens = format_count(row.plan.run.tokens_per_step)
     batch = f"microbatch {row.plan.microbatch} × {row.plan.accumulation}, {tokens} tokens a step"
-    yield row.name, f"{sharding_text(row.plan)}{offload}, {batch}, recompute {recompute_text(row.plan.run)}"
-    yield "", f"{format_bytes(require_prediction(row.plan).capacity_bytes)} of memory to plan with"
+    rest = f"recompute {recompute_text(row.plan.run)}, {format_bytes(hardware.device_bytes_limit)} usable"
+    yield row.name, f"{sharding_text(row.plan)}{offload}, {batch}, {rest}"
     if (certainty := speed_deviation_of_model(row.question.spec, hardware)) is not None:
         yield "", certainty.text
     entry = find_catalog_entry_of_chip(hardware.chip)

@@ -94,9 +94,8 @@ class PlanOptions(NamedTuple):
             asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         for text in subject.differs:
             _print_note(f"planned as the reference decoder: {text}")
-        count_groups(
-            hardware.world_size, asked.sharding.tensor_degree, key="tensor_parallel", shared="matmuls"
-        )
+        degree = asked.sharding.tensor_degree
+        count_groups(hardware.world_size, degree, key="tensor_parallel", shared="the matmuls")
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:
