@@ -59,7 +59,7 @@ def parse_count(text: str) -> int:
     return round(_scale_within_64_bits(match[1], factors[match[2].lower()], text=text))
 
 
-def format_trained_share(share: float | None) -> str:
+def format_trained_token_share(share: float | None) -> str:
     """Returns `loss on 20.0 % of the tokens` for 0.2; an empty text if it is all, or not known."""
     return "" if share is None or not share < 0.9995 else f"loss on {100 * share:.1f} % of the tokens"
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from fullshard.observe.step_metrics import StepMetrics
-from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_share
+from fullshard.quantities import format_bytes, format_count, format_seconds, format_trained_token_share
 from fullshard.system.terminal import escape_control_characters
 
 # Number of steps for speed and time left: enough for a steady figure, few enough to follow a change.
@@ -64,7 +64,7 @@ class RunProgress:
         texts = [f"step {last.step}/{self.steps}", f"loss {last.loss:.4f}"]
         texts += ["SKIPPED"] if last.skipped else []
         texts += [f"norm {last.grad_norm:.3g}", f"lr {last.learning_rate:.2e}", total]
-        texts += [text] if (text := format_trained_share(self.recent_trained_share)) else []
+        texts += [text] if (text := format_trained_token_share(self.recent_trained_share)) else []
         if last.mfu is not None and last.tokens_per_second:
             texts.append(f"MFU {100 * last.mfu * rate / last.tokens_per_second:.1f} %")
         texts += [f"peak {format_bytes(last.peak_bytes)}"] if last.peak_bytes is not None else []

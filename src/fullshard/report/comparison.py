@@ -21,7 +21,13 @@ from typing import TextIO
 
 from pydantic import computed_field
 
-from fullshard.quantities import count_text, format_bytes, format_count, format_seconds, format_trained_share
+from fullshard.quantities import (
+    count_text,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_trained_token_share,
+)
 from fullshard.report.plan import term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.table import show_labelled_lines, show_table
@@ -281,7 +287,7 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
         return
     many = f"on all ranks, {format_count(rate / m.world_size)} per rank"
     yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
-    if text := format_trained_share(pace.trained_share):
+    if text := format_trained_token_share(pace.trained_share):
         yield "", f"{text}: the labels of the others do not count"
     slowed = f", and {count_text(pace.untimed_steps, 'profiled step')}" if pace.untimed_steps else ""
     warmup = count_text(left_out, "warmup step")

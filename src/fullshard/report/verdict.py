@@ -4,7 +4,13 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from fullshard.quantities import count_text, format_bytes, format_count, format_seconds, format_trained_share
+from fullshard.quantities import (
+    count_text,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_trained_token_share,
+)
 from fullshard.report.event_texts import fault_text
 from fullshard.report.plan import sharding_text
 from fullshard.report.run_record import RunRecord
@@ -118,7 +124,7 @@ def _plan_sentences(run: RunRecord) -> Iterator[str]:
         if prediction is not None and prediction.has_complete_step_time:
             planned = prediction.tokens_per_second
         mark = "" if prediction is None or not planned else CALIBRATION_MARKS[prediction.calibration]
-        share = format_trained_share(find_trained_token_share(run))
+        share = format_trained_token_share(find_trained_token_share(run))
         beside = f"{f' ({mark})' if mark else ''}{f'; {share}' if share else ''}"
         yield f"{format_count(rate)} tokens/s{_deviation_from_plan(rate, planned)}{beside}."
     peaks = run.metrics.values("peak_bytes")
