@@ -70,7 +70,7 @@ def test_precision_and_rate_are_the_tools_if_the_file_leaves_them_out(text, mode
 def test_a_strategy_that_fsdp_turns_on_is_not_lost():
     conversion = converted(TRL + "fsdp: true\nfsdp_config: {version: 2.0, reshard_after_forward: false}")
     assert conversion.run.sharding.strategy == "shard_grad_op"
-    assert conversion.keys_changing_training == ()
+    assert conversion.lost_keys == ()
 
 
 def test_cosine_min_lr_ratio_is_of_cosine_alone():

@@ -36,7 +36,7 @@ def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes 
         own = rank_directory(directory.parent, run_id=directory.name, rank=rank)
         with GenerationFiles(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
             for step in steps:
-                generations.start_replacing_older_generation()
+                generations.start_next_generation()
                 generations.write_record("0", page(bytes(4096)))
                 generations.commit_generation(step, payload)
     return directory

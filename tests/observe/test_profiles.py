@@ -93,7 +93,7 @@ def profile_last_step(directory: str, settings: tuple[str, ...]) -> dict[str, fl
         next(steps)
     with profiler.profile_step_to_file(4):
         next(steps)
-    return profiler.last.compute_track_seconds_by_name()
+    return profiler.last.seconds_by_name_on_compute_track()
 
 
 @pytest.mark.parametrize(

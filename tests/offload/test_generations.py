@@ -64,7 +64,7 @@ def test_a_begun_generation_replaces_the_older_one_once_committed(directory: Pat
     with opened(directory) as generations:
         put(generations, 1)
         put(generations, 2)
-        generations.start_replacing_older_generation()
+        generations.start_next_generation()
         assert steps(generations) == [2]
         for record in RECORDS:
             generations.write_record(record.name, page(bytes(record.length_bytes)))
@@ -76,7 +76,7 @@ def test_a_begun_generation_replaces_the_older_one_once_committed(directory: Pat
 
 def test_a_generation_lacks_no_record(directory: Path) -> None:
     with opened(directory) as generations:
-        generations.start_replacing_older_generation()
+        generations.start_next_generation()
         generations.write_record("group 1", page(bytes(65_536)))
         with pytest.raises(AssertionError, match=r"not written: \['group 0', 'group 2'\]"):
             generations.commit_generation(1, b"")
@@ -100,7 +100,7 @@ def test_a_payload_may_be_larger_than_the_room_that_was_kept_for_it(directory: P
     with opened(directory) as generations:
         for step in (1, 2, 3):
             put(generations, step)
-        generations.start_replacing_older_generation()
+        generations.start_next_generation()
         for record in RECORDS:
             generations.write_record(record.name, page(bytes(record.length_bytes)))
         generations.commit_generation(4, large)

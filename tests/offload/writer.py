@@ -50,7 +50,7 @@ def payload(step: int) -> bytes:
 
 
 def put(generations: GenerationFiles, step: int) -> Generation:
-    generations.start_replacing_older_generation()
+    generations.start_next_generation()
     for record in generations.records.values():
         data = content(step, record.name, length=record.length_bytes)
         generations.write_record(record.name, page(data))

@@ -78,7 +78,7 @@ def blocks(count: int = 4, kind: Callable[[], nn.Module] = Block) -> nn.Sequenti
 
 def offloaded(model: nn.Sequential, copier: HostCopier, *, share: float = HALF) -> nn.Sequential:
     twin = copy.deepcopy(model)
-    offload_activations(list(twin), smallest=share, device="cpu", copier=copier)
+    offload_activations(list(twin), smallest_fraction=share, device="cpu", copier=copier)
     return twin
 
 
@@ -141,7 +141,10 @@ def test_a_few_rows_do_not_send_weights_along() -> None:
     model = blocks(2, Flat)
     moves: list[tuple[str, int]] = []
     offload_activations(
-        list(model), smallest=0.0, device="cpu", copier=FakeReportingCopier(lambda *one: moves.append(one))
+        list(model),
+        smallest_fraction=0.0,
+        device="cpu",
+        copier=FakeReportingCopier(lambda *one: moves.append(one)),
     )
     model(torch.ones(1, 9)).sum().backward()
     assert {size for way, size in moves if way == "out"} == {9 * 4}
@@ -348,7 +351,7 @@ def test_tensors_saved_by_compiled_blocks_move() -> None:
         twin = copy.deepcopy(model)
         for block in twin:
             block.forward = torch.compile(block.forward)
-        offload_activations(list(twin), smallest=HALF, device="cpu", copier=twin_copier)
+        offload_activations(list(twin), smallest_fraction=HALF, device="cpu", copier=twin_copier)
         ours = gradients(twin, twin)
     torch.testing.assert_close(ours, gradients(model, model))
     assert copier.log == ["leave", "wait"] * 2 + ["fetch", "wait"] * 2
@@ -374,7 +377,7 @@ def test_gradients_on_a_gpu_are_bitwise_equal_with_offload() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(6))).cuda()
     twin = copy.deepcopy(model)
-    offload_activations(list(twin), smallest=0.0, device="cuda")
+    offload_activations(list(twin), smallest_fraction=0.0, device="cuda")
     x = torch.randn(1 << 16, WIDTH, device="cuda")
     found = []
     for one in (model, twin):

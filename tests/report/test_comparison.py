@@ -66,7 +66,8 @@ def measured(**changes: object) -> Measurement:
 
 def test_mfu_is_compared_only_if_the_plan_is_of_the_peak_of_the_run():
     """On the CPU, the peak of the plan is another than the one that a run measures."""
-    (rate,) = compare_prediction(prediction(), measured()).speed
+    rate, alone = compare_prediction(prediction(), measured()).speed
+    assert (alone.predicted, alone.measured) == (None, measured().mfu)
     peak = measured().peak
     assert peak is not None
     of_same_peak = prediction().tokens_per_second * 1e6 / (2 * peak.flops_per_second)

@@ -33,7 +33,7 @@ def test_without_a_terminal_the_table_is_short_ascii_and_aligned():
 def test_rows_of_a_measurement():
     assert {
         ("speed", "200 tokens/s on all ranks, 100 per rank"),
-        ("", "over 6 steps, the 4 warmup steps before them left out"),
+        ("", "over 6 steps; left out: 4 warmup steps"),
         ("step", "500.0 ms, of these 100.0 ms waiting for data"),
         ("MFU", "10.0 % of 1.00 GFLOP/s per rank (cpu, fp32, a matmul measured here)"),
         ("validation", "2.4000 nats a token"),
@@ -48,12 +48,12 @@ def test_unmeasured_figures_have_no_line():
 
 def test_one_step_is_not_written_as_one_steps():
     rows = measurement_rows(measurement(pace=pace(2, 1).model_copy(update={"untimed_steps": 1, "steps": 3})))
-    assert ("", "over 1 step, the 1 warmup step before them left out, and 1 profiled step") in set(rows)
+    assert ("", "over 1 step; left out: 1 warmup step and 1 profiled step") in set(rows)
 
 
 def test_a_run_of_nothing_but_warmup_has_no_speed():
     rows = dict(measurement_rows(measurement(pace=pace(3))))
-    assert rows["speed"] == "not known: all 3 steps were warmup"
+    assert rows["speed"] == "not known: 3 steps, all warmup"
 
 
 def test_resumed_run_at_its_end_has_no_steps():

@@ -76,7 +76,10 @@ class CheckpointLocation(Protocol):
         ...
 
     def clean_up_and_create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:
-        """Creates a draft for the files of a step. Raises CheckpointError if a disk lacks `needed_bytes`."""
+        """Removes drafts of dead saves, and creates one for the files of a step.
+
+        Raises CheckpointError if a disk lacks `needed_bytes`.
+        """
         ...
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:

@@ -402,7 +402,7 @@ class Checkpointable(Protocol):
 class StateRequiringFiniteTensors(Protocol):
     """A state some of whose tensors must be finite to train on; others, such as masks, may hold infinity."""
 
-    def select_names_to_check_finite(self, names: Iterable[str]) -> Collection[str]:
+    def select_names_that_must_be_finite(self, names: Iterable[str]) -> Collection[str]:
         """Returns those of `names` whose tensors must be finite: if one is not, the state is not saved."""
         ...
 

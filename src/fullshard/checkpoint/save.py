@@ -317,7 +317,9 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
             why="they go into a JSON file: strings, finite numbers, booleans, null, lists and objects",
         ) from error
     finite = (
-        state.select_names_to_check_finite(tensors) if isinstance(state, StateRequiringFiniteTensors) else ()
+        state.select_names_that_must_be_finite(tensors)
+        if isinstance(state, StateRequiringFiniteTensors)
+        else ()
     )
     return Snapshot(state.step, values, tensors, finite)
 

@@ -218,6 +218,6 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
         ranks = count_text(int(str(row["ranks"])), "rank")
         line = f"{name}  {trained:>6} trained tokens  {ranks:>9}  {strategy:<18}  {size:>11}"
         if row["skipped_in_a_row"]:
-            line += f"  the last {row['skipped_in_a_row']} steps were skipped"
+            line += f"  skipped at the end: {count_text(int(str(row['skipped_in_a_row'])), 'step')}"
         lines.append(line.rstrip())
     return "\n".join(map(escape_to_single_line, lines))

@@ -56,7 +56,7 @@ def convert(
     conversion = convert_config(text, name=Path(path).name, format=format, ranks=ranks)
     _report_key_verdicts(conversion)
     typer.echo(escape_control_characters(conversion.run_toml_text()), nl=False)
-    if conversion.keys_changing_training:
+    if conversion.lost_keys:
         raise typer.Exit(SpecError.exit_code)
 
 
@@ -73,6 +73,6 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     counts = ", ".join(f"{number[verdict]} {verdict}" for verdict in KeyVerdict if number[verdict])
     head = f"{conversion.name} ({conversion.format}): {count_text(len(conversion.key_results), 'key')}"
     print(f"{head}: {counts}", file=sys.stderr)
-    if conversion.keys_changing_training:
-        lost = escape_control_characters(", ".join(conversion.keys_changing_training))
+    if conversion.lost_keys:
+        lost = escape_control_characters(", ".join(conversion.lost_keys))
         print(f"the run.toml trains in another way than these request: {lost}", file=sys.stderr)

@@ -26,7 +26,7 @@ def trace(
     Perfetto: https://ui.perfetto.dev
     """
     from fullshard.errors import SpecError
-    from fullshard.quantities import format_bytes
+    from fullshard.quantities import count_text, format_bytes
     from fullshard.report.step_traces import (
         aligned_spans_by_trace_process,
         check_is_trace,
@@ -47,6 +47,6 @@ def trace(
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
-    ranks = f"{len(measured)} rank{'' if len(measured) == 1 else 's'}"
+    ranks = count_text(len(measured), "rank")
     text = f"wrote {path}{size}: step {step} of {ranks}; open it in https://ui.perfetto.dev"
     typer.echo(escape_control_characters(text))

@@ -73,18 +73,14 @@ class Conversion(FrozenModel):
     run: Run
 
     @property
-    def keys_changing_training(self) -> tuple[str, ...]:
+    def lost_keys(self) -> tuple[str, ...]:
         """Unknown keys, and keys for a strategy, a precision or a way to train that `run` does not have."""
-        return tuple(one.key for one in self.key_results if one.may_change_training)
+        return tuple(one.key for one in self.key_results if one.is_lost)
 
     def run_toml_text(self) -> str:
         """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
-        lost = (
-            f"\nLOST: {one.key} = {one.value!r}: {one.why}"
-            for one in self.key_results
-            if one.may_change_training
-        )
+        lost = (f"\nLOST: {one.key} = {one.value!r}: {one.why}" for one in self.key_results if one.is_lost)
         head += "".join(lost)
         tables = _nested_tables(self.settings)
         return small_files.toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
@@ -115,7 +111,7 @@ def convert_config(
         state.origins["model.max_sequence"] = state.origins["data.sequence_length"]
     for target in ("sharding.tensor_parallel", "sharding.context_parallel", "sharding.expert_parallel"):
         if all(one.misses != target for one in state.key_results.values()):  # auto stays open
-            state.infer_setting(target, 1, origin=f"{found} divides nothing unless asked")
+            state.infer_setting(target, 1, origin=f"{found} has none by default")
     _note_default_model_and_data(state)
     if state.settings.get("schedule.kind", "constant") != "constant":
         state.notes.append(
@@ -197,8 +193,8 @@ def parse_config(text: str, *, name: str, format: rules.ConfigFormat | None) -> 
             return _with_plain_values(found, text, name=name)
     if line := next((line for line in text.splitlines() if _PLACEHOLDER.search(line)), None):
         raise _unfilled_template_error(name, _first_nonblank_line(line))
-    if syntax_error := _syntax_error_text(text, name):
-        raise SpecError(f"{name} has a syntax error.", got=syntax_error)
+    if error := _parser_error_text(text, name):
+        raise SpecError(f"{name} cannot be read.", got=error, fix="correct it there, or another suffix")
     wanted = f"no config of {format}" if format else "of no format that is known here"
     raise SpecError(
         f"{name} is {wanted}.",
@@ -224,7 +220,7 @@ def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfi
     if format not in _MAPPING_FORMATS:
         return None
     tree = None
-    with suppress(ValueError, SpecError):
+    with suppress(ValueError):
         tree = _load_yaml(text)
     found = _recognize_mapping_format(tree, format)
     # DeepSpeed's are JSON; a YAML with one of its common names, such as `optimizer`, is another tool's.
@@ -239,7 +235,7 @@ def _try_parse_yaml(text: str, format: rules.ConfigFormat | None) -> ParsedConfi
 
 
 def _load_yaml(text: str) -> Any:
-    """Parses YAML. Raises ValueError for other or long text, SpecError for references that expand."""
+    """Parses YAML. Raises ValueError for other or long text, and for references that expand."""
     import yaml
 
     if len(text) > _YAML_LETTERS:
@@ -314,12 +310,14 @@ def _try_parse_torchtitan_toml(text: str, format: rules.ConfigFormat | None) -> 
     return None
 
 
-def _syntax_error_text(text: str, name: str) -> str | None:
+def _parser_error_text(text: str, name: str) -> str | None:
     """Returns the parser's error if `text` is not what the suffix of `name` says; else None."""
-    loaders = {".json": _load_json_with_comments, ".yaml": _load_yaml, ".yml": _load_yaml}
+    parsers = {".json": _load_json_with_comments, ".toml": small_files.parse_toml}
+    parse = (parsers | dict.fromkeys((".yaml", ".yml"), _load_yaml)).get(Path(name).suffix)
     try:
-        (loaders | {".toml": small_files.parse_toml}).get(Path(name).suffix, len)(text)
-    except (ValueError, RecursionError, SpecError) as error:
+        if parse is not None:
+            parse(text)
+    except (ValueError, RecursionError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     return None
 

@@ -251,8 +251,9 @@ def convert_offload(state: ConversionState, *, optimizer: str, params: str) -> N
         places.pop(params)
     used = {key: place for key, place in places.items() if place in ("cpu", "nvme")}
     if not used:
-        for key in [one for one in places if one in state.leaves and places[one] in ("none", "false")]:
-            state.record_setting(key, "offload.tier", value="none")
+        for key, place in places.items():
+            if state.get(key) is not None and place in ("none", "false"):
+                state.record_setting(key, "offload.tier", value="none")
         return
     drive = "nvme" if "nvme" in used.values() else "cpu"
     tier = f"{'params+' if params in used else ''}optimizer:{drive}"

@@ -247,6 +247,7 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     for key in ("eval_strategy", "evaluation_strategy"):
         if state.get(key) in ("no", False):
             state.record_setting(key, "train.validate_every", value=0)
+            state.record_not_needed("eval_steps", "validation is off")
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)

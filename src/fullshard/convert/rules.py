@@ -76,7 +76,7 @@ class KeyResult(FrozenModel):
     why: str = ""
 
     @property
-    def may_change_training(self) -> bool:
+    def is_lost(self) -> bool:
         """True if `key` requests what the run lacks, and must not be lost, or if it is unknown.
 
         "auto", null and an empty section request nothing.
@@ -420,7 +420,7 @@ def _apply_rule_with_setting(state: ConversionState, key: str, *, rule: KeyRule)
     converted = None if rule.choices is None and value == AUTO else rule.convert_value(value)
     is_unset = "unless" in rule.model_fields_set and is_one_of_same_type(value, rule.unless)
     if value is None or is_unset:
-        state.record_not_needed(key, f"unset: {rule.sets} has its default")
+        state.record_not_needed(key, "requests nothing")
     elif converted is not None:
         state.record_setting(key, rule.sets, value=converted, why=rule.why)
     elif value == AUTO:

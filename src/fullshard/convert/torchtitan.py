@@ -212,13 +212,12 @@ def _uses_float8(state: ConversionState) -> bool:
 
 
 def _convert_save_and_validation_intervals(state: ConversionState) -> None:
-    """Converts how often a run is saved and validated, if the section is on; the steps have a default."""
+    """Converts how often a run is saved and validated: never if the section is off."""
     for switch, key, target, default in (
         ("checkpoint.enable", "checkpoint.interval", "checkpoint.every", 500),
         ("validation.enable", "validation.freq", "train.validate_every", 10),
     ):
-        every = parse_positive_integer(state.get(key)) or default
-        for one in (switch, key):
-            is_on = is_true_yes_on(state.get(switch))
-            if one in state.leaves:
-                state.record_setting(one, target, value=every if is_on else 0, why="" if is_on else "off")
+        is_on = is_true_yes_on(state.get(switch))
+        every = (parse_positive_integer(state.get(key)) or default) if is_on else 0
+        for one in state.leaves.keys() & {switch, key}:
+            state.record_setting(one, target, value=every, why="" if is_on else "off")

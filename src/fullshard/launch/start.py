@@ -139,7 +139,7 @@ class _RootCauseOrder(IntEnum):
 
 
 def find_root_cause_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
-    """Returns the number of the rank that failed first and its failure, or None if no rank failed.
+    """Returns the rank whose failure most likely caused the others, and its failure; None if none failed.
 
     Failures are ordered by `_RootCauseOrder`, then by time. Those that only report a lost peer (`outcome.py`)
     come last: a killed rank writes no report, and the launcher notices that only after its peers failed.

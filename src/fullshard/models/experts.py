@@ -77,6 +77,8 @@ class Router(nn.Module):
     ) -> None:
         """Makes the balance loss that of whole sequences, of which each of `ranks` ranks has a part.
 
+        A second call multiplies the ranks.
+
         tensor_group: name of the ranks' process group if they share matmuls: each has the loss of all labels
         context_group: name of their group if they share only sequences: each has the loss of its own labels
         """

@@ -210,7 +210,7 @@ class StragglerWatch:
 
     def note_device_seconds(self, step: ProfiledStep) -> None:
         """Notes the GPU's seconds in a profiled step, for the present window. On the CPU, notes nothing."""
-        self._profiled = {} if self._is_on_host else step.compute_track_seconds_by_name()
+        self._profiled = {} if self._is_on_host else step.seconds_by_name_on_compute_track()
 
     def drop_window_steps(self) -> None:
         """Drops the steps of the present window, because the run repeats steps. Saves still count."""

@@ -124,7 +124,7 @@ class DriveStore:
             self._ahead.clear()
         elif not self._committed:  # its file would be overwritten, but it must stay readable meanwhile
             self.commit_generation(None, b"")
-        source, target = self._newest, self.generations.start_replacing_older_generation()
+        source, target = self._newest, self.generations.start_next_generation()
         if source == target:  # an uncommitted generation is overwritten
             self._newest = None
         try:
@@ -255,7 +255,7 @@ class DriveStore:
 
 
 def check_generation_and_reset_store(store: DriveStore, generation: Generation) -> None:
-    """Reads a complete generation, before `store` has a state.
+    """Reads a complete generation, before `store` has a state, and leaves the store without one.
 
     Raises DamagedOffloadError for other bytes than were written, and for numbers that no training can
     continue from.

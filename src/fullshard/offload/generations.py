@@ -52,7 +52,7 @@ class GenerationFiles:
 
     Several threads may read and write different records. All other methods are for one thread, while no
     record is read or written. Every error is an OffloadError. After an error in `commit_generation`, the new
-    generation can never become complete: call `start_replacing_older_generation` again, or stop.
+    generation can never become complete: call `start_next_generation` again, or stop.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class GenerationFiles:
         with translate_os_errors(f"{path} cannot be removed."):
             directories.remove_file_and_flush(path, system=self._system)
 
-    def start_replacing_older_generation(self) -> int:
+    def start_next_generation(self) -> int:
         """Starts the next generation and returns its slot, which never has the newest complete generation.
 
         The slot's previous generation is lost. With several ranks, call this only once all have committed the

@@ -304,7 +304,7 @@ def offloaded_fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
     return {**offloaded.engine, **offloaded.frozen.engine}
 
 
-def find_parameters_with_values_outside(offloaded: OffloadedState) -> set[Tensor]:
+def find_parameters_with_offloaded_values(offloaded: OffloadedState) -> set[Tensor]:
     """Returns the parameters whose values are not in the model's own tensors."""
     engine = dict[str, Any]() if offloaded.settings.is_state_on_device else offloaded_fsdp_params(offloaded)
     return {one.sharded_param for one in engine.values()}

@@ -229,14 +229,16 @@ class _SelectiveRecomputePolicy:
 def _selective_recompute_contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
     """Returns the contexts for forward and for recompute. `save_matmuls`: save every n-th matmul."""
     save, reuse = create_selective_checkpoint_contexts(_SelectiveRecomputePolicy(save_matmuls))
-    return (save, reuse) if compiled else (_SavedOperationsOnlyMode(save), _SavedOperationsOnlyMode(reuse))
+    return (
+        (save, reuse) if compiled else (_SavableOperationsOnlyMode(save), _SavableOperationsOnlyMode(reuse))
+    )
 
 
-class _SavedOperationsOnlyMode(TorchDispatchMode):
-    """Wraps one of torch's selective-recompute contexts, and passes only saved operations to it.
+class _SavableOperationsOnlyMode(TorchDispatchMode):
+    """Wraps one of torch's selective-recompute contexts, and passes only savable operations to it.
 
     Torch's contexts count every operation, and raise if forward and recompute differ. They may differ in the
-    operations that gather a unit inside the block, none of which is saved.
+    operations that gather a unit inside the block, none of which is savable.
     """
 
     def __init__(self, context: TorchDispatchMode) -> None:

@@ -35,8 +35,8 @@ from fullshard.torch_private.fsdp import (
     cast_late_gradients_to_kept_dtype,
     list_units,
     parameter_groups,
-    parameter_since_first_gather,
     pending_gather,
+    unsharded_parameter_or_none,
 )
 from fullshard.torch_private.tensors import local_part, storage_id, tree_leaves, version
 
@@ -84,9 +84,8 @@ def install_reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder)
             check_parameters_not_replaced(model)
 
     model.register_forward_hook(reshard)
-    model.register_forward_pre_hook(
-        check_before_evaluation, prepend=True
-    )  # before FSDP2's, which drops new parameters
+    # Before FSDP2's hook, which drops new parameters.
+    model.register_forward_pre_hook(check_before_evaluation, prepend=True)
 
 
 def reshard_unsharded_units(model: nn.Module) -> None:
@@ -110,7 +109,7 @@ def install_unit_recording_and_checks(
         names = [own.get(id(one.sharded_param), str(i)) for i, one in enumerate(group.fsdp_params)]
         parameters += names
         _install_gather_recording(group, unit=unit, order=order)
-        _record_and_complete_reductions(group, unit=unit, order=order)
+        _install_reduction_completion(group, unit=unit, order=order)
         _install_check_of_changes_in_forward(group, names)
     return UnitAndParameterNames(name, parameters)
 
@@ -137,14 +136,14 @@ def _install_check_of_changes_in_forward(group: Any, names: Sequence[str]) -> No
     def pre_forward_noting_versions(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
         nonlocal before, sums_before
         result = pre_forward(*args, **kwargs)
-        values = [parameter_since_first_gather(one) for one in group.fsdp_params]
+        values = [unsharded_parameter_or_none(one) for one in group.fsdp_params]
         before = [_version_or_zero(value) for value in values]
         sums_before = [_sum_of_bits(value) for value in values] if is_first else []
         return result
 
     def post_forward_raising_if_changed(*args: Any, **kwargs: Any) -> Any:  # signature: FSDP2's
         nonlocal before, sums_before, is_first
-        values = [parameter_since_first_gather(one) for one in group.fsdp_params]
+        values = [unsharded_parameter_or_none(one) for one in group.fsdp_params]
         counts, before = before, []
         changed = [i for i, count in enumerate(counts) if _version_or_zero(values[i]) != count]
         for i, earlier in enumerate(sums_before):
@@ -176,7 +175,7 @@ def _sum_of_bits(value: Tensor | None) -> Tensor | None:
     return None if kind is None else value.detach().view(kind).sum(dtype=torch.int64)
 
 
-def _record_and_complete_reductions(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
+def _install_reduction_completion(group: Any, *, unit: int, order: UnitOrderRecorder) -> None:
     """Notes the unit's reductions, and completes its sums over replicas.
 
     FSDP2 keeps what it has reduced over shards, but not over replicas, in one tensor, and adds to it in the
@@ -205,7 +204,7 @@ def _record_and_complete_reductions(group: Any, *, unit: int, order: UnitOrderRe
         sums_now = group.all_reduce_grads
         if sums_later and without and (has_some or sums_now):
             for index in without:
-                value = parameter_since_first_gather(group.fsdp_params[index])
+                value = unsharded_parameter_or_none(group.fsdp_params[index])
                 assert value is not None, "its gradient was missed"
                 value.grad = torch.zeros_like(value)
             has_some, without = True, []
@@ -231,7 +230,7 @@ def _has_gradients_and_missing_and_frozen(group: Any) -> tuple[bool, list[int], 
     has_some, without, frozen = False, list[int](), list[int]()
     takes_zeros = getattr(group, "reduce_scatter_unused_params", False)
     for index, parameter in enumerate(group.fsdp_params):
-        value = parameter_since_first_gather(parameter)
+        value = unsharded_parameter_or_none(parameter)
         if value is None or not value.requires_grad:
             frozen.append(index)
         elif takes_zeros or value.grad is not None or parameter.unsharded_accumulated_grad is not None:

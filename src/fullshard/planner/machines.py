@@ -101,7 +101,7 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
     columns = _budget_columns(rows)
     for row in rows:
         if row.plan is None:
-            yield (row.name, "no plan", *("-" * (3 + len(columns))))
+            yield (row.name, *("-" * (4 + len(columns))))
             continue
         prediction, cells = require_prediction(row.plan), dict.fromkeys(columns, "-")
         if row.budget is not None:

@@ -94,7 +94,7 @@ class PlanOptions(NamedTuple):
             asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         for text in subject.differs:
             _print_note(f"planned as the reference decoder: {text}")
-        degree = asked.sharding.tensor_degree
+        degree = asked.sharding.tensor_degree  # before the trace, which would fail without its name
         count_groups(hardware.world_size, degree, key="tensor_parallel", shared="the matmuls")
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 

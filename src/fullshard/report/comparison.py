@@ -232,9 +232,10 @@ def _compare_speed(prediction: Prediction | None, measurement: Measurement) -> I
     if prediction is not None and prediction.has_complete_step_time:
         predicted, planned = prediction.tokens_per_second, prediction.mfu
     yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
-    # Without a peak in the catalog, plan and run each have their own, and their MFUs cannot be compared.
-    if predicted and planned and mfu and isclose(planned / predicted, mfu / rate, rel_tol=1e-3):
-        yield ComparisonLine(term="mfu", predicted=planned, measured=mfu)
+    if mfu is not None:
+        # Without a peak in the catalog, plan and run each have their own, and their MFUs cannot be compared.
+        same_peak = predicted and planned and isclose(planned / predicted, mfu / rate, rel_tol=1e-3)
+        yield ComparisonLine(term="mfu", predicted=planned if same_peak else None, measured=mfu)
 
 
 def _format_line_cells(
@@ -253,8 +254,7 @@ def _format_line_cells(
 
 def measurement_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines about steps, loss, speed and checkpoint, without bytes and causes."""
-    ranks = f"{m.world_size} rank{'s' if m.world_size > 1 else ''}"
-    yield "run", f"{m.directory}: {m.strategy} on {ranks} ({m.device})"
+    yield "run", f"{m.directory}: {m.strategy} on {count_text(m.world_size, 'rank')} ({m.device})"
     if m.offload is not None:
         yield "offload", m.offload
     if not m.pace.steps:
@@ -282,16 +282,16 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     pace, rate = m.pace, m.tokens_per_second
     left_out = min(pace.steps, pace.warmup_steps)
     if rate is None:
-        why = "were warmup" if not pace.untimed_steps else "were warmup or measured otherwise"
-        yield "speed", f"not known: all {pace.steps} steps {why}"
+        why = "warmup" if not pace.untimed_steps else "warmup or measured otherwise"
+        yield "speed", f"not known: {count_text(pace.steps, 'step')}, all {why}"
         return
     many = f"on all ranks, {format_count(rate / m.world_size)} per rank"
     yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
     if text := format_trained_token_share(pace.trained_share):
         yield "", f"{text}: the labels of the others do not count"
-    slowed = f", and {count_text(pace.untimed_steps, 'profiled step')}" if pace.untimed_steps else ""
+    slowed = f" and {count_text(pace.untimed_steps, 'profiled step')}" if pace.untimed_steps else ""
     warmup = count_text(left_out, "warmup step")
-    yield "", f"over {count_text(pace.timed_steps, 'step')}, the {warmup} before them left out{slowed}"
+    yield "", f"over {count_text(pace.timed_steps, 'step')}; left out: {warmup}{slowed}"
     step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps
     yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
     if m.mfu is not None and m.peak is not None:

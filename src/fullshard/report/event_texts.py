@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from fullshard.quantities import format_bytes, format_seconds
+from fullshard.quantities import count_text, format_bytes, format_seconds
 from fullshard.report.table import percent_text
 from fullshard.spec.records.event import RunEvent
 
@@ -58,12 +58,14 @@ def _loss_and_gradient_norm_text(details: Details) -> str:
     return f"loss {loss}, gradient norm {norm}"
 
 
+def _ranks_text(details: Details, device: object = "") -> str:
+    ranks = details.get("ranks")
+    return count_text(ranks, f"{device} rank".strip()) if isinstance(ranks, int) else f"{ranks} ranks"
+
+
 _SENTENCES: Mapping[str, Callable[[Details], str]] = {
-    "start": lambda d: (
-        f"started on {d.get('ranks')} {d.get('device')} rank{'s' * (d.get('ranks') != 1)} "
-        f"({d.get('process')})"
-    ),
-    "resume": lambda d: f"resumed after this step, on {d.get('ranks')} rank{'s' * (d.get('ranks') != 1)}",
+    "start": lambda d: f"started on {_ranks_text(d, d.get('device'))} ({d.get('process')})",
+    "resume": lambda d: f"resumed after this step, on {_ranks_text(d)}",
     "save": _describe_save,
     "save_failed": lambda d: f"NOT SAVED: {d.get('error')}",
     "skip": lambda d: f"left out, for it was not finite: {_loss_and_gradient_norm_text(d)}",

@@ -94,7 +94,7 @@ class KernelSummary:
     name: file of the profile
     seconds: from the first operation to the last
     on_device: whether kernels of a device were recorded; else the times are the host's
-    kinds: times by kind, the largest first. Overlapping kernels of one kind count once, those of two in both.
+    kinds: times by kind, the largest first. Time in which kernels of one kind overlap counts once.
     host_late_seconds: time in which the device was idle because the host had not launched its next kernel
     waiting_seconds: other time in which the device was idle: dependencies, and the delay of a launch
     attention: kernels with which attention ran
@@ -133,9 +133,9 @@ def summarise_kernels(trace: KernelTrace, *, name: str) -> KernelSummary:
     late, waiting = _host_late_and_other_idle_seconds(trace.device)
     begin = min((one.begin for one in (*operations, *trace.device)), default=0.0)
     end = max((one.end for one in (*operations, *trace.device)), default=0.0)
-    # Kinds of kernels may run at once. The host's time belongs to the operation that began last.
-    separate = [[one for one in works if one.name == kind] for kind in counts] if trace.device else [works]
-    spans = [span for each in separate for span in disjoint_works(each, begin=begin, end=end, idle="")]
+    # Kernels of two kinds may run at once: each counts. The host's time is of the operation that began last.
+    groups = [[one for one in works if one.name == kind] for kind in counts] if trace.device else [works]
+    spans = [span for each in groups for span in disjoint_works(each, begin=begin, end=end, idle="")]
     seconds = {kind: sum(one.end - one.begin for one in spans if one.name == kind) * 1e-6 for kind in counts}
     kinds = [StepWorkTime(StepWorkKind(kind), seconds[kind], count) for kind, count in counts.items()]
     return KernelSummary(

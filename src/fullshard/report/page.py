@@ -11,7 +11,7 @@ from functools import cache
 from itertools import groupby, zip_longest
 from pathlib import Path
 
-from fullshard.quantities import format_bytes, format_seconds
+from fullshard.quantities import count_text, format_bytes, format_seconds
 from fullshard.report import kernels
 from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_run, comparison_rows
@@ -88,7 +88,7 @@ def _step_seconds_by_rank_section(run: RunRecord) -> str:
         for terms, rank in sorted(shown, key=lambda one: one[1])
     ]
     earlier = earlier_attempt_text(steps[0].attempt, attempts=run.attempts)
-    text = f"Step {steps[0].step:,}{earlier} of {len(steps):,} rank{'' if len(steps) == 1 else 's'}"
+    text = f"Step {steps[0].step:,}{earlier} of {count_text(len(steps), 'rank')}"
     text += f", {len(shown)} of them shown. " if len(shown) < len(steps) else ". "
     if len(steps) > 1:
         least, rank = measured[0]

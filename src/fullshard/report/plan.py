@@ -21,7 +21,7 @@ BAR_COLUMNS = 24
 _OWN = "run.dir"  # differs between any two runs, and says nothing
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
-_COMPARED = ("strategy", "mesh", "batch", "recompute", "per rank", "tokens/s", "")
+_COMPARED = ("strategy", "mesh", "batch", "recompute", "memory", "tokens/s", "")
 # Labels of terms whose label is not the name of the term with blanks.
 _LABELS = {
     "rest": "activations, rest",

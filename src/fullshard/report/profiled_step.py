@@ -184,7 +184,7 @@ def _set_parents(host: list[HostOperation]) -> None:
             around.pop()
         if around:
             one.parent = around[-1]
-        if not one.name.startswith("gloo:"):  # which another thread ends, after the call that began it
+        if not one.name.startswith("gloo:"):  # another thread ends these ranges, so they enclose nothing
             around.append(one)
 
 

@@ -214,7 +214,7 @@ def read_run(directory: Path, *, is_running: bool, now: datetime) -> RunRecord:
 
 
 def _current_path(path: str | None, earlier: str, *, directory: Path) -> str | None:
-    """Returns where a recorded file is. `earlier`: the run's directory when it was recorded, since moved."""
+    """Returns the present path of a recorded file. `earlier`: the run's directory when it was recorded."""
     own = f"{Path(earlier)}/"
     return str(directory / path[len(own) :]) if path is not None and path.startswith(own) else path
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import model_validator
 
 from fullshard.errors import PlanError
+from fullshard.quantities import count_text
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, PrecisionSection, Run, Strategy, UnitOverride
 from fullshard.spec.settings import run_checks
@@ -353,11 +354,10 @@ def _microbatch_and_accumulation(run: Run, data_parallel_degree: int) -> tuple[i
         below, above = batch // once * once, (batch // once + 1) * once
         degree = run.sharding.context_degree * data_parallel_degree // math.gcd(batch, data_parallel_degree)
         shared = "" if below or pinned else f", or sharding.context_parallel = {degree}"
-        ranks = f"{data_parallel_degree} ranks" + (
-            f" × microbatch {pinned} = {once} at once" if pinned else ""
-        )
+        ranks = count_text(data_parallel_degree, "rank")
+        ranks += f" × microbatch {pinned} = {once} at once" if pinned else ""
         raise PlanError(
-            f"a global batch of {batch} sequences cannot be shared out evenly.",
+            f"a global batch of {count_text(batch, 'sequence')} cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",
             why="every rank must do the same number of full microbatches a step",
             fix=f"train.global_batch = {f'{below} or {above}' if below else above}" + shared,

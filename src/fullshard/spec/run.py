@@ -345,7 +345,8 @@ class Run(FrozenModel):
         # The positions of other models are known only once they are built.
         if isinstance(model, DecoderConfig) and length > model.max_sequence:
             raise ValueError(
-                f"data.sequence_length = {length} is over model.max_sequence = {model.max_sequence}: set both"
+                f"data.sequence_length = {length} is over model.max_sequence = {model.max_sequence}: "
+                "lower the first or raise the second"
             )
         return self
 

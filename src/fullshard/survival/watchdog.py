@@ -238,7 +238,7 @@ class _Watchdog:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _update_excused_and_detect_hang(self) -> bool:
-        """Returns whether this rank is too long in its phase, while no rank is in one with a longer limit."""
+        """Returns whether this rank is too long in its phase. Ranks in longer ones excuse the time so far."""
         turn = min(self._board.rank, _IN_TURN) * self._tick
         now, own = time.time(), self._phase_limit_seconds()
         if self._unmoved - self._excused <= own + turn:

@@ -76,7 +76,7 @@ def pending_gather(group: Any) -> Any:
     return group._all_gather_result
 
 
-def parameter_since_first_gather(engine_parameter: Any) -> nn.Parameter | None:
+def unsharded_parameter_or_none(engine_parameter: Any) -> nn.Parameter | None:
     """Returns the parameter that the modules compute with, or None before the first gather."""
     return getattr(engine_parameter, "_unsharded_param", None)
 
@@ -100,7 +100,7 @@ def reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
 def _patch_post_backward_with_zeros(group: Any, post_backward: Callable[..., None]) -> None:
     def post_backward_with_zeros(*unused: Any) -> None:
         for parameter in group.fsdp_params:
-            value = parameter_since_first_gather(parameter)
+            value = unsharded_parameter_or_none(parameter)
             if value is None or not group.reduce_grads:
                 continue
             if parameter.unsharded_accumulated_grad is None and value.requires_grad and value.grad is None:
@@ -110,7 +110,7 @@ def _patch_post_backward_with_zeros(group: Any, post_backward: Callable[..., Non
     group.post_backward = post_backward_with_zeros
 
 
-def set_reduce_dtypes_from_trained(module: FSDPModule) -> None:
+def set_reduce_dtypes_of_trained(module: FSDPModule) -> None:
     """Makes a unit reduce in the dtype of the parameters that are trained now.
 
     FSDP2 looks which ones are trained in the first forward only.
@@ -125,7 +125,7 @@ def cast_late_gradients_to_kept_dtype(group: Any) -> None:
     if len(first) == len(group.fsdp_params):
         return
     for one in first:
-        if hasattr(one, "to_accumulated_grad_if_needed") and parameter_since_first_gather(one) is not None:
+        if hasattr(one, "to_accumulated_grad_if_needed") and unsharded_parameter_or_none(one) is not None:
             one.to_accumulated_grad_if_needed()
 
 

@@ -20,7 +20,7 @@ from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.quantities import join_names
-from fullshard.torch_private.fsdp import list_units, set_reduce_dtypes_from_trained
+from fullshard.torch_private.fsdp import list_units, set_reduce_dtypes_of_trained
 from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.gradients import list_gradients
 from fullshard.training.state import TrainState
@@ -79,7 +79,7 @@ class ModelBetweenSteps:
             check_parameters_not_replaced(model)
             self._parameters = _ids_storages_and_requires_grad(model.parameters())
             for unit in list_units(model):
-                set_reduce_dtypes_from_trained(unit)
+                set_reduce_dtypes_of_trained(unit)
             _warn_of_not_updated_or_half_precision_parameters(self._state)
 
 

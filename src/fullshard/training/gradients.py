@@ -37,7 +37,7 @@ from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
-from fullshard.torch_private.fsdp import engine_parameters, list_units, parameter_since_first_gather
+from fullshard.torch_private.fsdp import engine_parameters, list_units, unsharded_parameter_or_none
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, local_part, step_hooks
 from fullshard.training.figures import StepDecision
 
@@ -79,7 +79,7 @@ def refuse_parameters_outside_model(loss: Loss, model: nn.Module) -> Loss:
 
 def _raise_for_other_parameters(total: Tensor, model: nn.Module, *, loss: Loss) -> None:
     own = {
-        id(parameter_since_first_gather(one)) for unit in list_units(model) for one in engine_parameters(unit)
+        id(unsharded_parameter_or_none(one)) for unit in list_units(model) for one in engine_parameters(unit)
     }
     own |= {id(one) for one in model.parameters()}
     if others := [one for one in _list_parameters_in_graph(total) if id(one) not in own]:

@@ -164,15 +164,14 @@ def offload_settings(plan: Plan, system: DriveSystemCalls) -> OffloadSettings:
     """Returns the settings that `OffloadedState` takes, from the plan's `offload` section."""
     section, traffic = plan.run.offload, DriveCounters()
     system = traffic.wrap_system_calls(system)
+    open_store = partial(_open_store_dropping_stale_files, plan, system=system)
     shards_on_drive = section.is_on_drive and section.offloads_parameters
     return OffloadSettings(
         device=local_device(plan),
         sub_group_parameters=section.sub_group_parameters,
         shards_outside=section.offloads_parameters,
         moments=_MOMENTS[section.moments],
-        on_drive=partial(_open_store_dropping_stale_files, plan, system=system)
-        if section.is_on_drive
-        else None,
+        on_drive=open_store if section.is_on_drive else None,
         shards_on_drive=partial(_open_drive_shards, plan, system=system) if shards_on_drive else None,
         traffic=traffic,
     )

@@ -162,7 +162,7 @@ class TrainState:
             "huggingface": full_transformers_config(self.model),
         }
 
-    def select_names_to_check_finite(self, names: Iterable[str]) -> set[str]:
+    def select_names_that_must_be_finite(self, names: Iterable[str]) -> set[str]:
         """Returns the `names` that must be finite: trained parameters, optimizer state. Masks need not."""
         trained = {f"model.{name}" for name, one in self.model.named_parameters() if one.requires_grad}
         return {name for name in names if name in trained or name.startswith("optimizer.")}

@@ -101,9 +101,8 @@ def _make_checked_peft_config(run: Run, model: nn.Module, *, base: nn.Module) ->
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None
     shapes = {name: one.shape for name, one in model.named_parameters() if name in trained}
     tensors = _map_trained_tensors(shapes, trained=trained).shapes
-    _load_with_peft_to_check(
-        base, copy.deepcopy(config), tensors=tensors
-    )  # peft changes the config it is given
+    # peft changes the config it is given.
+    _load_with_peft_to_check(base, copy.deepcopy(config), tensors=tensors)
     return config, trained
 
 

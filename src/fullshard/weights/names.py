@@ -275,7 +275,7 @@ def _llama_tensor_name(name: str) -> str:
         raise CheckpointError(
             "the model cannot be exported for transformers.",
             got=f"a tensor {name}",
-            why="only the reference decoder and models of transformers have names there",
+            why="transformers has names for the reference decoder and its own models only",
             fix="--format safetensors",
         )
     return f"model.layers.{layer}.{_BLOCK[part]}.{kind}"

@@ -20,7 +20,7 @@ from fullshard.distributed.tensors import detached_local_tensor, shard_offsets
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import (
     find_offloaded_state,
-    find_parameters_with_values_outside,
+    find_parameters_with_offloaded_values,
     iterate_parameters_to_load,
 )
 from fullshard.parallel.materialize import Initialise, initialise_parameters
@@ -118,7 +118,7 @@ def load_pretrained(
     if rank() == 0 and (adapters := [one.name for one in Path(directory).glob("adapter_*")]):
         logger.warning("%s of %s are not read: they adapt its weights", join_names(adapters), directory)
     outside = find_offloaded_state(model)
-    elsewhere = find_parameters_with_values_outside(outside) if outside is not None else set[Tensor]()
+    elsewhere = find_parameters_with_offloaded_values(outside) if outside is not None else set[Tensor]()
     loaded = fill_selected_tensors(model, directory, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]

@@ -23,6 +23,7 @@ from fullshard.models.chunked_loss import run_first_chunk_for_all
 from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.units import Unit
 from fullshard.planner.describe.operations import AllocationRecorder, PhaseRecord, list_tensors
+from fullshard.quantities import count_text
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.torch_private import fake_tensors
 from fullshard.torch_private.tensors import tree_flatten, tree_map_only, tree_unflatten
@@ -35,10 +36,10 @@ _ARANGES = (_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step)
 
 
 def count_batch_rows(batch: Any, plan: Plan) -> int | None:
-    """Returns the rows of an example batch, dim 0 of all tensors; None if it can only be one microbatch.
+    """Returns the number of rows of an example batch: dim 0, if all tensors agree in it.
 
-    None: tensors of other sizes, or vectors of one sequence. Raises TraceError for such a batch if it has
-    another number of sequences than a microbatch.
+    Returns None for a batch that cannot be resized: tensors that differ in dim 0, or the vectors of one
+    sequence. Raises TraceError if such a batch has another number of sequences than the plan's microbatch.
     """
     tensors, length = list_tensors(batch), plan.run.data.sequence_length
     sizes = {tensor.shape[:1] for tensor in tensors}
@@ -48,9 +49,9 @@ def count_batch_rows(batch: Any, plan: Plan) -> int | None:
         if rows != plan.microbatch:
             raise TraceError(
                 "the batch that describes the model must be one microbatch.",
-                got=f"{rows} sequences, where a microbatch has {plan.microbatch}",
+                got=f"{count_text(rows, 'sequence')}, where a microbatch has {plan.microbatch}",
                 why="its tensors differ in dim 0, so it cannot be made larger or smaller",
-                fix=f"train.microbatch = {rows}, or a batch of {plan.microbatch}",
+                fix=f"train.microbatch = {rows}, or a batch of {count_text(plan.microbatch, 'sequence')}",
             )
     return None
 
@@ -75,14 +76,14 @@ def make_fake_batch(
     if batch is None:
         shape = (microbatch, plan.run.data.sequence_length)
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
-    grown = count_batch_rows(batch, plan) not in (None, microbatch)
+    is_resized = count_batch_rows(batch, plan) not in (None, microbatch)
 
     def make_fake_tensor(tensor: Tensor) -> Tensor:
         if keep_integers and _is_integer_with_values(tensor):
             with fake_tensors.unset_fake_temporarily():
-                rows = torch.arange(microbatch) % tensor.shape[0] if grown else slice(None)
+                rows = torch.arange(microbatch) % tensor.shape[0] if is_resized else slice(None)
                 return tensor.cpu()[rows].clone() if tensor.ndim else tensor.cpu().clone()
-        shape = (microbatch, *tensor.shape[1:]) if grown else tensor.shape
+        shape = (microbatch, *tensor.shape[1:]) if is_resized else tensor.shape
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
     with fakes:

@@ -424,7 +424,7 @@ def has_activation_copies(phases: Sequence[TracePhase]) -> bool:
 def predict_activation_offload_terms(
     plan: Plan, phases: Sequence[TracePhase], *, runs_per_microbatch: Sequence[int], hardware: Hardware
 ) -> ActivationOffloadTerms:
-    """Returns the host use of one rank's activations, if each phase runs so often per microbatch."""
+    """Returns the host use of one rank's activations, of phases with these numbers of runs."""
     held = copied = 0
     for phase, times in zip(phases, runs_per_microbatch, strict=True):
         for line in phase.out:

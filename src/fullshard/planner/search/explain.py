@@ -36,12 +36,12 @@ class PlanImprovement(FrozenModel):
 class PlanExplanation(FrozenModel):
     """Explanation of the best plan.
 
-    `binds` is the plan's limit: memory, if the fastest plan in twice as much is notably faster; else the
-    largest part of the step.
+    `binds` is the plan's limit, the first of these that is true:
 
-    links       waiting for collectives
-    host        neither computing nor waiting for links: the host, or copies by FSDP2 or an offload target
-    computing   the kernels themselves; other notable parts are named beside it
+    links       waiting for collectives takes more of the step than computing
+    host        the host, or copies by FSDP2 or an offload target, takes more of it than computing
+    memory      the fastest plan in twice as much is notably faster
+    computing   otherwise: the kernels themselves; the longest notable wait is named beside it
     """
 
     binds: Binding
@@ -66,19 +66,16 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
 def _binding_limit_and_reason(plan: Plan, found: SearchResult) -> tuple[Binding, str]:
     time = require_prediction(plan).time
     computing = (time.compute + time.recompute) / time.total
-    limits = sorted(
-        _notable_limits(plan, found.fastest_in_twice or plan), key=lambda one: one[0], reverse=True
-    )
-    for share, limit, reason in limits:
-        if limit == "memory" or share > computing:
-            return limit, reason
-    again = (
-        f", {100 * time.recompute / time.total:.0f} % of it to recompute activations"
-        if time.recompute
-        else ""
-    )
-    waits = f"; {limits[0][2]}" if limits else ""
-    return "computing", f"the model's kernels take {100 * computing:.0f} % of the step{again}{waits}"
+    limits = list(_notable_limits(plan, found.fastest_in_twice or plan))
+    waits = sorted((one for one in limits if one[1] != "memory"), key=lambda one: one[0], reverse=True)
+    if waits and waits[0][0] > computing:
+        return waits[0][1:]
+    if memory := next((one for one in limits if one[1] == "memory"), None):
+        return memory[1:]
+    repeated = f"{100 * time.recompute / time.total:.0f} % of it to recompute activations"
+    again = f", {repeated}" if time.recompute else ""
+    longest = f"; {waits[0][2]}" if waits else ""
+    return "computing", f"the model's kernels take {100 * computing:.0f} % of the step{again}{longest}"
 
 
 def _notable_limits(plan: Plan, fastest: Plan) -> Iterator[tuple[float, Binding, str]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, computed_field, model_validator
 
-from fullshard.quantities import format_seconds
+from fullshard.quantities import count_text, format_seconds
 from fullshard.spec.machine.hardware import ComputeDtype
 from fullshard.spec.prediction import SecondsByCause
 from fullshard.spec.run import Strategy
@@ -261,7 +261,7 @@ class Compilation(FrozenModel):
             "graph break": self.graph_breaks,
             "recompilation": self.recompilations,
         }
-        each = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items())
+        each = ", ".join(count_text(count, name) for name, count in counts.items())
         return f"{self.blocks} blocks{eager}: {each}, {format_seconds(self.seconds)}"
 
 

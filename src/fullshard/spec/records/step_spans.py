@@ -76,7 +76,7 @@ class ProfiledStep:
     begin_ns: int
     spans: tuple[StepSpan, ...]
 
-    def compute_track_seconds_by_name(self) -> dict[str, float]:
+    def seconds_by_name_on_compute_track(self) -> dict[str, float]:
         """Returns name of the work -> its seconds, which sum to the step."""
         sums: dict[str, float] = {}
         for span in self.spans:
@@ -87,6 +87,6 @@ class ProfiledStep:
     def terms(self) -> StepSeconds:
         """Returns the seconds of the step by term."""
         sums = dict.fromkeys(StepSeconds.model_fields, 0.0)
-        for name, seconds in self.compute_track_seconds_by_name().items():
+        for name, seconds in self.seconds_by_name_on_compute_track().items():
             sums[TERM_OF_SPAN.get(name, "other")] += seconds
         return StepSeconds(**sums)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from fullshard.errors import PlanError, SpecError
+from fullshard.quantities import count_text
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel, indivisible_experts_error
 from fullshard.spec.value import FrozenModel
@@ -60,8 +61,8 @@ def count_groups(ranks: int, degree: int, *, key: str, shared: str) -> int:
     """Returns the number of groups of `degree` ranks. Raises PlanError if they are not whole."""
     if ranks % degree:
         raise PlanError(
-            f"{ranks} ranks cannot be laid out in groups of {degree}.",
-            got=f"sharding.{key} = {degree}, {ranks} ranks",
+            f"{count_text(ranks, 'rank')} cannot be laid out in groups of {degree}.",
+            got=f"sharding.{key} = {degree}, {count_text(ranks, 'rank')}",
             why=f"each group of ranks that share {shared} must be whole",
             fix=f"sharding.{key} = one of {divisors(ranks)}",
         )
