@@ -219,5 +219,6 @@ def _convert_save_and_validation_intervals(state: ConversionState) -> None:
     ):
         is_on = is_true_yes_on(state.get(switch))
         every = (parse_positive_integer(state.get(key)) or default) if is_on else 0
-        for one in state.leaves.keys() & {switch, key}:
-            state.record_setting(one, target, value=every, why="" if is_on else "off")
+        for one in (switch, key):
+            if one in state.leaves:
+                state.record_setting(one, target, value=every, why="" if is_on else "off")
