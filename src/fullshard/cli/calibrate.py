@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fullshard.cli.options import require_positive_number
-from fullshard.quantities import format_count
+from fullshard.quantities import count_text, format_count
 
 if TYPE_CHECKING:
     from fullshard.spec.machine.hardware import Curve, Hardware
@@ -108,7 +108,7 @@ def _create_output_directory(path: Path) -> None:
 
 def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:
     """Yields (label, text) lines: the best rates of matmuls, memory, links and drive. The file has all."""
-    ranks = f"{hardware.ranks_per_node} rank{'s' if hardware.ranks_per_node > 1 else ''}"
+    ranks = count_text(hardware.ranks_per_node, "rank")
     nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     yield "hardware", f"{hardware.name}, {ranks}{nodes}; all ranks at once, rates per rank:"
     for dtype, curve in hardware.rates.matmul.items():

@@ -105,7 +105,7 @@ def choose_sharding(
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
     kinds = sorted({_MeshKind.of_unit(unit, plan) for unit in found})  # all ranks build them in one order
-    meshes = {kind: build_mesh(plan, of_experts=kind[0], is_sharded=kind[1]) for kind in kinds}
+    meshes = {one: build_mesh(plan, of_experts=one.of_experts, is_sharded=one.is_sharded) for one in kinds}
     check_fp8_device(plan)
     _check_batch_norm_dtypes_on_cpu(model, found, plan=plan)
     fp8 = choose_fp8_linears(model, found, plan=plan, blocks=repeated, divided=split or {})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.quantities import format_bytes
+from fullshard.quantities import count_text, format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.records.finding import Finding
@@ -209,7 +209,7 @@ def check_checkpoint_space(context: RunContext) -> Finding:
     kept += steps // section.keep_every if section.keep_every else 0
     number = min(kept + 1, saves)  # a new one is complete before the oldest is removed
     free = context.machine.free_bytes(directory)
-    text = f"{format_bytes(free)} free for {number} checkpoint{'s' if number > 1 else ''}"
+    text = f"{format_bytes(free)} free for {count_text(number, 'checkpoint')}"
     got = f"{text} of {format_bytes(size)} in {directory}"
     if free < size:
         return Finding.failure(got, why="not even one fits", fix="free some space, or another checkpoint.dir")

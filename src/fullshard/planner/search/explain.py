@@ -10,6 +10,7 @@ from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel
 
@@ -64,33 +65,35 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
 
 
 def _binding_limit_and_reason(plan: Plan, found: SearchResult) -> tuple[Binding, str]:
-    time = require_prediction(plan).time
+    prediction = require_prediction(plan)
+    time = prediction.time
     computing = (time.compute + time.recompute) / time.total
-    limits = list(_notable_limits(plan, found.fastest_in_twice or plan))
-    waits = sorted((one for one in limits if one[1] != "memory"), key=lambda one: one[0], reverse=True)
-    if waits and waits[0][0] > computing:
-        return waits[0][1:]
-    if memory := next((one for one in limits if one[1] == "memory"), None):
-        return memory[1:]
+    longest = max(_notable_waits(prediction), key=lambda one: one[0], default=None)
+    if longest is not None and longest[0] > computing:
+        return longest[1:]
+    if reason := _reason_of_memory_limit(plan, found.fastest_in_twice or plan):
+        return "memory", reason
     repeated = f"{100 * time.recompute / time.total:.0f} % of it to recompute activations"
     again = f", {repeated}" if time.recompute else ""
-    longest = f"; {waits[0][2]}" if waits else ""
-    return "computing", f"the model's kernels take {100 * computing:.0f} % of the step{again}{longest}"
+    waits = f"; {longest[2]}" if longest is not None else ""
+    return "computing", f"the model's kernels take {100 * computing:.0f} % of the step{again}{waits}"
 
 
-def _notable_limits(plan: Plan, fastest: Plan) -> Iterator[tuple[float, Binding, str]]:
-    """Yields (fraction of the step, limit, reason) of each limit that is notable.
-
-    fastest: the fastest plan of those that need at most twice the memory
-    """
+def _reason_of_memory_limit(plan: Plan, fastest: Plan) -> str | None:
+    """Returns how much faster `fastest`, of the plans in twice the memory, is; None if not notably."""
     prediction, other = require_prediction(plan), require_prediction(fastest)
-    total, time = prediction.time.total, prediction.time
     lacks = other.required_device_bytes - other.capacity_bytes
     speedup = other.tokens_per_second / prediction.tokens_per_second - 1
-    if lacks > 0 and speedup >= NOTABLE:
-        more = f"{format_bytes(lacks)} more than the {format_bytes(prediction.capacity_bytes)}"
-        change = f"{format_difference(fastest, plan)}, {100 * speedup:.0f} % faster"
-        yield speedup / (1 + speedup), "memory", f"with {more} per rank: {change}"
+    if lacks <= 0 or speedup < NOTABLE:
+        return None
+    more = f"{format_bytes(lacks)} more than the {format_bytes(prediction.capacity_bytes)}"
+    change = f"{format_difference(fastest, plan)}, {100 * speedup:.0f} % faster"
+    return f"with {more} per rank: {change}"
+
+
+def _notable_waits(prediction: Prediction) -> Iterator[tuple[float, Binding, str]]:
+    """Yields (fraction of the step, limit, reason) of each notable part that is not computing."""
+    total, time = prediction.time.total, prediction.time
     if time.offload > NOTABLE * total:
         tier = prediction.offload
         cause = tier.step_bottleneck if tier is not None else "copies of activations"
