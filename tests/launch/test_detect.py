@@ -82,7 +82,7 @@ def test_a_gpu_that_nobody_knows_is_described_for_calibration():
 @pytest.mark.parametrize(
     ("name", "major", "cudnn", "deprioritized", "kernel"),
     [
-        ("NVIDIA H100 80GB HBM3", 9, 91900, "0", "cudnn"),
+        ("NVIDIA H100 80GB HBM3", 9, 91900, "0", "cudnn_256"),
         ("NVIDIA B200", 10, 92600, "0", "cudnn"),
         ("NVIDIA H100 80GB HBM3", 9, 91002, "0", "flash"),
         ("NVIDIA H100 80GB HBM3", 9, 91900, "1", "flash"),

@@ -45,7 +45,9 @@ class DetectedGpus(NamedTuple):
     def attention_kernel(self, environment: Mapping[str, str]) -> AttentionKernel:
         """Returns the kernel that torch's attention prefers: its `check_prefer_cudnn_attention` (2.11)."""
         wanted = environment.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-        return "cudnn" if wanted and self.major in (9, 10) and (self.cudnn or 0) > 91500 else "flash"
+        if not wanted or self.major not in (9, 10) or (self.cudnn or 0) <= 91500:
+            return "flash"
+        return "cudnn_256" if self.major == 9 else "cudnn"
 
 
 _NO_GPUS = DetectedGpus(0, "", 0, 0, None)

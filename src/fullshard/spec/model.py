@@ -144,10 +144,12 @@ class Kernel(FrozenModel):
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective; None for other kernels
     head_dim: width of the queries of one head, elements; 0 for kernels other than attention
+    by_flash: True for attention that runs by flash attention also where torch prefers another kernel
     pieces: number of launches among which the FLOP and bytes of one are divided: the matrices of a grouped
         matmul, where the device multiplies them in turn, and on the CPU chunks of the loss and documents
     rows: rows that each matrix of a grouped matmul multiplies, on average; 0 for other kernels
     received: True if it works on rows that ranks sent to this rank's experts, or is that exchange
+    waits: True if the host waits for its result
     """
 
     kind: KernelKind
@@ -159,9 +161,11 @@ class Kernel(FrozenModel):
     unaligned: bool = False
     axis: SharedAxis | None = None
     head_dim: NonNegativeInt = 0
+    by_flash: bool = False
     pieces: LinearInMicrobatch = LinearInMicrobatch(1.0)
     rows: LinearInMicrobatch = LinearInMicrobatch()
     received: bool = False
+    waits: bool = False
 
 
 class KernelIndexAndCount(NamedTuple):

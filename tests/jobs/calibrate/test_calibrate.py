@@ -5,12 +5,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fullshard.cli.calibrate import calibration_rows
-from fullshard.jobs.calibrate.device import open_two_random_files, read_plus_write_bandwidth
+from fullshard.jobs.calibrate.device import (
+    RateMeter,
+    attend_by_preferred_kernel,
+    measure_flash_factors,
+    open_two_random_files,
+    read_plus_write_bandwidth,
+)
 from fullshard.jobs.calibrate.job import measure_hardware
 from fullshard.parallel.mesh import process_group
+from fullshard.spec.machine.catalog import default_gpu_rates, read_catalog_chips
 from fullshard.spec.machine.hardware import Hardware
 
 
@@ -87,3 +95,15 @@ def test_files_of_measurements_are_unlinked_while_open(tmp_path: Path):
     with ExitStack() as open_files:
         open_two_random_files(tmp_path, open_files, pieces=1)
         assert not list(tmp_path.iterdir())
+
+
+def test_attention_within_documents_is_measured_against_the_preferred_kernel():
+    meter = RateMeter(torch.device("cpu"))
+    known = default_gpu_rates(read_catalog_chips()[0], "cudnn_256")
+    assert known.flash_by_head_dim is not None
+    found = measure_flash_factors(meter, known, seconds=0.02, attend=attend_by_preferred_kernel)
+    curve = found["flash_by_head_dim"]
+    factors = {new.rate / old.rate for new, old in zip(curve, known.flash_by_head_dim, strict=True)}
+    assert max(factors) == pytest.approx(min(factors)), "only one width is measured"
+    none = known.model_copy(update={"flash_by_head_dim": None, "flash_backward_by_head_dim": None})
+    assert measure_flash_factors(meter, none, seconds=0.02) == {}

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 
 from fullshard.distributed.tensors import storage_key
 from fullshard.planner.describe.describe_run import build_spec_key, describe_run
@@ -66,6 +67,9 @@ def attend(kernel: str, *, dtype: torch.dtype, masked: bool, grouped: bool, widt
         ("flash", torch.float16, True, 16, "efficient_attention"),
         ("cudnn", torch.float16, True, 16, "cudnn_attention"),
         ("cudnn", torch.bfloat16, True, 192, "efficient_attention"),
+        ("cudnn_256", torch.bfloat16, True, 256, "cudnn_attention"),
+        ("cudnn_256", torch.bfloat16, True, 264, "efficient_attention"),
+        ("cudnn_256", torch.bfloat16, False, 264, "efficient_attention"),
         ("cudnn", torch.float32, True, 16, "efficient_attention"),
         ("cudnn", torch.float32, False, 16, "efficient_attention"),
     ],
@@ -92,6 +96,8 @@ def test_attention_kernel_is_in_the_key_of_models_that_may_mask():
     decoder = Run.load(overrides=[*SMALL, *one_trace, "data.document_mask=true"])
     flash, cudnn = (describe_run(decoder, "cuda", attention_kernel=one, cached=False) for one in KERNELS)
     assert flash == cudnn
+    prefers_cudnn = "_cudnn_rejection_reasons" in vars(varlen)  # for whole rows, since torch 2.15
+    assert {kernel.by_flash for kernel in flash.kernels if kernel.head_dim} == {not prefers_cudnn}
     config = Path(__file__).parents[3] / "examples" / "smollm3" / "config.json"
     other = Run.load(overrides=[f"model.hf={config}", "model.weights=none", *one_trace])
     for run, count in ((decoder, 1), (other, 2)):

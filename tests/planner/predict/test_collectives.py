@@ -6,9 +6,12 @@ from fullshard.errors import PlanError
 from fullshard.planner.predict.collectives import (
     CollectiveLayout,
     collective_seconds,
+    device_context_bytes,
     replicate_group_layout,
     shard_group_layout,
 )
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
 from tests.fakes.hardware import hardware_of
 
 
@@ -70,3 +73,28 @@ def test_nodes_that_nothing_joins_are_refused():
     alone = hardware_of(2, 8).model_copy(update={"across": None})
     with pytest.raises(PlanError, match="joins its nodes"):
         collective_seconds("all_gather", 1, group=CollectiveLayout(16, 8, 2), hardware=alone)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "communicators", "peers"),
+    [
+        (1, "full_shard", 0, 0),
+        (16, "full_shard", 1, 0),
+        (16, "hybrid_shard sharding.shard_degree=8", 3, 0),  # that of all ranks, and one for each axis
+        (16, "full_shard sharding.tensor_parallel=4", 4, 0),  # matmuls have a group beside the mesh's axis
+        (16, "full_shard sharding.context_parallel=2", 2, 0),
+        (16, "full_shard sharding.expert_parallel=4", 4, 3),
+        (16, "full_shard sharding.expert_parallel=16", 3, 7),  # peers of one node
+    ],
+)
+def test_a_process_takes_memory_for_each_communicator_and_each_peer_of_all_to_alls(
+    ranks: int, settings: str, communicators: int, peers: int
+):
+    overrides = [f"sharding.strategy={settings.split()[0]}", *settings.split()[1:], "train.global_batch=16"]
+    if "expert" in settings:
+        overrides += ["model.experts=16", "model.experts_per_token=2"]
+    plan = Plan.from_run(Run.load(overrides=overrides), world_size=ranks)
+    hardware = hardware_of(2, 8).model_copy(
+        update={"context_bytes": 10**12, "communicator_bytes": 10**6, "peer_bytes": 1}
+    )
+    assert device_context_bytes(plan, hardware) == 10**12 + communicators * 10**6 + peers

@@ -10,7 +10,7 @@ from fullshard.planner.predict.phases import (
     phase_costs,
 )
 from fullshard.spec.machine.catalog import default_gpu_rates, read_catalog_chips
-from fullshard.spec.machine.hardware import RatePoint, Rates
+from fullshard.spec.machine.hardware import AttentionKernel, RatePoint, Rates
 from fullshard.spec.model import (
     ComputeKind,
     Kernel,
@@ -94,6 +94,23 @@ def test_attention_of_narrow_heads_reaches_a_part_of_the_rate():
     wide = seconds("attention", 128)
     assert [seconds("attention", width) / wide for width in (32, 64, 256)] == pytest.approx([4, 2, 1])
     assert seconds("attention_backward", 64) / seconds("attention_backward", 128) == pytest.approx(1 / 0.8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fraction"), [("attention", 0.35 / 0.62), ("attention_backward", 0.30 / 0.50)]
+)
+def test_attention_within_documents_runs_at_the_rate_of_flash_attention(kind: ComputeKind, fraction: float):
+    """On Hopper, where torch prefers cuDNN's kernel for all other attention."""
+
+    def seconds(kernel: AttentionKernel, *, by_flash: bool) -> float:
+        rates = default_gpu_rates(H100, kernel)
+        launch = matmul(1e13).model_copy(update={"kind": kind, "head_dim": 128, "by_flash": by_flash})
+        return kernel_seconds(launch, rates, microbatch=1)
+
+    usual = seconds("cudnn_256", by_flash=False)
+    assert usual / seconds("cudnn_256", by_flash=True) == pytest.approx(fraction)
+    assert seconds("flash", by_flash=True) == seconds("flash", by_flash=False)
+    assert seconds("flash", by_flash=True) == pytest.approx(seconds("cudnn_256", by_flash=True), rel=1e-3)
 
 
 def test_tensor_collectives_copy_only_several_sequences_and_context_ones_always():

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from fullshard.planner.predict.fsdp_time import StreamClocks, UnitCost
 from fullshard.planner.predict.phases import MicrobatchSchedule, ScheduledPhase, ScheduleSegment
 from fullshard.planner.predict.simulate import EventOrderSettings, MicrobatchWork, StepSimulation
@@ -81,3 +83,17 @@ def test_an_all_reduce_passes_beside_the_next_reduce_scatter_unless_it_shares_it
     assert apart.compute == 25 + 10
     same = played(replace(free, shares_wires=True), *backward(1, 0), ("end_backward", -1), computing=3)
     assert same.compute == 4 + 10 + 10 + 10 + 10
+
+
+@pytest.mark.parametrize("issue", [0, 4, 11])
+def test_waits_of_the_host_expose_the_launches_after_them(issue: int):
+    """The host launches while the device computes, except what comes after it has waited for the device."""
+    ends: list[int] = []
+    for waits in (0, 1, 3):
+        streams = StreamClocks(serial=False)
+        streams.run_kernels_between_waits(8, issue=0, waits=0)
+        streams.run_kernels_between_waits(8, issue=issue, waits=waits)
+        assert streams.compute - streams.idle == 16
+        ends.append(streams.compute)
+    assert ends == sorted(ends)
+    assert (ends[0] == ends[-1]) == (issue <= 8)

@@ -16,12 +16,20 @@ from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
 from fullshard.errors import OffloadError
+from fullshard.models.document_attention import QueryKeyValue, attend_with_varlen_kernel
 from fullshard.observe.clock import total_seconds_of_calls
 from fullshard.observe.memory import read_memory_and_reset_peaks
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.spec.machine.catalog import round_to_four_digits
-from fullshard.spec.machine.hardware import ComputeDtype, Curve, RatePoint, interpolate_rate
+from fullshard.spec.machine.hardware import (
+    ComputeDtype,
+    Curve,
+    RatePoint,
+    Rates,
+    curve_with_slowdown,
+    interpolate_rate,
+)
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -31,6 +39,7 @@ _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
 }
 _MATMUL_EDGES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _SEQUENCES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
+_LONG_SEQUENCE = {"cpu": 256, "cuda": 4096}
 _HEADS, _HEAD_DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
 _ELEMENTS = {
     "cpu": tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22)),
@@ -42,6 +51,9 @@ _LEAST_PARAMETERS = 1 << 18
 _PIECE_BYTES = 16 << 20
 _WINDOWS, _LEAST_WINDOWS = 8, 2
 _ISSUED, _TURNS = 64, 3  # operations of a chain, and its turns, in `measure_seconds_per_operation`
+
+
+Attend = Callable[[QueryKeyValue], Tensor]
 
 
 class BenchmarkTask(NamedTuple):
@@ -157,11 +169,54 @@ def measure_unaligned_matmul_rate_fraction(meter: RateMeter, dtype: ComputeDtype
     return min(1.0, measure_rate(aligned + 1) / measure_rate(aligned))
 
 
-def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
+def attend_by_preferred_kernel(inputs: QueryKeyValue) -> Tensor:
+    """Returns causal attention, (1, heads, sequence, head_dim), by the kernel that torch prefers."""
+    return F.scaled_dot_product_attention(*inputs, is_causal=True)
+
+
+def attend_within_one_document(inputs: QueryKeyValue) -> Tensor:
+    """Returns the same by the kernel that a GPU has for attention within documents."""
+    ends = torch.arange(2, device=inputs.query.device, dtype=torch.int32)
+    bounds = inputs.query.shape[2] * ends
+    y = attend_with_varlen_kernel(inputs, bounds, scale=None, window=None, begins=(0,))
+    return y.transpose(1, 2)
+
+
+def measure_flash_factors(
+    meter: RateMeter, known: Rates, *, seconds: float, attend: Attend = attend_within_one_document
+) -> dict[str, Curve]:
+    """Returns `flash_by_head_dim` and `flash_backward_by_head_dim` as measured with one document.
+
+    Only the width of the measurement is measured; the rest of `known` is scaled. Empty if `known` has none.
+    """
+    curves = {name: getattr(known, name) for name in ("flash_by_head_dim", "flash_backward_by_head_dim")}
+    if None in curves.values():
+        return {}
+    long, width = (_LONG_SEQUENCE[meter.kind],), _HEAD_DIM[meter.kind]
+    preferred, flash = (
+        measure_attention(meter, "bf16", seconds=seconds / 2, sequences=long, attend=one)
+        for one in (attend_by_preferred_kernel, attend)
+    )
+    return {
+        name: curve_with_slowdown(curve, interpolate_rate(curve, width) * usual[0].rate / own[0].rate)
+        for (name, curve), usual, own in zip(curves.items(), preferred, flash, strict=True)
+    }
+
+
+def measure_attention(
+    meter: RateMeter,
+    dtype: ComputeDtype,
+    *,
+    seconds: float,
+    sequences: Sequence[int] = (),
+    attend: Attend = attend_by_preferred_kernel,
+) -> tuple[Curve, Curve]:
     """Returns the FLOP/s of causal attention by size, for forward and for backward.
 
     Only the computed pairs of positions count, S (S + 1) / 2 per head: two matmuls in forward (4 · head size
     FLOP per pair), five in backward.
+
+    sequences: lengths to measure; if empty, those of the device's kind
     """
     heads, size = _HEADS[meter.kind], _HEAD_DIM[meter.kind]
 
@@ -173,14 +228,14 @@ def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) 
         flops = 4 * size * heads * sequence * (sequence + 1) / 2
 
         def run_attention_forward() -> None:
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            attend(QueryKeyValue(q, k, v))
 
         return BenchmarkTask(run_attention_forward, size=flops, amount=flops)
 
     def make_backward_task(sequence: int) -> BenchmarkTask:
         q, k, v, gradient = random_inputs(sequence)
         needed = [one.requires_grad_() for one in (q, k, v)]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = attend(QueryKeyValue(q, k, v))
         flops = 10 * size * heads * sequence * (sequence + 1) / 2
 
         def run_attention_backward() -> None:
@@ -188,7 +243,7 @@ def measure_attention(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) 
 
         return BenchmarkTask(run_attention_backward, size=flops, amount=flops)
 
-    sequences = _SEQUENCES[meter.kind]
+    sequences = sequences or _SEQUENCES[meter.kind]
     with torch.no_grad():
         first = meter.measure_rate_curve(make_forward_task, sequences, seconds=seconds * 0.4)
     return first, meter.measure_rate_curve(make_backward_task, sequences, seconds=seconds * 0.6)

@@ -109,6 +109,7 @@ def _measure_rates(meter: RateMeter, known: hardware.Rates, *, seconds_per_share
             meter, dtypes[-1], seconds=_UNALIGNED * seconds_per_share
         ),
     }
+    measured |= meters.measure_flash_factors(meter, known, seconds=_ATTENTION * seconds_per_share / 5)
     return known.model_copy(update=measured)
 
 

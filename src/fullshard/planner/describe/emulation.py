@@ -60,14 +60,14 @@ class _CudaAttention:
         half, grouped = query.dtype in (torch.float16, torch.bfloat16), key.shape[1] != query.shape[1]
         one_width = query.shape[-1] == value.shape[-1]  # latent attention (MLA) has narrower values
         # Flash attention takes heads of one width, and reads the number of grouped heads off the shapes.
-        if attn_mask is None and half and one_width:
+        if attn_mask is None and half and one_width and query.shape[-1] <= 256:
             return _ATEN._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
         bias = attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call writes an additive mask
             bias = torch.where(attn_mask.logical_not(), float("-inf"), query.new_zeros(()))
-        if half and self._preferred == "cudnn" and _cudnn_supports_head_widths(query, value):
+        if half and _cudnn_supports_head_widths(query, value, kernel=self._preferred):
             return _ATEN._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
             )[0]
@@ -81,9 +81,10 @@ class _CudaAttention:
         )[0]
 
 
-def _cudnn_supports_head_widths(query: Tensor, value: Tensor) -> bool:
-    """Returns whether cuDNN's kernel is for heads of these widths: multiples of 8, of at most 128."""
-    return all(width <= 128 and width % 8 == 0 for width in (query.shape[-1], value.shape[-1]))
+def _cudnn_supports_head_widths(query: Tensor, value: Tensor, *, kernel: AttentionKernel) -> bool:
+    """Returns whether cuDNN's kernel is for heads of these widths, multiples of 8 (`sdp_utils.cpp`, 2.11)."""
+    most = {"flash": 0, "cudnn": 128, "cudnn_256": 256}[kernel]
+    return all(width <= most and width % 8 == 0 for width in (query.shape[-1], value.shape[-1]))
 
 
 def _efficient_attention_supports_grouped_queries() -> bool:

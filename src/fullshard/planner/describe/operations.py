@@ -73,9 +73,11 @@ class KernelLaunch(NamedTuple):
     unaligned: True for a matmul in half precision with a matrix whose rows are no multiple of 16 bytes
     axis: the ranks of a collective, whose name a trace gives it instead of a process group
     head_dim: width of the queries of one head of attention
+    by_flash: True for attention that runs by flash attention also where torch prefers another kernel
     pieces: see `fullshard.spec.model.Kernel`
     rows: rows that each matrix of a grouped matmul multiplies, on average
     received: True if it works on rows that ranks sent to this rank's experts, or is that exchange
+    waits: True if the host waits for its result
     """
 
     kind: KernelKind
@@ -87,9 +89,11 @@ class KernelLaunch(NamedTuple):
     unaligned: bool = False
     axis: SharedAxis | None = None
     head_dim: int = 0
+    by_flash: bool = False
     pieces: float = 1.0
     rows: float = 0.0
     received: bool = False
+    waits: bool = False
 
 
 def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
@@ -117,7 +121,8 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
         kind, axis = _COLLECTIVES[name][0], call.arguments_by_name()["group"]
         moved = max(map(readable_tensor_bytes, (*read, *written)))
     received = name == EXCHANGE_ROWS and not call.arguments_by_name()["returns"]
-    return KernelLaunch(kind, dtype, 0, moved, axis=axis, received=received)
+    waits = name == EXCHANGE_COUNTS
+    return KernelLaunch(kind, dtype, 0, moved, axis=axis, received=received, waits=waits)
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:
@@ -201,7 +206,17 @@ def _attention_launch(call: OpCall, *, moved: int) -> KernelLaunch:
     flops = (10 if backward else 4) * (query.numel() // rows) * pairs
     kind: KernelKind = "attention_backward" if backward else "attention"
     dtype = _DTYPE.get(query.dtype, "fp32")
-    return KernelLaunch(kind, dtype, flops, moved, causal, head_dim=query.shape[-1])
+    width, varlen = query.shape[-1], name.startswith(_VARLEN)
+    by_flash = varlen and not _may_run_documents_by_cudnn(call)
+    return KernelLaunch(kind, dtype, flops, moved, causal, head_dim=width, by_flash=by_flash)
+
+
+def _may_run_documents_by_cudnn(call: OpCall) -> bool:
+    """Returns whether this torch prefers cuDNN for attention within these documents (2.15; none before)."""
+    named = call.arguments_by_name()
+    asks = any(argument.name == "backend" for argument in schema(call.func).arguments)
+    same = storage_key(named["cu_seq_q"]) == storage_key(named["cu_seq_k"])
+    return asks and same and tuple(named["window_size"]) == (-1, 0) and named["query"].shape[-1] <= 128
 
 
 def run_on_fake_tensors(call: OpCall) -> Any:

@@ -218,6 +218,25 @@ def model_parallel_seconds(
     return tuple(sum(times * seconds(index) for index, times in phase.work) for phase in phases)
 
 
+def device_context_bytes(plan: Plan, hardware: Hardware) -> int:
+    """Returns the device memory that a rank's process takes outside the allocator.
+
+    Each process group of several ranks has a communicator: that of all ranks, with several axes one for each,
+    and one more for each axis that shares work. Only experts exchange rows by all-to-alls.
+    """
+    if plan.world_size == 1:
+        return hardware.context_bytes
+    shared = (plan.tensor_parallel, plan.context_parallel, plan.expert_parallel)
+    axes = [plan.replicate_degree, plan.shard_degree, plan.tensor_parallel]
+    if axes[0] == axes[2] == 1:
+        axes = []  # a mesh of one axis uses the group of all ranks
+    if plan.expert_parallel > 1:
+        axes += *plan.expert_degrees(is_sharded=True), plan.expert_parallel
+    count = 1 + sum(ranks > 1 for ranks in (*shared, *axes))
+    peers = min(plan.expert_parallel, hardware.ranks_per_node) - 1
+    return hardware.context_bytes + count * hardware.communicator_bytes + peers * hardware.peer_bytes
+
+
 def _layouts_by_axis(plan: Plan, hardware: Hardware) -> dict[SharedAxis, CollectiveLayout]:
     """Returns the placement on nodes of the ranks of each axis. Those that share matmuls are adjacent."""
     per_node, tensor, context = hardware.ranks_per_node, plan.tensor_parallel, plan.context_parallel

@@ -193,6 +193,15 @@ class StreamClocks:
         self.compute = end
         self.host += issue
 
+    def run_kernels_between_waits(self, length: int, *, issue: int, waits: int) -> None:
+        """Runs kernels in `waits` + 1 equal parts, between which the host waits for the device."""
+        for part in range(waits + 1, 0, -1):
+            now, launched = length // part, issue // part
+            length, issue = length - now, issue - launched
+            self.run_kernels(now, issue=launched)
+            if part > 1:
+                self.host = max(self.host, self.compute)
+
     def run_fsdp_host_work(self, length: int) -> None:
         """Adds `length` ticks of FSDP2's own work on the host."""
         self.host += length

@@ -196,10 +196,17 @@ def kernel_seconds(kernel: model.Kernel, rates: Rates, *, microbatch: int) -> fl
         each = flops / max(1.0, kernel.pieces.value_at(microbatch))
         rate = curve[-1].rate * interpolate_rate(rates.grouped_matmul, each)
     if kernel.head_dim:
-        forward = kernel.kind == "attention"
-        widths = rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
-        rate *= interpolate_rate(widths, kernel.head_dim)
+        rate *= interpolate_rate(_factors_by_head_dim(kernel, rates), kernel.head_dim)
     return max(flops / rate, moved)
+
+
+def _factors_by_head_dim(kernel: model.Kernel, rates: Rates) -> Curve:
+    """Returns the factors on the rates of attention by the width of a head, of the kernel that runs."""
+    forward = kernel.kind == "attention"
+    by_flash = rates.flash_by_head_dim if forward else rates.flash_backward_by_head_dim
+    if kernel.by_flash and by_flash is not None:
+        return by_flash
+    return rates.attention_by_head_dim if forward else rates.attention_backward_by_head_dim
 
 
 def _bytes_to_reorder_collective(kernel: model.Kernel, microbatch: int) -> float:

@@ -49,6 +49,7 @@ class MicrobatchWork(NamedTuple):
     lengths: tuple[tuple[int, int], ...]  # for each phase, ticks of the device and of the host's launches
     sent: tuple[int, ...] = ()  # for each phase, ticks of collectives between ranks that share work
     moved: tuple[ActivationIoTicks, ...] = ()  # for each phase, its copies of activations; or ()
+    waits: tuple[int, ...] = ()  # for each phase, how often the host waits for the device; or ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class StepSimulation:
             if moved and event in _BACKWARD:
                 streams.copy_activations(**moved._asdict())
             if issue or length:
-                streams.run_kernels(length, issue=issue)
+                waits = work.waits[phase] if work.waits else 0
+                streams.run_kernels_between_waits(length, issue=issue, waits=waits)
             if moved and event not in _BACKWARD:
                 streams.copy_activations(**moved._asdict())
 

@@ -226,7 +226,8 @@ class StepTimePredictor:
                 for cost, own in zip(costs, sent, strict=True)
             )
             moved = offload.activation_copy_ticks(phases, plan, hardware=self.hardware)
-            self._work[key] = simulate.MicrobatchWork(program, lengths, sent, moved)
+            waits = tuple(sum(n for index, n in one.work if kernels[index].waits) for one in phases)
+            self._work[key] = simulate.MicrobatchWork(program, lengths, sent, moved, waits)
         return self._work[key]
 
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:

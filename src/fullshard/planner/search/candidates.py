@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
+from fullshard.planner.predict.collectives import device_context_bytes
 from fullshard.planner.predict.memory import (
     LeastBytes,
     least_bytes_of_mesh,
@@ -286,6 +287,7 @@ class CandidateCosts:
         self._meshes: dict[object, LeastBytes] = {}
         self._traces: dict[object, LeastBytes] = {}
         self._peaks: dict[object, MemoryTerms] = {}
+        self._contexts: dict[object, int] = {}
         self._plans: dict[int, Plan] = {}
         self.candidates = tuple(iterate_candidates(spec, hardware, run=run, tiers=tiers))
         if not self.candidates:
@@ -308,12 +310,13 @@ class CandidateCosts:
             self._meshes[mesh] = least_bytes_of_mesh(self.spec, self._build_plan(candidate))
         if own not in self._traces:
             self._traces[own] = least_bytes_of_trace(self.spec, self._build_plan(candidate))
-        return peak_lower_bound(self._traces[own], self._meshes[mesh]) + self.hardware.context_bytes
+        return peak_lower_bound(self._traces[own], self._meshes[mesh]) + self._context_bytes(candidate)
 
     def needed_bytes(self, index: int) -> int:
         """Returns the bytes of device memory that a candidate needs."""
         memory = self._peak_memory(self.candidates[index])
-        return memory.total + allocator_reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
+        context = self._context_bytes(self.candidates[index])
+        return memory.total + allocator_reserve_bytes(self.hardware, memory) + context
 
     def fits_host(self, index: int) -> bool:
         """Returns whether what a candidate keeps in host memory fits there."""
@@ -345,6 +348,12 @@ class CandidateCosts:
 
     def _build_plan(self, candidate: Candidate) -> Plan:
         return build_plan(candidate, self.run, hardware=self.hardware)
+
+    def _context_bytes(self, candidate: Candidate) -> int:
+        if candidate.mesh not in self._contexts:
+            plan = self._build_plan(candidate)
+            self._contexts[candidate.mesh] = device_context_bytes(plan, self.hardware)
+        return self._contexts[candidate.mesh]
 
     def _peak_memory(self, candidate: Candidate) -> MemoryTerms:
         key = candidate._replace(is_duplicate=False)
@@ -412,7 +421,7 @@ def attach_prediction(plan: Plan, timer: StepTimePredictor, *, memory: MemoryTer
         hardware=hardware.name,
         memory=memory,
         allocator_reserve_bytes=allocator_reserve_bytes(hardware, memory),
-        context_bytes=hardware.context_bytes,
+        context_bytes=device_context_bytes(plan, hardware),
         capacity_bytes=hardware.device_bytes_limit,
         offload=_offload_terms_with_host_capacity(timer, plan, used=memory.total, limit=limit),
         activations=timer.predict_activation_offload(plan),
@@ -434,5 +443,5 @@ def _offload_terms_with_host_capacity(
     terms = timer.predict_offload(plan)
     if terms is None or plan.device != "cpu" or terms.host_capacity_bytes is not None:
         return terms
-    left = limit - timer.hardware.context_bytes - used
+    left = limit - device_context_bytes(plan, timer.hardware) - used
     return terms.model_copy(update={"host_capacity_bytes": max(1, left)})

@@ -5,7 +5,7 @@ The figures are in `catalog.toml`, `links.toml` and `rates.toml`. `hardware_on` 
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -158,9 +158,10 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
     if fitted is None and alone is not None:
         fitted = alone * of_matmul["in_steps"]
     sustained = of_matmul["sustained"] if fitted is None else fitted / known["bf16"]
-    known_kernel = table["attention"][attention_kernel]
-    usual = (known_kernel["forward"], known_kernel["backward"])
-    forward, backward = chip.attention.get(attention_kernel, usual)
+    family: AttentionKernel = "flash" if attention_kernel == "flash" else "cudnn"
+    known_kernel, flash = table["attention"][family], table["attention"]["flash"]
+    forward, backward = _attention_parts(chip, family)
+    flash_forward, flash_backward = _attention_parts(chip, "flash")
 
     def curves_by_dtype(part: float) -> dict[ComputeDtype, Curve]:
         return {dtype: _rate_curve(peak, of_matmul["curve"], part=part) for dtype, peak in known.items()}
@@ -177,6 +178,8 @@ def default_gpu_rates(chip: CatalogChip, attention_kernel: AttentionKernel) -> R
         attention_backward=curves_by_dtype(backward),
         attention_by_head_dim=known_kernel["forward_by_head_dim"],
         attention_backward_by_head_dim=known_kernel["backward_by_head_dim"],
+        flash_by_head_dim=_scaled_curve(flash["forward_by_head_dim"], flash_forward / forward),
+        flash_backward_by_head_dim=_scaled_curve(flash["backward_by_head_dim"], flash_backward / backward),
         grouped_matmul=_grouped_matmul_efficiency_curve(known["bf16"]) if chip.grouped_matmul else None,
         grouped_tile_rows=table["grouped_matmul"]["tile_rows"] if chip.grouped_matmul else 0.0,
         memory=memory,
@@ -251,6 +254,16 @@ def hardware_on(text: str) -> Hardware:
     return _hardware_with_layout(hardware, nodes=layout[0], ranks_per_node=layout[1])
 
 
+def _attention_parts(chip: CatalogChip, kernel: AttentionKernel) -> tuple[float, float]:
+    """Returns the parts of the peak that a kernel of attention sustains, in forward and in backward."""
+    usual = read_machine_tables("rates")["attention"][kernel]
+    return chip.attention.get(kernel, (usual["forward"], usual["backward"]))
+
+
+def _scaled_curve(points: Iterable[tuple[float, float]], factor: float) -> Curve:
+    return tuple(RatePoint(size, factor * rate) for size, rate in points)
+
+
 def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKernel | None = None) -> Hardware:
     """Returns hardware of one rank on a chip of the catalog, with the catalog's rates.
 
@@ -271,6 +284,8 @@ def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKern
         across=link_from_catalog(entry.across),
         contention=table["overlap"]["contention"],
         context_bytes=memory["context_bytes"],
+        communicator_bytes=memory["communicator_bytes"],
+        peer_bytes=memory["peer_bytes"],
         workspace_bytes=memory["workspace_bytes"],
         fragmentation=memory["fragmentation"],
         usable_fraction=memory["ecc_fraction"] if entry.ecc else memory["usable_fraction"],
@@ -284,7 +299,7 @@ def _rates_summary(entry: CatalogChip, rates: Rates, *, kernel: AttentionKernel)
     matmul = f"large matmuls at {rates.matmul['bf16'][-1].rate / 1e12:,.0f} TFLOP/s in bf16"
     if runs := entry.matmul_runs_of:
         matmul += f", fitted to runs of {runs}: compare only with machines whose rates are of the same time"
-    return f"{matmul}; attention by {kernel}"
+    return f"{matmul}; attention by {kernel.removesuffix('_256')}"
 
 
 def _find_chip(name: str, text: str) -> CatalogChip:

@@ -26,7 +26,7 @@ MOST_RANKS = 2**20
 CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-AttentionKernel = Literal["flash", "cudnn"]
+AttentionKernel = Literal["flash", "cudnn", "cudnn_256"]
 
 
 class Chip(FrozenModel):
@@ -84,6 +84,8 @@ class Rates(FrozenModel):
     matmul: by dtype, [FLOP of one launch, FLOP/s]
     attention, attention_backward: by dtype, [FLOP of one launch, for computed pairs of positions, FLOP/s]
     attention_by_head_dim, attention_backward_by_head_dim: [width of a head, factor on these rates]
+    flash_by_head_dim, flash_backward_by_head_dim: the same for attention that runs by flash attention where
+        these are the rates of another kernel; None if they are flash attention's own
     grouped_matmul: [FLOP of one matrix of a grouped matmul in bf16, part of the rate of large matmuls]; None
         for a device that multiplies the matrices in turn
     grouped_tile_rows: rows of a tile of this kernel; the last tile of each matrix is half empty on average
@@ -102,6 +104,8 @@ class Rates(FrozenModel):
     attention_backward: Mapping[ComputeDtype, Curve]
     attention_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
     attention_backward_by_head_dim: Curve = (RatePoint(1.0, 1.0),)
+    flash_by_head_dim: Curve | None = None
+    flash_backward_by_head_dim: Curve | None = None
     grouped_matmul: Curve | None = None
     grouped_tile_rows: NonNegativeFloat = 0.0
     memory: Curve
@@ -184,7 +188,9 @@ class Hardware(FrozenModel):
         cores with their collectives)
     contention: relative slowdown of compute beside a collective
     stragglers: fraction by which the slowest of many ranks is behind
-    context_bytes: device memory of a process outside the allocator, bytes
+    context_bytes: device memory of a process outside the allocator, without communicators, bytes
+    communicator_bytes: device memory of a communicator of NCCL, bytes
+    peer_bytes: what its all-to-alls take in addition for each other rank of the node, bytes
     workspace_bytes: memory that matmul libraries take from the allocator, bytes
     fragmentation: memory that the allocator reserves beyond the peaks of its streams, as a fraction of them
     usable_fraction: fraction of the chip's memory that a plan may use
@@ -196,8 +202,9 @@ class Hardware(FrozenModel):
         machine reached 1.66e9: the host's memory decides, so measure it.
     price_per_hour: dollars per hour for one chip
     is_calibrated: whether the rates were measured on this hardware
-    attention_kernel: kernel that torch's attention prefers in half precision: "cudnn" on Hopper and on
-        Blackwell of data centres, with cuDNN above 9.15. The rates of attention are this kernel's.
+    attention_kernel: kernel that torch's attention prefers in half precision: with cuDNN above 9.15,
+        "cudnn_256" on Hopper (heads of up to 256), and "cudnn" (up to 128) on Blackwell of data centres. The
+        rates of attention are this kernel's.
     """
 
     name: str
@@ -213,6 +220,8 @@ class Hardware(FrozenModel):
     contention: NonNegativeFloat = 0.0
     stragglers: NonNegativeFloat = 0.0
     context_bytes: NonNegativeInt = 0
+    communicator_bytes: NonNegativeInt = 0
+    peer_bytes: NonNegativeInt = 0
     workspace_bytes: NonNegativeInt = 0
     fragmentation: NonNegativeFloat = 0.0
     usable_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
