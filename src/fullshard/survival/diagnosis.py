@@ -3,7 +3,7 @@
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fullshard.errors import TrainError
 from fullshard.survival.fingerprint import rank_list_text
@@ -16,12 +16,13 @@ class RankReport:
     """The report of a rank, which the watchdogs request when a rank hangs.
 
     seen: the rank's position now
-    waits: whether the rank is in a collective
+    waits: whether the rank waits for other ranks
     place: innermost line of Python outside libraries
-    collective: last collective in torch's flight recorder, or "" if none is recorded
+    collective: `RecordedCollectives.last`
     stacks: stacks of all threads
     wait: name of the collective for which the rank waits, as in a trace, or "" if it is not known
     unit: name of the unit that the rank gathered or reduced last, or "" if it is not known
+    unfinished, started: see `RecordedCollectives`
     """
 
     seen: Heartbeat
@@ -31,6 +32,8 @@ class RankReport:
     stacks: str
     wait: str = ""
     unit: str = ""
+    unfinished: Mapping[str, str] = field(default_factory=dict[str, str])
+    started: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,9 @@ def diagnose_hang(
 ) -> Diagnosis:
     """Names the ranks that the others wait for. Every rank is in either `reports` or `silent`.
 
-    The culprits are the silent ranks, if any; else the ranks outside a collective while others are in one;
-    else the smallest group in one place, of two such the one further ahead. If all wait in one place, or none
-    in a collective, no rank is named.
+    The culprits are the silent ranks, if any; else the ranks that do not wait while others do; else those of
+    `_find_odd_collective`; else, if hosts wait in collectives, the smallest group in one place, of two such
+    the one further ahead. If all wait in one place, or none waits, no rank is named.
 
     now: seconds since the epoch
     """
@@ -107,11 +110,15 @@ _SHOWN = 4
 
 
 def _group_ranks_by_position(reports: Mapping[int, RankReport]) -> list[list[int]]:
-    """Returns the ranks, grouped by equal position and collective, smallest groups first."""
+    """Returns the ranks, grouped by equal position and collective, smallest groups first.
+
+    Hosts run ahead of their devices: ranks whose devices wait alike are in one group, wherever the hosts are.
+    """
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, one in sorted(reports.items()):
         key = (one.seen.step, one.seen.phase, one.waits, one.wait, one.unit, one.place, one.collective)
-        groups.setdefault(key, []).append(rank)
+        on_device = (one.collective, *sorted(one.started))
+        groups.setdefault(on_device if one.unfinished else key, []).append(rank)
     return sorted(groups.values(), key=len)
 
 
@@ -123,7 +130,9 @@ def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]
         does = "does" if len(busy) == 1 else "do"
         what = f"{rank_list_text(busy)} {does} not come to the collective that {_who_waits_text(waiting)} in"
         return busy, f"{what}: {_phase_and_place(reports[busy[0]])}."
-    if not waiting or len(groups) == 1:
+    if waiting and (found := _find_odd_collective(reports)) is not None:
+        return found
+    if not waiting or len(groups) == 1 or all(one.unfinished for one in reports.values()):
         does = "wait in the same collective, which does not end"
         does = does if waiting else "do not come to any collective"
         return [], f"all ranks {does}: {rank_list_text(groups[0])} {_phase_and_place(reports[groups[0][0]])}."
@@ -137,6 +146,36 @@ def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]
         f"in {_phase_text(here.seen)}, {_place_text(here)}; "
         f"not in {_phase_text(there.seen)}, {_place_text(there)}."
     )
+
+
+def _find_odd_collective(reports: Mapping[int, RankReport]) -> tuple[list[int], str] | None:
+    """Returns the culprits by the oldest unfinished collective of each device; None if these are alike.
+
+    The ranks of one process group are compared. If they differ, the fewest are in another collective than the
+    rest. If they are alike and run on some devices, the others have not come to it.
+    """
+    for group in sorted({name for one in reports.values() for name in one.unfinished}):
+        by_text: dict[str, list[int]] = {}
+        for rank, one in sorted(reports.items()):
+            if group in one.unfinished:
+                by_text.setdefault(one.unfinished[group], []).append(rank)
+        odd, *others = sorted(by_text.values(), key=len)
+        rest = sorted(rank for ranks in others for rank in ranks)
+        if rest:
+            texts = [reports[one[0]].unfinished[group] for one in (odd, rest)]
+            are = "is" if len(odd) == 1 else "are"
+            return odd, (
+                f"{rank_list_text(odd)} {are} in another collective than {rank_list_text(rest)}: "
+                f"{texts[0]}; not {texts[1]}."
+            )
+        late = [rank for rank in odd if group not in reports[rank].started]
+        if late and len(late) < len(odd):
+            here = [rank for rank in odd if rank not in late]
+            return late, (
+                f"{rank_list_text(late)} launched the collective that {_who_waits_text(here)} in, but "
+                f"earlier work on the device does not end: {_phase_and_place(reports[late[0]])}."
+            )
+    return None
 
 
 def _place_text(report: RankReport) -> str:
@@ -166,7 +205,8 @@ def _phase_and_place(report: RankReport, waits: str = "") -> str:
 
 
 def _report_summary_text(report: RankReport) -> str:
-    last = f"; last collective: {report.collective}" if report.collective else ""
+    state = ", not ended on the device" if report.unfinished else ""
+    last = f"; last collective: {report.collective}{state}" if report.collective else ""
     waits = f", {report.wait}" if report.wait else ", waits in a collective" if report.waits else ""
     return _phase_and_place(report, waits) + last
 

@@ -20,7 +20,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -28,15 +28,17 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fullshard.errors import TrainError
 from fullshard.spec.settings.train_section import SLOW_PHASE_FACTOR, FaultToleranceSection
 from fullshard.survival import diagnosis
+from fullshard.survival.flight_recorder import RecordedCollectives, read_recorded_collectives
 from fullshard.survival.phase import SLOW_PHASES, Heartbeat, PhaseTracker, RunPhase
 from fullshard.system.process import watchdog_exit_receivers
 from fullshard.system.terminal import escape_control_characters
-from fullshard.torch_private.groups import dump_flight_recorders, find_default_store
+from fullshard.torch_private.groups import find_default_store
 
 T = TypeVar("T")
 
@@ -188,6 +190,7 @@ class _Watchdog:
         self._board = _StatusBoard(answer_seconds=answer_seconds + slack_seconds)
         self._tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
         self._trainer = threading.get_ident()
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._host = diagnosis.host_and_namespace_id()
         self._moves, self._unmoved, self._looked_at = where.changes, 0.0, time.monotonic()
         self._excused = 0.0  # of the unmoved seconds, those in which another rank was in a slow phase
@@ -266,18 +269,21 @@ class _Watchdog:
         )
 
     def _make_report(self) -> diagnosis.RankReport:
-        # With a GPU, backward runs on autograd's own threads.
-        threads = _other_thread_ids() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
-        clock = self._where.clock
+        if self._gpu is not None:  # the recorder asks the device, which for a new thread is the first
+            torch.cuda.set_device(self._gpu)
+        threads = _other_thread_ids() if self._where.phase in _ON_OTHER_THREADS else [self._trainer]
+        stacks = [[frame.f_code.co_filename for frame in _thread_frames(thread)] for thread in threads]
+        clock, recorded = self._where.clock, read_recorded_collectives()
         return diagnosis.RankReport(
             seen=self._make_heartbeat(),
-            # The reduction's sums are read in this phase: on a GPU, a rank waits for the reduction there.
-            waits=self._where.phase is RunPhase.REDUCE or any(map(_is_in_collective, threads)),
+            waits=self._board.world_size > 1 and waits_for_other_ranks(stacks, recorded),
             place=_user_frame_text(self._trainer),
-            collective=_last_collective_text(),
+            collective=recorded.last,
             stacks=_all_stacks_text(),
             wait="" if clock is None else clock.current_wait_name(),
             unit=self._where.last_unit_name(),
+            unfinished=recorded.unfinished,
+            started=recorded.started,
         )
 
     def _report_and_exit(self) -> None:
@@ -344,20 +350,43 @@ def _clamp(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
 
-# Parts of the paths of files in which a thread waits for other ranks.
-_WAIT_PATHS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}fullshard{os.sep}distributed{os.sep}")
+# Phases in which threads other than the one that trains may wait for other ranks: with a GPU, backward runs
+# on autograd's own threads, and saves in the background run on a thread of theirs.
+_ON_OTHER_THREADS = (RunPhase.BACKWARD, RunPhase.SAVING, RunPhase.FINISHING)
+# Parts of the paths of files: those of collectives, those that wait for the device, those that write files,
+# and those through which torch calls an operation.
+_COLLECTIVES, _DEVICE_WAITS = ("/torch/distributed/", "/fullshard/distributed/"), ("/torch/cuda/",)
+_FILES, _CALLS = "/torch/distributed/checkpoint/", ("/torch/_ops.py", "/torch/_library/")
+
+
+def waits_for_other_ranks(stacks: Iterable[Sequence[str]], recorded: RecordedCollectives) -> bool:
+    """Returns whether a rank waits for others.
+
+    stacks: for each thread that may wait, the files of its frames, innermost first
+
+    A rank with an unfinished collective on its device waits, wherever its host is. NCCL's calls return at
+    once: the host later waits for figures of a step, or in a launch, because the queue of launches is full.
+    The rank that the others wait for has no such collective: those that it has launched end, because the
+    others come to them. If its host waits for its device, then for its own work.
+
+    Without records of the device, and for gloo's collectives, which block the host, the innermost frame
+    decides.
+    """
+    if recorded.unfinished:
+        return True
+    paths = _COLLECTIVES if recorded.records_device else (*_COLLECTIVES, *_DEVICE_WAITS)
+    for stack in stacks:
+        files = (file.replace(os.sep, "/") for file in stack)
+        innermost = next((file for file in files if not any(part in file for part in _CALLS)), "")
+        if _FILES not in innermost and any(part in innermost for part in paths):
+            return True
+    return False
 
 
 def _thread_frames(thread: int) -> list[FrameType]:
     """Returns the frames of a thread, innermost first, or an empty list if the thread has ended."""
     innermost = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
-
-
-def _is_in_collective(thread: int) -> bool:
-    """Returns whether a thread's innermost frame is in torch.distributed or fullshard's own collectives."""
-    frames = _thread_frames(thread)
-    return bool(frames) and any(part in frames[0].f_code.co_filename for part in _WAIT_PATHS)
 
 
 def _user_frame_text(thread: int) -> str:
@@ -390,22 +419,3 @@ def _all_stacks_text() -> str:
             line = linecache.getline(code.co_filename, frame.f_lineno).strip()
             lines.append(f"    {code.co_filename}:{frame.f_lineno} in {code.co_name}: {line}")
     return "\n".join(lines)
-
-
-def _last_collective_text() -> str:
-    """Describes the newest unfinished collective in torch's flight recorder, or else the newest.
-
-    For example, `gloo:all_reduce 17 of default_pg [10] Double`; "" if this torch records none.
-    """
-    entries = list[dict[str, Any]]()
-    with suppress(RuntimeError, ValueError):
-        entries = [entry for text in dump_flight_recorders() for entry in json.loads(text).get("entries", [])]
-    pending = [entry for entry in entries if not entry.get("retired", True)]
-    newest = max(pending or entries, key=lambda entry: entry.get("time_created_ns", 0), default=None)
-    if newest is None:
-        return ""
-    group = "/".join(str(part) for part in newest.get("process_group", ())[1:])
-    sizes = " ".join(str(size) for size in newest.get("input_sizes", ()))
-    dtypes = " ".join(newest.get("input_dtypes", ()))
-    text = f"{newest.get('profiling_name')} {newest.get('collective_seq_id')} of {group} {sizes} {dtypes}"
-    return " ".join(text.split())
