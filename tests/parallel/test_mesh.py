@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.errors import LaunchError
-from fullshard.parallel.mesh import agree_on_store_prefix, build_mesh, choose_device_type, process_group
+from fullshard.parallel.mesh import (
+    agree_on_store_prefix,
+    alternating_nodes_text,
+    build_axis_group,
+    build_mesh,
+    choose_device_type,
+    choose_gpu,
+    find_local_rank,
+    process_group,
+)
 from fullshard.training.shard import shard
 from tests.fakes.architectures import Block
 from tests.fakes.plans import STRATEGIES, plan_of
@@ -51,6 +62,113 @@ def groups_of(models: list[int], *settings: str) -> int:
 def test_process_groups_do_not_grow_with_models(strategy: str, ranks: Any) -> None:
     few, many = (ranks(4).run(groups_of, models, *STRATEGIES[strategy]) for models in ([2], [7, 2]))
     assert few == many
+
+
+def timeouts_of_all_groups(directory: Path, *settings: str) -> list[tuple[str, float]]:
+    """Builds the groups of a run; returns the timeouts of all groups of this process, by description."""
+    plan = plan_of(dist.get_world_size(), *settings)
+    meshes = [build_mesh(plan), build_mesh(plan, is_sharded=False)]
+    if plan.has_expert_mesh:
+        meshes += [build_mesh(plan, of_experts=True), build_mesh(plan, of_experts=True, is_sharded=False)]
+    for axis, degree in {
+        "tensor": plan.tensor_parallel,
+        "context": plan.context_parallel,
+        "expert": plan.expert_parallel,
+    }.items():
+        if degree > 1:
+            build_axis_group(plan, axis)
+    with BackgroundSaver(directory):
+        groups = [*dist.distributed_c10d._world.pg_map]
+        seconds = [
+            (one.group_desc, one._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+            for one in groups
+        ]
+    assert dist.group.WORLD in groups
+    for mesh in meshes:
+        assert set(mesh.get_all_groups()) <= set(groups)
+    return seconds
+
+
+EXPERTS = ("model.experts=4", "model.experts_per_token=2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "axes"),
+    [
+        (STRATEGIES["hybrid_shard"], {"dp_replicate", "dp_shard"}),
+        (("sharding.tensor_parallel=2",), {"dp_replicate", "dp_shard", "tp"}),
+        (("sharding.context_parallel=2",), {"dp_shard", "cp"}),
+        ((*EXPERTS, "sharding.expert_parallel=2"), {"dp_replicate", "dp_shard", "dp_mod_ep", "ep"}),
+    ],
+)
+def test_every_group_has_the_timeout_of_the_default_group(
+    settings: tuple[str, ...], axes: set[str], ranks: Any, tmp_path: Path
+) -> None:
+    for seconds in ranks(4).run(timeouts_of_all_groups, tmp_path, *settings):
+        assert {*axes, "default_pg", "undefined"} <= {name for name, _ in seconds}
+        assert {timeout for _, timeout in seconds} == {120.0}, "that of the pool's default group"
+
+
+def test_matmuls_are_shared_over_the_groups_of_the_mesh(ranks: Any) -> None:
+    assert ranks(2).run(shares_tensor_group) == [True, True]
+
+
+def shares_tensor_group() -> bool:
+    plan = plan_of(2, "sharding.tensor_parallel=2")
+    return build_axis_group(plan, "tensor") is build_mesh(plan)["tp"].get_group()
+
+
+TASK = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "6"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible", "current", "gpu"),
+    [
+        ({"RANK": "13", "LOCAL_RANK": "5"}, 8, None, 5),
+        ({"RANK": "14", **TASK}, 8, None, 6),
+        ({"RANK": "14", **TASK, "LOCAL_RANK": "2"}, 8, None, 2),
+        ({"RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 8, None, 1),
+        ({"RANK": "9", "MPI_LOCALRANKID": "1"}, 8, None, 1),
+        ({"RANK": "13", "LOCAL_RANK": "5"}, 1, None, 0),  # each task sees its own
+        ({"RANK": "13"}, 1, None, 0),
+        ({"RANK": "13", "LOCAL_RANK": "5"}, 8, 3, 3),  # chosen by the program
+        ({"RANK": "13", "LOCAL_RANK": "5"}, 8, 0, 5),  # used by the program, which chose none
+        ({"RANK": "8"}, 8, 0, 0),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 8, None, 0),
+        ({"LOCAL_RANK": "5"}, 8, None, 0),  # left by another job
+        ({}, 8, 4, 4),
+    ],
+)
+def test_gpu_of_a_rank(environment: dict[str, str], visible: int, current: int | None, gpu: int) -> None:
+    assert choose_gpu(environment, visible=visible, current=current) == gpu
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8"}, "the GPU of this rank is not known"),
+        # srun of one torchrun per node: its variable is not a rank's
+        ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_LOCALID": "0"}, "the GPU of this rank is not known"),
+        ({"RANK": "8", "LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": "9"}, "9 ranks need a GPU each"),
+    ],
+)
+def test_a_gpu_that_is_not_known_or_not_there_is_refused(environment: dict[str, str], said: str) -> None:
+    assert find_local_rank({"SLURM_LOCALID": "0"}) is None
+    with pytest.raises(LaunchError, match=said):
+        choose_gpu(environment, visible=8, current=None)
+
+
+PAIRS = [(0, 1), (2, 3)]
+
+
+def test_nodes_whose_ranks_alternate_are_named_where_a_group_would_fit_on_one() -> None:
+    text = alternating_nodes_text("tp", PAIRS, hosts=["a", "b", "a", "b"])
+    assert "rank 0 on a, rank 1 on b" in text
+    assert "collectives of tp cross the network; srun --distribution=block" in text
+    for hosts in (["a", "a", "b", "b"], ["a"] * 4, ["a", "b", "c", "d"], ["a", "a", "a", "b"]):
+        assert alternating_nodes_text("tp", PAIRS, hosts=hosts) == ""
+    # A group larger than a node has to be on several.
+    assert alternating_nodes_text("ep", [(0, 1, 2), (3, 4, 5)], hosts=["a", "b", "a", "b", "c", "c"]) == ""
 
 
 def test_single_process_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_lo
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, allocate_aligned_memory
+from fullshard.torch_private.groups import find_default_timeout
 
 _NICENESS = 10  # of the writing thread; see `_lower_thread_priority`
 
@@ -90,7 +91,9 @@ class BackgroundSaver:
     ) -> None:
         place = location_of(directory)
         self._saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, plan=plan)
-        self._group = cast(Group, dist.new_group(backend="gloo") if is_distributed() else None)
+        self._group: Group = None
+        if is_distributed():
+            self._group = cast(Group, dist.new_group(backend="gloo", timeout=find_default_timeout()))
         self._staging = _StagingBuffers()
         self._running: Future[SaveResult] | None = None
         self._stalled = 0.0

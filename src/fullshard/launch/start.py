@@ -19,7 +19,7 @@ from fullshard.launch.gc import disable_gc
 from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, LaunchEventLog, ProcessOutcome
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
-from fullshard.spec.plan import DeviceType
+from fullshard.spec.plan import DeviceType, too_few_gpus_error
 from fullshard.system.process import RecordedSignals, record_signals
 from fullshard.system.terminal import escape_control_characters
 
@@ -226,12 +226,7 @@ def choose_rank_count_and_device(request: LaunchRequest) -> tuple[int, DeviceTyp
     device: DeviceType = "cuda" if gpus else "cpu"
     ranks = run.run.ranks or (plan.world_size if plan else gpus or CPU_RANKS)
     if gpus and ranks > gpus:
-        raise errors.LaunchError(
-            f"{ranks} ranks need a GPU each.",
-            got=f"run.ranks = {ranks}, {gpus} GPUs",
-            why="NCCL refuses two ranks on one device",
-            fix=f'run.ranks = {gpus}, or run.device = "cpu"',
-        )
+        raise too_few_gpus_error(ranks, gpus=gpus, got=f"run.ranks = {ranks}")
     return ranks, device
 
 

@@ -5,33 +5,42 @@ on the device. So models of one layout share their groups, instead of each havin
 measures many layouts, such as `fullshard calibrate`, would otherwise be slowed down by groups no longer used.
 """
 
+import logging
+import math
 import os
+import socket
 import time
 import uuid
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.distributed import loopback
+from fullshard.distributed.agreement import all_gather_object
 from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.model import SharedAxis
-from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.plan import DeviceType, Plan, too_few_gpus_error
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
+from fullshard.torch_private.groups import find_default_timeout
 from fullshard.torch_private.tensors import set_allocator_settings
+
+logger = logging.getLogger("fullshard")
 
 REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "tp"
 EXPERT_SHARD_AXIS, EXPERT_AXIS = "dp_mod_ep", "ep"
 _MEETING = "fullshard"  # key prefix in torchrun's store: see `agree_on_store_prefix`
 _STORE_TIMEOUT = timedelta(seconds=60)
 _TURN_SECONDS = 0.05
+_MPI_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")  # Open MPI's; Intel MPI's and MPICH's
 
 
 @dataclass(frozen=True)
@@ -70,28 +79,33 @@ def process_group(
     """Opens the default process group, and closes it when the context ends.
 
     The ranks are those of torchrun's environment; without that, there is a single rank. A group that is
-    already initialised is used, and stays open. On CUDA the group also serves CPU tensors (with gloo), so
-    that offloaded gradients can be reduced, and torch's allocator grows its segments, unless the environment
-    configures it. If all ranks are on this machine, they use its loopback interface: see
-    `fullshard.distributed.loopback`.
+    already initialised is used, and stays open. On CUDA each rank uses the GPU of `choose_gpu`, the group
+    also serves CPU tensors (with gloo), so that offloaded gradients can be reduced, and torch's allocator
+    grows its segments, unless the environment configures it. If all ranks are on this machine, they use its
+    loopback interface: see `fullshard.distributed.loopback`.
+
+    Raises LaunchError if the ranks do not meet, and as `choose_gpu` does.
 
     >>> with fs.process_group() as ranks:  # torchrun's ranks, or a single one
     ...     print(ranks.world_size, ranks.device)
     1 cpu
     """
     kind = choose_device_type(device)
-    is_rank = dist.is_initialized() or "RANK" in os.environ  # else another job has left the variables
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if is_rank else 0
-    # A scheduler may make only its own GPU visible to each process, as number 0.
-    own_device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu")
+    own_device = torch.device("cpu")
     if kind == "cuda":
         _use_expandable_segments()
+        gpu = torch.cuda.current_device() if dist.is_initialized() or torch.cuda.is_initialized() else None
+        if gpu is None or not dist.is_initialized():
+            gpu = choose_gpu(visible=torch.cuda.device_count(), current=gpu)
+        own_device = torch.device("cuda", gpu)
         torch.cuda.set_device(own_device)
+    is_rank = dist.is_initialized() or "RANK" in os.environ  # else another job has left the variables
+    local_rank = (find_local_rank() or 0) if is_rank else 0
     if dist.is_initialized():
         yield _make_rank_info(local_rank, own_device)
         return
     with loopback.bind_local_groups_to_loopback():
-        _init_process_group(kind, timedelta(seconds=timeout_seconds))
+        _init_process_group(own_device, timedelta(seconds=timeout_seconds))
         clean = False
         try:
             yield _make_rank_info(local_rank, own_device)
@@ -99,6 +113,39 @@ def process_group(
         finally:
             if dist.is_initialized():
                 _close_process_group(kind, clean=clean)
+
+
+def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the number of this rank on its machine, as torchrun, srun or MPI set it; None if none has."""
+    is_task = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # else the variable is a batch script's
+    names = ("LOCAL_RANK", *(["SLURM_LOCALID"] if is_task else []), *_MPI_LOCAL_RANK)
+    found = (environment[name] for name in names if environment.get(name, "").isdecimal())
+    return next(map(int, found), None)
+
+
+def choose_gpu(environment: Mapping[str, str] = os.environ, *, visible: int, current: int | None) -> int:
+    """Returns the number of the GPU of this rank, of `visible` ones: its local rank, or the only one.
+
+    A scheduler may make only its own GPU visible to each process. Raises LaunchError if there are more ranks
+    on this machine than GPUs, and if there are several GPUs and the local rank is not known.
+
+    current: the GPU that the program uses already, which is kept, unless it is the first, which it may use
+        without having chosen it; None if it uses none
+    """
+    local_rank = find_local_rank(environment)
+    if current or "RANK" not in environment or visible == 1:
+        return current or 0
+    if local_rank is None and current is None and environment.get("WORLD_SIZE") != "1":
+        raise LaunchError(
+            "the GPU of this rank is not known.",
+            got=f"RANK={environment['RANK']}, {visible} GPUs, no LOCAL_RANK",
+            why="all ranks of this machine would use its first GPU",
+            fix="torchrun, or LOCAL_RANK for each rank, or torch.cuda.set_device before this",
+        )
+    if (local_rank or 0) >= visible:
+        ranks = environment.get("LOCAL_WORLD_SIZE", f"{local_rank}")
+        raise too_few_gpus_error(int(ranks), gpus=visible, got=f"LOCAL_RANK = {local_rank}")
+    return local_rank or 0
 
 
 def _use_expandable_segments() -> None:
@@ -118,6 +165,8 @@ def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:
 
 def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
     if clean:
+        if kind == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()  # a rank that tears down early aborts the others' last collectives
     if clean or kind == "cpu":
         dist.destroy_process_group()
@@ -125,8 +174,15 @@ def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
     # Otherwise the process is about to end: destroying NCCL would wait for messages a failed rank never sent.
 
 
-def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
-    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+def _init_process_group(device: torch.device, timeout: timedelta) -> None:
+    """Opens the default group. NCCL connects the ranks here, not in the first step, since it has a device.
+
+    Its later groups are then split from this one's communicator.
+    """
+    own = None if device.type == "cpu" else device
+    open_group = partial(
+        dist.init_process_group, "cpu:gloo,cuda:nccl" if own else "gloo", timeout=timeout, device_id=own
+    )
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise LaunchError(
             "the environment is that of a rank, but not whole.",
@@ -134,7 +190,7 @@ def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
             fix="torchrun, which sets both; or neither, for a single rank",
         )
     if "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        open_group(store=dist.HashStore(), rank=0, world_size=1)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Set by torchrun if the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
@@ -143,10 +199,10 @@ def _init_process_group(kind: DeviceType, timeout: timedelta) -> None:
     elif loopback.all_ranks_are_local() and "MASTER_PORT" in os.environ:
         store = _open_store_of_local_ranks(rank, timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        open_group()
         return
     store = agree_on_store_prefix(store, rank=rank, world_size=world_size, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    open_group(store=store, rank=rank, world_size=world_size)
 
 
 def _open_store_of_local_ranks(rank: int, timeout: timedelta) -> dist.Store:
@@ -243,7 +299,7 @@ def build_mesh(plan: Plan, *, is_sharded: bool = True, of_experts: bool = False)
     of_experts: whether it is the mesh of experts over the same ranks, (`dp_replicate`, `dp_mod_ep`, `ep`).
         Adjacent ranks divide the experts. Those that have the same ones shard and replicate them.
     """
-    _check_world_size(plan)
+    world = _find_group_of_plan(plan)
     replicas, shards, inner = plan.replicate_degree, plan.shard_degree, plan.tensor_parallel
     if of_experts:
         (replicas, shards), inner = plan.expert_degrees(is_sharded=is_sharded), plan.expert_parallel
@@ -253,16 +309,23 @@ def build_mesh(plan: Plan, *, is_sharded: bool = True, of_experts: bool = False)
     sizes[EXPERT_SHARD_AXIS if of_experts else SHARD_AXIS] = shards
     if inner > 1:
         sizes[EXPERT_AXIS if of_experts else TENSOR_AXIS] = inner
-    return _build_mesh_once(dist.group.WORLD, device=plan.device, sizes=tuple(sizes.items()))
+    return build_mesh_of_axes(world, device=plan.device, sizes=tuple(sizes.items()))
 
 
 @lru_cache
-def _build_mesh_once(
-    world: dist.ProcessGroup | None, *, device: DeviceType, sizes: tuple[tuple[str, int], ...]
+def build_mesh_of_axes(
+    world: dist.ProcessGroup, *, device: DeviceType, sizes: tuple[tuple[str, int], ...]
 ) -> DeviceMesh:
-    """Builds a mesh over `world`. Models of one layout share it: see [Note: groups are shared]."""
+    """Builds a mesh of axes (name, size) over `world`. Callers share it: see [Note: groups are shared]."""
     names, counts = zip(*sizes, strict=True)
-    return init_device_mesh(device, counts, mesh_dim_names=names)
+    mesh, groups = torch.arange(math.prod(counts), device="cpu").view(counts), list[dist.ProcessGroup]()
+    for place, name in enumerate(names):
+        ranks = mesh.movedim(place, -1).reshape(-1, counts[place]).tolist()
+        # FSDP2 and the sums of the step, which come in one order on all ranks, share the default group.
+        is_default = len(ranks) == 1 and name not in (TENSOR_AXIS, EXPERT_AXIS)
+        groups.append(world if is_default else _build_group_once(world, axis=name, ranks=_as_tuples(ranks)))
+    one = groups[0] if len(groups) == 1 else groups
+    return DeviceMesh.from_group(one, device, mesh=mesh, mesh_dim_names=names)
 
 
 def split_inner_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -279,34 +342,76 @@ def build_axis_group(plan: Plan, axis: SharedAxis) -> dist.ProcessGroup:
 
     Raises PlanError as `build_mesh` does.
     """
-    _check_world_size(plan)
-    every, tensor, context = torch.arange(plan.world_size), plan.tensor_parallel, plan.context_parallel
-    ranks = {
-        "tensor": every.view(-1, tensor),
-        "context": every.view(-1, context, tensor).transpose(1, 2).reshape(-1, context),
-        "expert": every.view(-1, plan.expert_parallel),
+    world = _find_group_of_plan(plan)
+    every, tensor = torch.arange(plan.world_size, device="cpu"), plan.tensor_parallel
+    context = every.view(-1, plan.context_parallel, tensor).transpose(1, 2)
+    # Those of the inner axes are groups of meshes, too.
+    name, ranks = {
+        "tensor": (TENSOR_AXIS, every.view(-1, tensor)),
+        "context": ("cp", context.reshape(-1, plan.context_parallel)),
+        "expert": (EXPERT_AXIS, every.view(-1, plan.expert_parallel)),
     }[axis]
-    return _build_group_once(dist.group.WORLD, axis=axis, ranks=tuple(map(tuple, ranks.tolist())))
+    return _build_group_once(world, axis=name, ranks=_as_tuples(ranks.tolist()))
+
+
+def _as_tuples(ranks: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, ranks))
 
 
 @lru_cache
 def _build_group_once(
-    world: dist.ProcessGroup | None, *, axis: SharedAxis, ranks: tuple[tuple[int, ...], ...]
+    world: dist.ProcessGroup, *, axis: str, ranks: tuple[tuple[int, ...], ...]
 ) -> dist.ProcessGroup:
-    """Builds groups of `ranks` of `world`, shared as meshes are, and returns the one with this rank."""
-    own, _ = dist.new_subgroups_by_enumeration([*map(list, ranks)], group_desc=f"{axis}_parallel")
+    """Builds groups of `ranks` of `world`, shared as meshes are, and returns the one with this rank.
+
+    They have the timeout of `world`, the default group, where torch would take 30 minutes.
+    """
+    timeout = find_default_timeout()
+    own: object
+    if len(ranks[0]) == 1:  # all make theirs at once, which takes many ranks less time than one after another
+        alone = [dist.get_rank()]
+        own = dist.new_group(alone, timeout=timeout, use_local_synchronization=True, group_desc=axis)
+    else:
+        _warn_if_nodes_alternate(axis, ranks)
+        own, _ = dist.new_subgroups_by_enumeration([*map(list, ranks)], timeout=timeout, group_desc=axis)
     assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
     return own
 
 
+def _warn_if_nodes_alternate(axis: str, ranks: Sequence[Sequence[int]]) -> None:
+    """Logs a warning if groups of adjacent ranks are on several nodes, because the nodes' ranks alternate."""
+    if len(ranks) == 1 or ranks[0][-1] - ranks[0][0] >= len(ranks[0]) or loopback.all_ranks_are_local():
+        return
+    hosts = all_gather_object(socket.gethostname())
+    if (text := alternating_nodes_text(axis, ranks, hosts=hosts)) and dist.get_rank() == 0:
+        logger.warning("%s", text)
+
+
+def alternating_nodes_text(axis: str, ranks: Sequence[Sequence[int]], *, hosts: Sequence[str]) -> str:
+    """Returns a warning if the ranks of `hosts` alternate so that a group of `ranks` is on several of them.
+
+    Returns an empty text if the ranks of each host are adjacent, or a group is on several hosts for its size.
+    """
+    changes = 1 + sum(one != other for one, other in pairwise(hosts))
+    across = next((group for group in ranks if len({hosts[rank] for rank in group}) > 1), None)
+    most = max(map(hosts.count, set(hosts)))
+    if changes == len(set(hosts)) or across is None or len(across) > most:
+        return ""
+    places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in across[:3])
+    return (
+        f"adjacent ranks are on different nodes ({places}), so the collectives of {axis} cross the network; "
+        "srun --distribution=block, or mpirun --map-by slot, puts the ranks of a node next to each other"
+    )
+
+
 def forget_groups() -> None:
     """Forgets meshes and groups of a process group that was destroyed."""
-    for build_once in (_build_mesh_once, _build_group_once):
+    for build_once in (build_mesh_of_axes, _build_group_once):
         build_once.cache_clear()
 
 
-def _check_world_size(plan: Plan) -> None:
-    if not dist.is_initialized():
+def _find_group_of_plan(plan: Plan) -> dist.ProcessGroup:
+    if (world := dist.group.WORLD) is None:
         raise PlanError(
             "there is no process group to lay a mesh over.",
             fix="with fullshard.process_group(): around the training code",
@@ -317,3 +422,4 @@ def _check_world_size(plan: Plan) -> None:
             got=f"{dist.get_world_size()} ranks",
             fix="make the plan with world_size=torch.distributed.get_world_size()",
         )
+    return world

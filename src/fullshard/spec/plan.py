@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import model_validator
 
-from fullshard.errors import PlanError
+from fullshard.errors import LaunchError, PlanError
 from fullshard.quantities import count_text
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, PrecisionSection, Run, Strategy, UnitOverride
@@ -18,6 +18,16 @@ DeviceType = Literal["cpu", "cuda"]
 Fp8Scaling = Literal["tensorwise", "rowwise"]
 
 ITEMSIZE: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def too_few_gpus_error(ranks: int, *, gpus: int, got: str) -> LaunchError:
+    """Returns the error for more ranks on a machine than it has GPUs."""
+    return LaunchError(
+        f"{ranks} ranks need a GPU each.",
+        got=f"{got}, {gpus} GPUs",
+        why="NCCL refuses two ranks on one device",
+        fix=f'run.ranks = {gpus}, or run.device = "cpu"',
+    )
 
 
 class Fp8Matmuls(FrozenModel):

@@ -1,6 +1,7 @@
 """Private names of process groups."""
 
 import importlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _NATIVE = "torch._C._distributed_c10d"
 
 NAMES = require_names(
-    torch_names("torch.distributed.ProcessGroup._get_backend", "finds the backend of a device"),
+    torch_names("torch.distributed.ProcessGroup._get_backend _device_types", "finds backends and devices"),
+    torch_names(f"{_NATIVE}.Backend.Options._timeout", "gives groups the timeout of the default group"),
     torch_names(f"{_NATIVE}.Backend._get_sequence_number_for_group", "counts collectives", is_optional=True),
     torch_names(f"{_C10D}._resolve_process_group", "finds a group by its name, in a graph"),
     torch_names(f"{_C10D}._get_default_store", "exchanges what differs between ranks", is_optional=True),
@@ -40,6 +42,14 @@ def count_issued_collectives(device: torch.device) -> int:
         return int(group._get_backend(device)._get_sequence_number_for_group())
     except (AttributeError, NotImplementedError, RuntimeError):  # also without a default group
         return 0
+
+
+def find_default_timeout() -> timedelta | None:
+    """Returns how long a collective of the default group may take; None if its backends do not say."""
+    group: Any = dist.group.WORLD
+    every = [group._get_backend(device) for device in group._device_types]
+    found = (getattr(getattr(one, "options", None), "_timeout", None) for one in every)
+    return next((timeout for timeout in found if timeout is not None), None)
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:

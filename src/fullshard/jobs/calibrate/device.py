@@ -100,7 +100,7 @@ class RateMeter:
         if self.kind == "cpu":
             mean_over_ranks(0.0)  # the first rank to start waits here for the last to finish
             seconds = time.perf_counter() - started
-        return max(_reduce_over_ranks(seconds, dist.ReduceOp.MAX), 1e-9)
+        return max(max_over_ranks(seconds), 1e-9)
 
     def measure_rate_curve(
         self, make: Callable[[int], BenchmarkTask], sizes: Sequence[int], *, seconds: float
@@ -122,6 +122,11 @@ class RateMeter:
 def mean_over_ranks(value: float) -> float:
     """Returns the mean of `value` over ranks, sent as a CPU tensor on any device. Collective."""
     return _reduce_over_ranks(value, dist.ReduceOp.SUM) / world_size()
+
+
+def max_over_ranks(value: float) -> float:
+    """Returns the highest `value` of the ranks. Collective."""
+    return _reduce_over_ranks(value, dist.ReduceOp.MAX)
 
 
 def _reduce_over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, all_to_all_pairwise
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.device import BenchmarkTask, RateMeter, mean_over_ranks
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
-from fullshard.parallel.mesh import RankInfo, process_group
+from fullshard.parallel.mesh import RankInfo, build_mesh_of_axes, process_group
 from fullshard.spec.machine import hardware
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
 from fullshard.spec.plan import Plan
@@ -56,11 +56,10 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
     meter = RateMeter(ranks.device)
     gpus = detect_gpus(meter.kind)
     known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
-    context = meters.measure_bytes_outside_allocator(ranks.device)
+    at_start = meters.measure_bytes_outside_allocator(ranks.device)
     rates = _measure_rates(meter, known.rates, seconds_per_share=seconds_per_share)
     updated: dict[str, object] = {
         "rates": rates,
-        "context_bytes": int(meters.mean_over_ranks(context)),
         "host_bytes_per_second": meters.measure_round_trip_copy_rate(
             meter, seconds=_COPIES * seconds_per_share
         ),
@@ -73,10 +72,13 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
         **_measure_links(ranks, meter, seconds_per_share=seconds_per_share),
     }
     if ranks.device.type == "cuda" and ranks.local_world_size > 1:
-        mesh = init_device_mesh("cuda", (ranks.world_size,))
+        mesh = _build_mesh(meter, sizes=(("all", ranks.world_size),))
         updated["contention"] = measure_matmul_slowdown_by_all_gathers(
             mesh, meter, seconds=_COPIES * seconds_per_share
         )
+    # A device's include NCCL's buffers and the kernels loaded by now. A host's include memory freed since.
+    bytes_now = meters.measure_bytes_outside_allocator(ranks.device) if meter.kind == "cuda" else at_start
+    updated["context_bytes"] = int(meters.max_over_ranks(bytes_now))
     if find_catalog_entry_of_chip(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
@@ -119,10 +121,15 @@ def _measure_links(
     """Measures collectives within a node and across nodes; returns the links, by the field of Hardware."""
     local = ranks.local_world_size
     nodes = ranks.world_size // local
-    mesh = init_device_mesh(ranks.device.type, (nodes, local), mesh_dim_names=("across", "within"))
+    mesh = _build_mesh(meter, sizes=(("across", nodes), ("within", local)))
     axes = [axis for axis, size in (("within", local), ("across", nodes)) if size > 1]
     part = _LINKS * seconds_per_share / len(axes) if axes else 0.0
     return {axis: measure_link(mesh[axis], meter, name=axis, seconds=part) for axis in axes}
+
+
+def _build_mesh(meter: RateMeter, *, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    assert dist.group.WORLD is not None, "process_group is open"
+    return build_mesh_of_axes(dist.group.WORLD, device=meter.kind, sizes=sizes)
 
 
 def measure_link(mesh: DeviceMesh, meter: RateMeter, *, name: str, seconds: float) -> hardware.Link:
