@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.ranges import TimedRange
+from fullshard.torch_private.groups import group_of_name
 
+_FUNCTIONAL = torch.ops._c10d_functional
 _REDUCTION = 1  # message tag: a prefetched all-gather may run between the same ranks
 
 
@@ -79,20 +81,12 @@ class DirectAllGather:
         return last
 
 
-def all_to_all_pairwise(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all for gloo, whose own frees both tensors late. Returns the parts that all ranks sent this one.
-
-    sent: (ranks, ...), contiguous, with the part for each rank; the result is shaped alike
-    """
-    received = torch.empty_like(sent)
-    all_to_all_parts_pairwise(sent.unbind(), received.unbind(), group=group)
-    return received
-
-
 def all_to_all_parts_pairwise(
     sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup
 ) -> None:
-    """Exchanges parts of any sizes between all ranks over gloo. Empty parts are not sent.
+    """Exchanges parts of any sizes between all ranks over gloo, whose own frees both tensors late.
+
+    Empty parts are not sent.
 
     sent: the part for each rank, contiguous
     received: where the part of each rank arrives; as large as that rank's part for this one
@@ -108,6 +102,54 @@ def all_to_all_parts_pairwise(
             if sent[target].numel():
                 works.append(dist.isend(sent[target], group=group, group_dst=target))
         _wait_for_works(works)
+
+
+def gather_parts(part: Tensor, group: str, *, direct: bool) -> Tensor:
+    """Returns (ranks, ...), the `part` of each rank of the group named `group`. Collective.
+
+    direct: by DirectAllGather, for gloo; else by the functional collective of the group's backend
+    """
+    members = group_of_name(group)
+    if not direct:
+        stacked = part.unsqueeze(0).contiguous()
+        return _wait_tensor(_FUNCTIONAL.all_gather_into_tensor(stacked, members.size(), group))
+    gathered = part.new_empty((members.size(), *part.shape))
+    own = gathered[members.rank()]
+    own.copy_(part)
+    DirectAllGather()(gathered.view(-1), own.view(-1), members)
+    return gathered
+
+
+def reduce_parts(parts: Tensor, group: str, *, direct: bool) -> Tensor:
+    """Returns the sum over ranks of this rank's part of `parts` (ranks, ...). Collective.
+
+    direct: by DirectReduceScatter, for gloo, which overwrites `parts`; else as in `gather_parts`
+    """
+    if not direct:
+        reduced = _FUNCTIONAL.reduce_scatter_tensor(parts.contiguous(), "sum", len(parts), group)
+        return _wait_tensor(reduced).squeeze(0)
+    own = parts.new_empty(parts.shape[1:])
+    DirectReduceScatter()(own.view(-1), parts.view(-1), group_of_name(group), dist.ReduceOp.SUM)
+    return own
+
+
+def exchange_row_parts(
+    rows: Tensor, sent: list[int], *, received: list[int], group: str, direct: bool
+) -> Tensor:
+    """Sends each rank its part of `rows` (rows, ...), and returns the rows that come from all. Collective.
+
+    sent, received: numbers of rows to and from each rank
+    direct: by `all_to_all_parts_pairwise`, for gloo; else as in `gather_parts`
+    """
+    if not direct:
+        return _wait_tensor(_FUNCTIONAL.all_to_all_single(rows.contiguous(), received, sent, group))
+    result = rows.new_empty((sum(received), *rows.shape[1:]))
+    all_to_all_parts_pairwise(rows.split(sent), result.split(received), group=group_of_name(group))
+    return result
+
+
+def _wait_tensor(tensor: Any) -> Tensor:
+    return _FUNCTIONAL.wait_tensor(tensor)
 
 
 def _wait_for_works(works: Sequence[dist.Work | None]) -> None:

@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard.distributed.agreement import rank
-from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter
+from fullshard.distributed.collectives import gather_parts, reduce_parts
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.groups import group_of_name
 
-_FUNCTIONAL = torch.ops._c10d_functional
 GATHER, REDUCE = "gather_sequence", "reduce_sequence"
 REDUCE_ALL = "reduce_over_ranks"
 """Names of the operations, in the namespace `fullshard`, and of the ranges of their collectives."""
@@ -152,16 +151,8 @@ def gather_sequence(part: Tensor, ranks: int, pieces: int, group: str) -> Tensor
 
     part: this rank's part (..., sequence / ranks, channels)
     """
-    if part.device.type == "cpu":
-        gathered, process_group = part.new_empty((ranks, *part.shape)), group_of_name(group)
-        own = gathered[dist.get_rank(process_group)]
-        own.copy_(part)
-        with TimedRange(GATHER):
-            DirectAllGather()(gathered.view(-1), own.view(-1), process_group)
-    else:
-        with TimedRange(GATHER):
-            gathered = _FUNCTIONAL.all_gather_into_tensor(part.unsqueeze(0).contiguous(), ranks, group)
-            gathered = _FUNCTIONAL.wait_tensor(gathered)
+    with TimedRange(GATHER):
+        gathered = gather_parts(part, group, direct=part.device.type == "cpu")
     if pieces == 1:
         return gathered.movedim(0, -3).flatten(-3, -2)  # copies nothing if there is one sequence
     cut = [one.chunk(pieces, dim=-2) for one in gathered]
@@ -181,14 +172,8 @@ def reduce_sequence(whole: Tensor, ranks: int, pieces: int, group: str) -> Tenso
     else:
         chunks = whole.chunk(ranks * pieces, dim=-2)
         stacked = torch.stack([torch.cat([chunks[r], chunks[-1 - r]], dim=-2) for r in range(ranks)])
-    if whole.device.type != "cpu":
-        with TimedRange(REDUCE):
-            reduced = _FUNCTIONAL.reduce_scatter_tensor(stacked, "sum", ranks, group)
-            return _FUNCTIONAL.wait_tensor(reduced).squeeze(0)
-    own = torch.empty_like(stacked[0])
     with TimedRange(REDUCE):
-        DirectReduceScatter()(own.view(-1), stacked.view(-1), group_of_name(group), dist.ReduceOp.SUM)
-    return own
+        return reduce_parts(stacked, group, direct=whole.device.type == "cpu")
 
 
 @torch.library.custom_op(f"fullshard::{REDUCE_ALL}", mutates_args=())

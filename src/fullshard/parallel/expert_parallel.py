@@ -31,16 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.distributed.collectives import all_to_all_pairwise, all_to_all_parts_pairwise
+from fullshard.distributed.collectives import exchange_row_parts
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
 from fullshard.models.experts import count_rows_per_expert, sum_weighted_rows_per_token
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import indivisible_experts_error
-from fullshard.torch_private.groups import group_of_name
 
-_FUNCTIONAL = torch.ops._c10d_functional
 EXCHANGE_COUNTS, EXCHANGE_ROWS = "exchange_counts", "exchange_rows"
 """Names of the operations, in the namespace `fullshard`."""
 
@@ -52,10 +50,8 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
     counts: (ranks, ...), the part for each rank
     """
     with TimedRange(EXCHANGE_COUNTS):
-        if counts.device.type == "cpu":
-            return all_to_all_pairwise(counts, group_of_name(group))
-        each = [1] * len(counts)
-        return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_to_all_single(counts, each, each, group))
+        each, direct = [1] * len(counts), counts.device.type == "cpu"
+        return exchange_row_parts(counts, each, received=each, group=group, direct=direct)
 
 
 @torch.library.custom_op(f"fullshard::{EXCHANGE_ROWS}", mutates_args=())
@@ -71,12 +67,8 @@ def exchange_rows(  # signature: torch's
     """
     sent, received = (list(map(int, one.tolist())) for one in sizes)
     with TimedRange(EXCHANGE_ROWS):
-        if rows.device.type == "cpu":
-            result = rows.new_empty((sum(received), rows.shape[1]))
-            all_to_all_parts_pairwise(rows.split(sent), result.split(received), group=group_of_name(group))
-        else:
-            result = _FUNCTIONAL.all_to_all_single(rows.contiguous(), received, sent, group)
-            result = _FUNCTIONAL.wait_tensor(result)
+        direct = rows.device.type == "cpu"
+        result = exchange_row_parts(rows, sent, received=received, group=group, direct=direct)
     return result if scale == 1.0 else result.mul_(scale)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, all_to_all_pairwise
+from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, all_to_all_parts_pairwise
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.device import BenchmarkTask, RateMeter, mean_over_ranks
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
@@ -205,7 +205,8 @@ def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
 
     def all_to_all(whole: Tensor) -> None:
         if cpu:
-            all_to_all_pairwise(whole.view(ranks, -1), group)
+            received = torch.empty_like(whole).chunk(ranks)
+            all_to_all_parts_pairwise(whole.chunk(ranks), received, group=group)
         else:
             dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
