@@ -15,7 +15,7 @@ from fullshard.launch.environment import (
     set_default_omp_threads,
     torchrun_variables_from_slurm,
 )
-from fullshard.system.process import ALLOCATOR_VARIABLES
+from fullshard.system.process import ALLOCATOR_VARIABLES, count_cores_of_rank
 
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -126,6 +126,30 @@ def test_segments_grow_unless_the_user_configured_the_allocator(name: str) -> No
     environment = dict(chosen)
     set_default_allocator(environment)
     assert environment == chosen
+
+
+@pytest.mark.parametrize(
+    ("environment", "own", "launcher", "share"),
+    [
+        ({"RANK": "3", "SLURM_CPUS_ON_NODE": "128"}, 16, 128, 16),  # srun --cpus-per-task=16
+        ({"RANK": "3", "SLURM_CPUS_ON_NODE": "64"}, 64, 128, 8),  # srun --cpu-bind=none, in half of a node
+        ({"RANK": "3", "SLURM_CPUS_ON_NODE": "128"}, 128, 128, 16),
+        ({"RANK": "3", "SLURM_CPUS_ON_NODE": "128"}, 16, 16, 2),  # taskset -c 0-15 torchrun
+        (
+            {"SLURM_CPUS_ON_NODE": "128"},
+            16,
+            128,
+            2,
+        ),  # taskset -c 0-15 fullshard train, before it starts ranks
+    ],
+)
+def test_cores_that_a_rank_has_for_itself_are_not_divided_again(
+    environment: dict[str, str], own: int, launcher: int, share: float
+) -> None:
+    def list_cores(pid: int) -> set[int]:
+        return set(range(launcher if pid else own))
+
+    assert count_cores_of_rank(8, environment=environment, list_cores=list_cores) == share
 
 
 def test_no_rank_is_left_without_a_thread() -> None:

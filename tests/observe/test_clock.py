@@ -1,12 +1,18 @@
 """A rate is calls over time; the matmul peak is every rank's, measured at once."""
 
+import itertools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from fullshard.observe.clock import find_matmul_peak, measure_calls_per_second, measure_matmul_peak
+from fullshard.observe.clock import (
+    find_matmul_peak,
+    measure_calls_per_second,
+    measure_matmul_peak,
+    measure_steady_calls_per_second,
+)
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 0.01, 3.0])
@@ -25,6 +31,17 @@ def test_a_sustained_rate_is_calls_over_time(seconds: float):
 
     assert measure_calls_per_second(work, seconds=0.5, timer=timer) == pytest.approx(1 / seconds)
     assert passed <= 0.5 + 5 * seconds + 1e-9
+
+
+def test_a_device_whose_clock_rises_is_measured_until_it_is_steady():
+    speeds = itertools.chain([1.0] * 4, [2.0] * 4, [3.0] * 4, itertools.repeat(4.0))
+
+    def timer(work: Callable[[], object], calls: int) -> float:
+        return calls / next(speeds)
+
+    # Each window asks four times: three single calls, and all in turn.
+    rate = measure_steady_calls_per_second(lambda: None, seconds=100.0, timer=timer)
+    assert rate == pytest.approx(4.0)
 
 
 def test_measuring_leaves_the_random_state_alone():

@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.stragglers import run_windows
+from fullshard.distributed.ranges import OwnWorkSeconds
 from fullshard.observe.stragglers import (
     FLOOR_SECONDS,
     RankWindow,
     StragglerCause,
+    data_seconds_without_lead,
     find_stragglers,
     quartiles,
 )
@@ -87,3 +89,18 @@ def test_the_rank_and_the_cause_of_a_delay_are_named(ranks):
     assert FLOOR_SECONDS < 0.15
     expected = [[] if one is None else [(one[0], str(one[1]))] for one in SCHEDULE]
     assert ranks(4).run(named) == [expected] * 4, "all ranks judge alike"
+
+
+@pytest.mark.parametrize(
+    ("data", "between", "delay"),
+    [
+        (0.05, 0.4, 0.0),  # the host is ahead: its device computes the step before while the data comes
+        (0.5, 0.0, 0.5),
+        (0.5, 0.1, 0.4),
+    ],
+)
+def test_on_a_gpu_data_delays_by_the_time_in_which_the_host_was_not_ahead(
+    data: float, between: float, delay: float
+):
+    own = OwnWorkSeconds({"data": data, "between steps": between, "backward": 1.0}, 0.0, 0.0)
+    assert data_seconds_without_lead(own) == pytest.approx(delay)

@@ -11,17 +11,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.background import BackgroundSaver
+from fullshard.distributed.agreement import all_ranks_have
 from fullshard.errors import LaunchError
 from fullshard.parallel.mesh import (
     agree_on_store_prefix,
-    alternating_nodes_text,
     build_axis_group,
     build_mesh,
     choose_device_type,
     choose_gpu,
+    find_group_across_nodes,
     find_local_rank,
     process_group,
 )
+from fullshard.training.figures import HostCopy
 from fullshard.training.shard import shard
 from tests.fakes.architectures import Block
 from tests.fakes.plans import STRATEGIES, plan_of
@@ -118,6 +120,17 @@ def shares_tensor_group() -> bool:
     return build_axis_group(plan, "tensor") is build_mesh(plan)["tp"].get_group()
 
 
+def build_under_another_default_device() -> tuple[list[float], list[int], bool]:
+    numbers = torch.tensor([1.0, 2.0])
+    with torch.device("meta"):  # in place of a GPU, of which programs make the default
+        mesh = build_mesh(plan_of(2, "sharding.tensor_parallel=2"))
+        return HostCopy(numbers).read(), mesh.mesh.flatten().tolist(), all_ranks_have(True, device="cpu")
+
+
+def test_the_default_device_of_a_program_does_not_matter(ranks: Any) -> None:
+    assert ranks(2).run(build_under_another_default_device) == [([1.0, 2.0], [0, 1], True)] * 2
+
+
 TASK = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "6"}
 
 
@@ -162,13 +175,11 @@ PAIRS = [(0, 1), (2, 3)]
 
 
 def test_nodes_whose_ranks_alternate_are_named_where_a_group_would_fit_on_one() -> None:
-    text = alternating_nodes_text("tp", PAIRS, hosts=["a", "b", "a", "b"])
-    assert "rank 0 on a, rank 1 on b" in text
-    assert "collectives of tp cross the network; srun --distribution=block" in text
+    assert find_group_across_nodes(PAIRS, hosts=["a", "b", "a", "b"]) == "rank 0 on a, rank 1 on b"
     for hosts in (["a", "a", "b", "b"], ["a"] * 4, ["a", "b", "c", "d"], ["a", "a", "a", "b"]):
-        assert alternating_nodes_text("tp", PAIRS, hosts=hosts) == ""
+        assert find_group_across_nodes(PAIRS, hosts=hosts) == ""
     # A group larger than a node has to be on several.
-    assert alternating_nodes_text("ep", [(0, 1, 2), (3, 4, 5)], hosts=["a", "b", "a", "b", "c", "c"]) == ""
+    assert find_group_across_nodes([(0, 1, 2), (3, 4, 5)], hosts=["a", "b", "a", "b", "c", "c"]) == ""
 
 
 def test_single_process_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,14 @@
 """A profile becomes spans: each moment of a step has one kind of work, of a unit."""
 
+import json
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
+from fullshard.report.profiled_step import ON_GPU, STEP_RANGE, parse_profile_json, profiled_step
 from fullshard.spec.records.step_spans import COMPUTE, ProfiledStep, StepSpan
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step, overlaps_in_part
 
@@ -53,6 +57,14 @@ def test_spans_of_a_track_nest_or_are_disjoint_and_those_of_compute_fill_the_ste
 def test_a_profile_without_a_step_is_refused():
     with pytest.raises(SpecError, match="not of a step"):
         MadeProfile().measured()
+
+
+def test_a_profile_of_a_gpu_without_its_work_is_refused():
+    event = {"ph": "X", "ts": 0, "dur": 9, "pid": 1, "tid": 1, "cat": "user_annotation", "name": STEP_RANGE}
+    for on_gpu in (0, 1):
+        trace = parse_profile_json(json.dumps({"traceEvents": [event], ON_GPU: on_gpu}).encode(), name="a")
+        with pytest.raises(SpecError, match="no work of the GPU") if on_gpu else nullcontext():
+            assert profiled_step(trace, step=1, rank=0).spans
 
 
 def test_on_the_host_the_inner_range_counts_and_casts_are_the_models():

@@ -243,7 +243,7 @@ def _allocate_host_buffer(source: Tensor) -> Tensor:
     other thread can use.
     """
     if source.is_cuda or source.nbytes < LARGE_BYTES:
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda, device="cpu")
     return torch.frombuffer(allocate_aligned_memory(source.nbytes), dtype=source.dtype).view(source.shape)
 
 

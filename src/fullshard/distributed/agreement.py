@@ -82,7 +82,7 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
     """
     if world_size() == 1:
         return value
-    least = torch.tensor([value], dtype=torch.uint8)
+    least = torch.tensor([value], dtype=torch.uint8, device="cpu")
     if not has_backend("cpu"):
         least = least.to(device)
     with TimedRange("agreement"):

@@ -107,12 +107,12 @@ def all_to_all_parts_pairwise(
 def gather_parts(part: Tensor, group: str, *, direct: bool) -> Tensor:
     """Returns (ranks, ...), the `part` of each rank of the group named `group`. Collective.
 
-    direct: by DirectAllGather, for gloo; else by the functional collective of the group's backend
+    direct: here and below, by this module's collectives, for gloo; else by those of the group's backend
     """
     members = group_of_name(group)
     if not direct:
         stacked = part.unsqueeze(0).contiguous()
-        return _wait_tensor(_FUNCTIONAL.all_gather_into_tensor(stacked, members.size(), group))
+        return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_gather_into_tensor(stacked, members.size(), group))
     gathered = part.new_empty((members.size(), *part.shape))
     own = gathered[members.rank()]
     own.copy_(part)
@@ -121,13 +121,10 @@ def gather_parts(part: Tensor, group: str, *, direct: bool) -> Tensor:
 
 
 def reduce_parts(parts: Tensor, group: str, *, direct: bool) -> Tensor:
-    """Returns the sum over ranks of this rank's part of `parts` (ranks, ...). Collective.
-
-    direct: by DirectReduceScatter, for gloo, which overwrites `parts`; else as in `gather_parts`
-    """
+    """Returns the sum over ranks of this rank's part of `parts`, (ranks, ...), overwritten. Collective."""
     if not direct:
         reduced = _FUNCTIONAL.reduce_scatter_tensor(parts.contiguous(), "sum", len(parts), group)
-        return _wait_tensor(reduced).squeeze(0)
+        return _FUNCTIONAL.wait_tensor(reduced).squeeze(0)
     own = parts.new_empty(parts.shape[1:])
     DirectReduceScatter()(own.view(-1), parts.view(-1), group_of_name(group), dist.ReduceOp.SUM)
     return own
@@ -136,20 +133,13 @@ def reduce_parts(parts: Tensor, group: str, *, direct: bool) -> Tensor:
 def exchange_row_parts(
     rows: Tensor, sent: list[int], *, received: list[int], group: str, direct: bool
 ) -> Tensor:
-    """Sends each rank its part of `rows` (rows, ...), and returns the rows that come from all. Collective.
-
-    sent, received: numbers of rows to and from each rank
-    direct: by `all_to_all_parts_pairwise`, for gloo; else as in `gather_parts`
-    """
+    """Sends `rows` (rows, ...), so many to each rank as in `sent`; returns those `received`. Collective."""
     if not direct:
-        return _wait_tensor(_FUNCTIONAL.all_to_all_single(rows.contiguous(), received, sent, group))
+        exchanged = _FUNCTIONAL.all_to_all_single(rows.contiguous(), received, sent, group)
+        return _FUNCTIONAL.wait_tensor(exchanged)
     result = rows.new_empty((sum(received), *rows.shape[1:]))
     all_to_all_parts_pairwise(rows.split(sent), result.split(received), group=group_of_name(group))
     return result
-
-
-def _wait_tensor(tensor: Any) -> Tensor:
-    return _FUNCTIONAL.wait_tensor(tensor)
 
 
 def _wait_for_works(works: Sequence[dist.Work | None]) -> None:

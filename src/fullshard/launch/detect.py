@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from fullshard.errors import SpecError
 from fullshard.spec.machine import catalog
 from fullshard.spec.machine.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
-from fullshard.system.process import count_usable_cores
+from fullshard.system.process import count_cores_of_rank, count_usable_cores
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
 # Runs in its own process: a CUDA context in the process that starts the ranks would take memory on one of
@@ -190,7 +190,7 @@ def detect_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> DetectedGpus
 def _cpu_hardware_per_rank(ranks_per_node: int) -> Hardware:
     """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
     table = catalog.read_machine_tables("rates")["cpu"]
-    cores = max(count_usable_cores() / ranks_per_node, 1 / ranks_per_node)
+    cores = count_cores_of_rank(ranks_per_node)
     bandwidth = table["collective_bytes_per_second"]
     rate = CollectiveRate(
         base_seconds=0.0, hop_seconds=table["collective_seconds"], bytes_per_second=bandwidth

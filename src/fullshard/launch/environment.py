@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 
 from fullshard.errors import LaunchError
-from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, count_usable_cores
+from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, count_cores_of_rank
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LEFTOVER = (*_TORCHRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
@@ -139,5 +139,5 @@ def set_default_allocator(environment: MutableMapping[str, str]) -> None:
 
 def set_default_omp_threads(environment: MutableMapping[str, str]) -> None:
     """Sets OMP_NUM_THREADS to the cores per rank of this machine, unless the user has set it."""
-    ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    environment.setdefault("OMP_NUM_THREADS", str(max(count_usable_cores() // ranks, 1)))
+    cores = count_cores_of_rank(int(environment.get("LOCAL_WORLD_SIZE", "1")), environment=environment)
+    environment.setdefault("OMP_NUM_THREADS", str(max(int(cores), 1)))

@@ -15,8 +15,9 @@ from fullshard.spec.plan import Dtype
 from fullshard.spec.records.measurement import MatmulPeak
 from fullshard.training.figures import StepTimer
 
-# Sizes n of the n × n matrices to try. Larger ones are not faster, and the CUDA cache would keep them.
-_EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
+# Sizes n of the n × n matrices to try.
+_EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+_MOST_WINDOWS, _AGREEMENT = 10, 0.05
 
 Timer = Callable[[Callable[[], object], int], float]
 """Function `timer(work, calls)`, which returns the seconds that `calls` calls of `work` take."""
@@ -44,6 +45,16 @@ def measure_calls_per_second(work: Callable[[], object], *, seconds: float, time
     return count / max(timer(work, count), 1e-9)
 
 
+def measure_steady_calls_per_second(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
+    """Returns the calls of `work` per second, once two windows in a row agree: idle GPUs have low clocks."""
+    rate = 0.0
+    for _ in range(_MOST_WINDOWS):
+        before, rate = rate, measure_calls_per_second(work, seconds=seconds, timer=timer)
+        if abs(rate - before) <= _AGREEMENT * before:
+            break
+    return rate
+
+
 def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
     """Returns the FLOP/s of the fastest of a few square matmuls (2 · n³ FLOP), measured in about `seconds`.
 
@@ -57,15 +68,18 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
     best, started = 0.0, time.perf_counter()
     edges = _EDGES.get(device.type, _EDGES["cpu"])
     window, timer = seconds / (3 * len(edges)), partial(total_seconds_of_calls, device=device)
+    measure, limit = measure_calls_per_second, seconds
+    if device.type == "cuda":
+        measure, limit = measure_steady_calls_per_second, seconds * _MOST_WINDOWS
     generator = torch.Generator(device).manual_seed(0)  # keeps the run's own random state unchanged
     for n in edges:
-        if best and time.perf_counter() - started > seconds:
+        if best and time.perf_counter() - started > limit:
             break  # slow in this dtype: the larger ones would take seconds
         a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
         for left, right in ((a.t(), b), (a, b.t()), (a, b)):
             multiply = partial(torch.mm, left, right, out=out)
-            best = max(best, 2 * n**3 * measure_calls_per_second(multiply, seconds=window, timer=timer))
+            best = max(best, 2 * n**3 * measure(multiply, seconds=window, timer=timer))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return _mean_over_ranks(best, device)

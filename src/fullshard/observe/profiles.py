@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fullshard.errors import SpecError
 from fullshard.parallel.mesh import RankInfo
-from fullshard.report.profiled_step import ATTEMPT, STEP_RANGE, parse_profile_json, profiled_step
+from fullshard.report.profiled_step import ATTEMPT, ON_GPU, STEP_RANGE, parse_profile_json, profiled_step
 from fullshard.spec.records.run_files import PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import LogSection
@@ -82,6 +82,7 @@ class StepProfiler:
             record_function(STEP_RANGE),
         ):
             profiler.add_metadata_json(ATTEMPT, str(self._attempt))
+            profiler.add_metadata_json(ON_GPU, str(int(self._device.type == "cuda")))
             yield
         self.last = None
         path = self._directory / PROFILES / f"step-{step:08}-rank-{self._rank:05}.json.gz"
@@ -92,7 +93,8 @@ class StepProfiler:
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popleft().unlink(missing_ok=True)
         except (OSError, SpecError) as error:
-            self._say(f"{path} cannot be written: {error}; the run continues without it")
+            act = "written" if isinstance(error, OSError) else "used"
+            self._say(f"{path} cannot be {act}: {error}; the run continues without it")
         # The events refer to each other, so they would stay for up to 50 steps, and hide a leak.
         del profiler
         gc.collect()

@@ -162,6 +162,12 @@ def _outliers(figures: Sequence[tuple[float, float, float]], *, step: float) -> 
             yield rank, excess
 
 
+def data_seconds_without_lead(own: OwnWorkSeconds) -> float:
+    """Returns the time for data in a step on a GPU, without that by which the host was ahead of it."""
+    lead = own.by_phase.get(RunPhase.BETWEEN_STEPS, 0.0)  # waits for the step before
+    return max(own.by_phase.get(RunPhase.DATA, 0.0) - lead, 0.0)
+
+
 class StragglerWatch:
     """Gathers the seconds and memory of each rank once per window, and judges them a step later. Collective.
 
@@ -169,7 +175,8 @@ class StragglerWatch:
     device: of the ranks
 
     On a GPU, the host's time in forward and backward says nothing, so the kernels of the last profiled step
-    count. The gathering runs beside the next step: no rank waits for it. All ranks judge alike.
+    count, and of the time for data `data_seconds_without_lead`. The gathering runs beside the next step: no
+    rank waits for it. All ranks judge alike.
     """
 
     def __init__(self, clock: OwnWorkClock, *, log: RunLog, device: torch.device) -> None:
@@ -202,7 +209,9 @@ class StragglerWatch:
         self._gathering = None
         if step % self.every == 0:
             own_memory = [(memory or {}).get(name, math.nan) for name in MEMORY_FIGURES]
-            figures = torch.tensor([*own_memory, *self._own_window().to_figures()], dtype=torch.float64)
+            figures = torch.tensor(
+                [*own_memory, *self._own_window().to_figures()], dtype=torch.float64, device="cpu"
+            )
             every = [torch.empty_like(figures) for _ in range(world_size())]
             self._gathering = (step, every, dist.all_gather(every, figures, async_op=True))
             self._has_new_save, self._profiled = False, {}
@@ -223,6 +232,8 @@ class StragglerWatch:
             cause: quartiles([sum(one.by_phase.get(phase, 0.0) for phase in phases) for one in owns])
             for cause, phases in causes.items()
         }
+        if not self._is_on_host:
+            figures[StragglerCause.DATA] = quartiles([data_seconds_without_lead(one) for one in owns])
         if self._profiled:
             figures |= {
                 cause: quartiles([sum(self._profiled.get(name, 0.0) for name in names)])

@@ -97,7 +97,9 @@ class CudaHostCopier:
     def copy_to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            hosts = [torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True) for flat in flats]
+            hosts = [
+                torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu") for flat in flats
+            ]
             for host, flat in zip(hosts, flats, strict=True):
                 host.copy_(flat, non_blocking=True)
             return list(hosts), self._stream.record_event()

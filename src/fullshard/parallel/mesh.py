@@ -143,8 +143,8 @@ def choose_gpu(environment: Mapping[str, str] = os.environ, *, visible: int, cur
             fix="torchrun, or LOCAL_RANK for each rank, or torch.cuda.set_device before this",
         )
     if (local_rank or 0) >= visible:
-        ranks = environment.get("LOCAL_WORLD_SIZE", f"{local_rank}")
-        raise too_few_gpus_error(int(ranks), gpus=visible, got=f"LOCAL_RANK = {local_rank}")
+        ranks = int(environment.get("LOCAL_WORLD_SIZE", (local_rank or 0) + 1))
+        raise too_few_gpus_error(ranks, gpus=visible, got=f"LOCAL_RANK = {local_rank}")
     return local_rank or 0
 
 
@@ -167,7 +167,8 @@ def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
     if clean:
         if kind == "cuda":
             torch.cuda.synchronize()
-        dist.barrier()  # a rank that tears down early aborts the others' last collectives
+        # A rank that tears down early aborts the others' last collectives. Over gloo, which a dead peer ends.
+        all_gather_object(None)
     if clean or kind == "cpu":
         dist.destroy_process_group()
         forget_groups()
@@ -175,14 +176,9 @@ def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Opens the default group. NCCL connects the ranks here, not in the first step, since it has a device.
-
-    Its later groups are then split from this one's communicator.
-    """
-    own = None if device.type == "cpu" else device
-    open_group = partial(
-        dist.init_process_group, "cpu:gloo,cuda:nccl" if own else "gloo", timeout=timeout, device_id=own
-    )
+    """Opens the default group. With `device_id`, NCCL connects the ranks now, not in the first step."""
+    backend, own = ("gloo", None) if device.type == "cpu" else ("cpu:gloo,cuda:nccl", device)
+    open_group = partial(dist.init_process_group, backend, timeout=timeout, device_id=own)
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise LaunchError(
             "the environment is that of a rank, but not whole.",
@@ -366,42 +362,27 @@ def _build_group_once(
 
     They have the timeout of `world`, the default group, where torch would take 30 minutes.
     """
-    timeout = find_default_timeout()
-    own: object
-    if len(ranks[0]) == 1:  # all make theirs at once, which takes many ranks less time than one after another
-        alone = [dist.get_rank()]
-        own = dist.new_group(alone, timeout=timeout, use_local_synchronization=True, group_desc=axis)
-    else:
-        _warn_if_nodes_alternate(axis, ranks)
-        own, _ = dist.new_subgroups_by_enumeration([*map(list, ranks)], timeout=timeout, group_desc=axis)
+    if ranks[0] == tuple(range(len(ranks[0]))) and not loopback.all_ranks_are_local():
+        places = find_group_across_nodes(ranks, hosts=all_gather_object(socket.gethostname()))
+        if places and dist.get_rank() == 0:
+            fix = "srun --distribution=block (mpirun --map-by slot) keeps the ranks of a node together"
+            logger.warning("the collectives of %s cross the network: %s; %s", axis, places, fix)
+    every, timeout = [*map(list, ranks)], find_default_timeout()
+    own, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, group_desc=axis)
     assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
     return own
 
 
-def _warn_if_nodes_alternate(axis: str, ranks: Sequence[Sequence[int]]) -> None:
-    """Logs a warning if groups of adjacent ranks are on several nodes, because the nodes' ranks alternate."""
-    if len(ranks) == 1 or ranks[0][-1] - ranks[0][0] >= len(ranks[0]) or loopback.all_ranks_are_local():
-        return
-    hosts = all_gather_object(socket.gethostname())
-    if (text := alternating_nodes_text(axis, ranks, hosts=hosts)) and dist.get_rank() == 0:
-        logger.warning("%s", text)
+def find_group_across_nodes(ranks: Sequence[Sequence[int]], *, hosts: Sequence[str]) -> str:
+    """Returns the places of a group of adjacent ranks that is on several nodes because their ranks alternate.
 
-
-def alternating_nodes_text(axis: str, ranks: Sequence[Sequence[int]], *, hosts: Sequence[str]) -> str:
-    """Returns a warning if the ranks of `hosts` alternate so that a group of `ranks` is on several of them.
-
-    Returns an empty text if the ranks of each host are adjacent, or a group is on several hosts for its size.
+    Returns an empty text if the ranks of each host are adjacent, or the groups are larger than nodes.
     """
-    changes = 1 + sum(one != other for one, other in pairwise(hosts))
-    across = next((group for group in ranks if len({hosts[rank] for rank in group}) > 1), None)
-    most = max(map(hosts.count, set(hosts)))
-    if changes == len(set(hosts)) or across is None or len(across) > most:
+    runs, most = 1 + sum(one != other for one, other in pairwise(hosts)), max(map(hosts.count, hosts))
+    across = next((group for group in ranks if len({hosts[rank] for rank in group}) > 1), ())
+    if runs == len(set(hosts)) or len(across) > most:
         return ""
-    places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in across[:3])
-    return (
-        f"adjacent ranks are on different nodes ({places}), so the collectives of {axis} cross the network; "
-        "srun --distribution=block, or mpirun --map-by slot, puts the ranks of a node next to each other"
-    )
+    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in across[:3])
 
 
 def forget_groups() -> None:

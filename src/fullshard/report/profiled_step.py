@@ -32,6 +32,8 @@ from fullshard.system.files import open_regular_file
 ATTEMPT = "fullshard_attempt"
 """Name of the attempt among the metadata of a profile."""
 
+ON_GPU = "fullshard_on_gpu"
+"""Name of the mark that a rank has a GPU, among the metadata of a profile."""
 ALL_REDUCE = "c10d::allreduce_"
 """Name of the operation of an all-reduce."""
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
@@ -93,6 +95,7 @@ class KernelTrace:
     device: empty for a profile on the CPU
     base_ns: moment 0 of the operations, in ns since the epoch
     host_name, attempt: host of the rank, and number of the run's attempt
+    is_on_gpu: whether the rank has a GPU
     """
 
     host: list[HostOperation]
@@ -100,6 +103,7 @@ class KernelTrace:
     base_ns: int = 0
     host_name: str = ""
     attempt: int = 1
+    is_on_gpu: bool = False
 
 
 def read_kernel_trace(path: Path) -> KernelTrace:
@@ -129,7 +133,8 @@ def parse_profile_json(data: bytes, *, name: str) -> KernelTrace:
     if not isinstance(events, list):
         raise SpecError(f"{name} is not a profile.", got="no traceEvents")
     found, host_name = parse_kernel_trace(cast(list[Any], events)), str(known.get("host_name", ""))
-    return replace(found, base_ns=base_ns, host_name=host_name, attempt=attempt)
+    on_gpu = bool(known.get(ON_GPU))
+    return replace(found, base_ns=base_ns, host_name=host_name, attempt=attempt, is_on_gpu=on_gpu)
 
 
 def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
@@ -210,10 +215,13 @@ class Work(NamedTuple):
 
 
 def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
-    """Returns the spans of a profiled step. Raises SpecError if the profile is not of a whole step."""
+    """Returns the spans of a profiled step. Raises SpecError without a whole step, or its work on the GPU."""
     whole = next((one for one in trace.host if one.is_range and one.name == STEP_RANGE), None)
     if whole is None:
         raise SpecError("the profile is not of a step.", got=f"no range {STEP_RANGE}")
+    if trace.is_on_gpu and not trace.device:
+        why = "CUPTI gave none, because another profiler uses it, or the container may not"
+        raise SpecError("the profile has no work of the GPU.", why=why)
     parts = _find_phases(trace.host, thread=whole.thread)
     if trace.device:
         end = max(whole.end, *(one.end for one in trace.device))

@@ -13,11 +13,9 @@ from fullshard.torch_private.groups import dump_flight_recorders
 class RecordedCollectives:
     """The collectives in a rank's flight recorder. Empty if this torch records none.
 
-    last: the one that began first of those that have not ended, or else the newest, for example
-        `gloo:all_reduce 17 of default_pg [10] Double`
-    unfinished: group -> its oldest collective on a device that has not ended there
-    started: those of these groups whose collective runs on the device already (torch knows this with
-        TORCH_NCCL_ENABLE_TIMING=1 alone); the device has not come to the others
+    last: the oldest unfinished one, or else the newest: `gloo:all_reduce 17 of default_pg [10] Double`
+    unfinished: group -> its oldest collective that has not ended on the device
+    started: groups whose such collective runs on the device; known with TORCH_NCCL_ENABLE_TIMING=1 alone
     records_device: whether collectives on a device are recorded, ended ones included
     """
 
@@ -39,8 +37,7 @@ def read_recorded_collectives() -> RecordedCollectives:
 def find_unfinished_collectives(entries: Iterable[Mapping[str, Any]]) -> RecordedCollectives:
     """Returns the collectives that have not ended, of `entries` as torch's flight recorder dumps them.
 
-    A host runs ahead of its device, and ranks by different lengths. So the newest collective tells nothing:
-    the device waits in the oldest that has not ended.
+    Hosts run ahead of their devices. A device waits in its oldest collective that has not ended.
     """
     ordered = sorted(entries, key=lambda entry: entry.get("time_created_ns", 0))
     pending = [one for one in ordered if not one.get("retired", True) and one.get("state") != "completed"]

@@ -13,7 +13,6 @@ When the timer expires, it prints the rank's stacks and ends the process.
 
 import faulthandler
 import json
-import linecache
 import os
 import sys
 import sysconfig
@@ -210,6 +209,8 @@ class _Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch_until_stop(self) -> None:
+        if self._gpu is not None:  # the flight recorder asks the device, which for a new thread is the first
+            torch.cuda.set_device(self._gpu)
         while not self._stopped.wait(self._tick):
             self._update_unmoved_seconds()
             self._postpone_forced_exit()
@@ -269,8 +270,6 @@ class _Watchdog:
         )
 
     def _make_report(self) -> diagnosis.RankReport:
-        if self._gpu is not None:  # the recorder asks the device, which for a new thread is the first
-            torch.cuda.set_device(self._gpu)
         threads = _other_thread_ids() if self._where.phase in _ON_OTHER_THREADS else [self._trainer]
         stacks = [[frame.f_code.co_filename for frame in _thread_frames(thread)] for thread in threads]
         clock, recorded = self._where.clock, read_recorded_collectives()
@@ -364,13 +363,10 @@ def waits_for_other_ranks(stacks: Iterable[Sequence[str]], recorded: RecordedCol
 
     stacks: for each thread that may wait, the files of its frames, innermost first
 
-    A rank with an unfinished collective on its device waits, wherever its host is. NCCL's calls return at
-    once: the host later waits for figures of a step, or in a launch, because the queue of launches is full.
-    The rank that the others wait for has no such collective: those that it has launched end, because the
-    others come to them. If its host waits for its device, then for its own work.
-
-    Without records of the device, and for gloo's collectives, which block the host, the innermost frame
-    decides.
+    A rank with an unfinished collective on its device waits, wherever its host is: NCCL's calls return at
+    once, and the host later waits for figures, or in a launch because the queue is full. The rank that the
+    others wait for has no such collective, because the others come to those that it has launched. If it waits
+    for its device, then for its own work. gloo's collectives block the host, so its innermost frame decides.
     """
     if recorded.unfinished:
         return True
@@ -409,13 +405,8 @@ def _other_thread_ids() -> list[int]:
 def _all_stacks_text() -> str:
     """Returns the stacks of all threads except fullshard's own, each with its innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines: list[str] = []
+    texts: list[str] = []
     for thread in _other_thread_ids():
-        if names.get(thread, "").startswith("fullshard "):
-            continue
-        lines.append(f"  thread {names.get(thread, thread)}")
-        for frame in reversed(_thread_frames(thread)):
-            code = frame.f_code
-            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            lines.append(f"    {code.co_filename}:{frame.f_lineno} in {code.co_name}: {line}")
-    return "\n".join(lines)
+        if not names.get(thread, "").startswith("fullshard ") and (frames := _thread_frames(thread)):
+            texts += [f"  thread {names.get(thread, thread)}\n", *traceback.format_stack(frames[0])]
+    return "".join(texts)

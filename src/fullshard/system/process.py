@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,26 @@ def read_stat_fields_after_comm(pid: int) -> list[str]:
 def count_usable_cores() -> int:
     """Returns the number of cores that this process may run on; all of the machine's if that is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_cores_of_rank(
+    ranks: int,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    list_cores: Callable[[int], set[int]] = lambda pid: os.sched_getaffinity(pid),
+) -> float:
+    """Returns this process's share of the cores that it may use, as one of `ranks` ranks of this machine.
+
+    A launcher that binds each rank to cores of its own (srun --cpus-per-task, mpirun) lets it run on fewer
+    than it may use itself, at most one rank's share. `list_cores`: those of a pid; 0 is this process.
+    """
+    try:
+        own, launcher = list_cores(0), list_cores(os.getppid())
+    except (AttributeError, OSError):  # the system does not say
+        return count_usable_cores() / ranks
+    every = int(environment.get("SLURM_CPUS_ON_NODE") or os.cpu_count() or 1)
+    is_bound = "RANK" in environment and own < launcher and len(own) * ranks <= every
+    return len(own) if is_bound else len(own) / ranks
 
 
 Receiver = Callable[[TrainError], object]

@@ -47,9 +47,8 @@ def count_issued_collectives(device: torch.device) -> int:
 def find_default_timeout() -> timedelta | None:
     """Returns how long a collective of the default group may take; None if its backends do not say."""
     group: Any = dist.group.WORLD
-    every = [group._get_backend(device) for device in group._device_types]
-    found = (getattr(getattr(one, "options", None), "_timeout", None) for one in every)
-    return next((timeout for timeout in found if timeout is not None), None)
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:

@@ -54,7 +54,8 @@ class HostCopy:
 
     def __init__(self, numbers: Tensor) -> None:
         self.is_ready = numbers.is_cpu
-        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        # Programs set another default device, whose memory cannot be pinned.
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda, device="cpu")
         self._copy.copy_(numbers, non_blocking=True)
         self._copied = torch.cuda.current_stream(numbers.device).record_event() if numbers.is_cuda else None
 
