@@ -1,5 +1,6 @@
 """Ranks, and the meshes they are laid out in."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +69,13 @@ def test_process_groups_do_not_grow_with_models(strategy: str, ranks: Any) -> No
 
 def timeouts_of_all_groups(directory: Path, *settings: str) -> list[tuple[str, float]]:
     """Builds the groups of a run; returns the timeouts of all groups of this process, by description."""
+    # As on four nodes: the names of their hosts are compared.
+    os.environ |= {
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "a",
+    }
     plan = plan_of(dist.get_world_size(), *settings)
     meshes = [build_mesh(plan), build_mesh(plan, is_sharded=False)]
     if plan.has_expert_mesh:
