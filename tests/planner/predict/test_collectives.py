@@ -81,10 +81,10 @@ def test_nodes_that_nothing_joins_are_refused():
         (1, "full_shard", 0, 0),
         (16, "full_shard", 1, 0),
         (16, "hybrid_shard sharding.shard_degree=8", 3, 0),  # that of all ranks, and one for each axis
-        (16, "full_shard sharding.tensor_parallel=4", 4, 0),  # matmuls have a group beside the mesh's axis
+        (16, "full_shard sharding.tensor_parallel=4", 3, 0),
         (16, "full_shard sharding.context_parallel=2", 2, 0),
-        (16, "full_shard sharding.expert_parallel=4", 4, 3),
-        (16, "full_shard sharding.expert_parallel=16", 3, 7),  # peers of one node
+        (16, "full_shard sharding.expert_parallel=4", 3, 3),
+        (16, "full_shard sharding.expert_parallel=16", 2, 7),  # peers of one node
     ],
 )
 def test_a_process_takes_memory_for_each_communicator_and_each_peer_of_all_to_alls(

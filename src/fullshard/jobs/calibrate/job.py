@@ -58,8 +58,13 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
     known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     at_start = meters.measure_bytes_outside_allocator(ranks.device)
     rates = _measure_rates(meter, known.rates, seconds_per_share=seconds_per_share)
+    is_gpu = meter.kind == "cuda"  # its kernels are loaded by now; a host's bytes include memory freed since
+    own_bytes = meters.max_over_ranks(
+        meters.measure_bytes_outside_allocator(ranks.device) if is_gpu else at_start
+    )
     updated: dict[str, object] = {
         "rates": rates,
+        "context_bytes": int(own_bytes),
         "host_bytes_per_second": meters.measure_round_trip_copy_rate(
             meter, seconds=_COPIES * seconds_per_share
         ),
@@ -76,9 +81,10 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
         updated["contention"] = measure_matmul_slowdown_by_all_gathers(
             mesh, meter, seconds=_COPIES * seconds_per_share
         )
-    # A device's include NCCL's buffers and the kernels loaded by now. A host's include memory freed since.
-    bytes_now = meters.measure_bytes_outside_allocator(ranks.device) if meter.kind == "cuda" else at_start
-    updated["context_bytes"] = int(meters.max_over_ranks(bytes_now))
+    if is_gpu:  # each measured link has a group, whose communicator has sent all-to-alls
+        grown = meters.max_over_ranks(meters.measure_bytes_outside_allocator(ranks.device)) - own_bytes
+        groups = sum(link in updated for link in ("within", "across"))
+        updated |= {"communicator_bytes": int(max(0, grown) / max(1, groups)), "peer_bytes": 0}
     if find_catalog_entry_of_chip(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)

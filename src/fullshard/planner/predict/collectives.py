@@ -221,18 +221,17 @@ def model_parallel_seconds(
 def device_context_bytes(plan: Plan, hardware: Hardware) -> int:
     """Returns the device memory that a rank's process takes outside the allocator.
 
-    Each process group of several ranks has a communicator: that of all ranks, with several axes one for each,
-    and one more for each axis that shares work. Only experts exchange rows by all-to-alls.
+    The group of all ranks has a communicator, and each axis with other groups has one. Only experts exchange
+    rows by all-to-alls.
     """
-    if plan.world_size == 1:
+    world = plan.world_size
+    if world == 1:
         return hardware.context_bytes
-    shared = (plan.tensor_parallel, plan.context_parallel, plan.expert_parallel)
-    axes = [plan.replicate_degree, plan.shard_degree, plan.tensor_parallel]
-    if axes[0] == axes[2] == 1:
-        axes = []  # a mesh of one axis uses the group of all ranks
+    data = [plan.replicate_degree, plan.shard_degree]
     if plan.expert_parallel > 1:
-        axes += *plan.expert_degrees(is_sharded=True), plan.expert_parallel
-    count = 1 + sum(ranks > 1 for ranks in (*shared, *axes))
+        data += plan.expert_degrees(is_sharded=True)
+    shared = (plan.tensor_parallel, plan.context_parallel, plan.expert_parallel)
+    count = 1 + sum(1 < ranks < world for ranks in data) + sum(ranks > 1 for ranks in shared)
     peers = min(plan.expert_parallel, hardware.ranks_per_node) - 1
     return hardware.context_bytes + count * hardware.communicator_bytes + peers * hardware.peer_bytes
 
