@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.offload.rounding import (
     AdamOptions,
     RoundingSeed,
+    UpdateFactors,
     adamw_with_stochastic_rounding,
+    factors_of_steps,
+    fixed_factors,
     philox_4x32,
     random_halfwords,
 )
@@ -20,6 +23,14 @@ from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 
 OPTIONS = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 CPU = torch.device("cpu")
+FACTORS = UpdateFactors.from_numbers(3, OPTIONS)
+
+
+def decided_factors(step: int, *, grad_scale: float, left_out: bool = False) -> UpdateFactors:
+    """Factors that the device decides on."""
+    scale, found_inf = torch.tensor(grad_scale), torch.tensor(float(left_out))
+    rows = factors_of_steps(torch.tensor([float(step)]), OPTIONS, grad_scale=scale, found_inf=found_inf)
+    return UpdateFactors(fixed_factors(OPTIONS), rows[0])
 
 
 @pytest.mark.parametrize(
@@ -42,15 +53,16 @@ def test_philox_has_the_known_answers_of_random123(counter, key, words):
 
 @pytest.mark.parametrize("cut", [1, 30, 63, 64])
 def test_a_piece_has_the_numbers_of_its_place_in_the_whole(cut):
-    whole = random_halfwords(RoundingSeed(7), 101, device=CPU)
+    whole = random_halfwords(RoundingSeed(7), 101, step=2, device=CPU)
     begin, rest = RoundingSeed(7), 101 - cut
     pieces = [
-        random_halfwords(begin, cut, device=CPU),
-        random_halfwords(begin._replace(begin=begin.begin + cut), rest, device=CPU),
+        random_halfwords(begin, cut, step=2, device=CPU),
+        random_halfwords(begin._replace(begin=begin.begin + cut), rest, step=2, device=CPU),
     ]
     for one, *parts in zip(whole, *pieces, strict=True):
         assert torch.equal(one, torch.cat(parts))
     assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(whole[0], random_halfwords(RoundingSeed(7), 101, step=3, device=CPU)[0])
 
 
 def state_and_gradient(count: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
@@ -66,11 +78,11 @@ def state_and_gradient(count: int, shape: tuple[int, ...]) -> tuple[torch.Tensor
 
 def test_an_update_in_pieces_is_the_whole_update():
     whole, pieces = state_and_gradient(150_001, (150_001,)), state_and_gradient(150_001, (150_001,))
-    adamw_with_stochastic_rounding(whole[:3], whole[3], step=3, options=OPTIONS, seed=RoundingSeed(11))
+    adamw_with_stochastic_rounding(whole[:3], whole[3], factors=FACTORS, seed=RoundingSeed(11))
     for begin, end in ((0, 64), (64, 777), (777, 150_001)):
         part = [tensor[begin:end] for tensor in pieces]
         seed = RoundingSeed(11, begin)
-        adamw_with_stochastic_rounding(part[:3], part[3], step=3, options=OPTIONS, seed=seed)
+        adamw_with_stochastic_rounding(part[:3], part[3], factors=FACTORS, seed=seed)
     for one, other in zip(whole, pieces, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
@@ -92,11 +104,9 @@ def test_strided_tensors_are_updated_in_chunks_with_the_bits_of_contiguous_ones(
     shape = (400, 500)
     plain, strided = state_and_gradient(200_000, shape), state_and_gradient(200_000, shape)
     strided = [one.t().contiguous().t() for one in strided]
-    adamw_with_stochastic_rounding(plain[:3], plain[3], step=3, options=OPTIONS, seed=RoundingSeed(11))
+    adamw_with_stochastic_rounding(plain[:3], plain[3], factors=FACTORS, seed=RoundingSeed(11))
     with LargestResult() as largest:
-        adamw_with_stochastic_rounding(
-            strided[:3], strided[3], step=3, options=OPTIONS, seed=RoundingSeed(11)
-        )
+        adamw_with_stochastic_rounding(strided[:3], strided[3], factors=FACTORS, seed=RoundingSeed(11))
     assert largest.elements <= 2 * ROUNDING_CHUNK_ELEMENTS, "pairs of random numbers are twice as many"
     for one, other in zip(plain, strided, strict=True):
         assert torch.equal(one.view(torch.int16), other.contiguous().view(torch.int16))
@@ -113,17 +123,38 @@ def test_the_triton_kernel_has_the_cpus_results_bit_for_bit():
 
 def compare() -> None:
     """Updates in both ways: an odd number of elements, in several programs, from within a shard."""
-    from fullshard.offload.rounding import adamw_update_factors
     from fullshard.offload.rounding_kernel import launch_update
 
-    for count, key, begin, master in ((2501, 2**62 + 12345, 64, torch.bfloat16), (3, 5, 0, torch.float32)):
+    by_host, by_device = (
+        UpdateFactors.from_numbers(7, OPTIONS, grad_scale=1.7),
+        decided_factors(7, grad_scale=3.0),
+    )
+    for count, key, begin, master, factors in (
+        (2501, 2**62 + 12345, 64, torch.bfloat16, by_host),
+        (2501, 2**62 + 12345, 64, torch.bfloat16, by_device),
+        (2501, 5, 0, torch.bfloat16, decided_factors(7, grad_scale=1.0, left_out=True)),
+        (3, 5, 0, torch.float32, by_device),
+    ):
         ours, kernel = ([*state_and_gradient(count, (count,))] for _ in range(2))
         ours[0], kernel[0] = ours[0].to(master), kernel[0].to(master)
         seed = RoundingSeed(key, begin)
-        adamw_with_stochastic_rounding(ours[:3], ours[3], step=7, options=OPTIONS, seed=seed)
-        launch_update(
-            kernel[:3], kernel[3], scalars=adamw_update_factors(7, OPTIONS), key=seed.key, begin=seed.begin
-        )
+        adamw_with_stochastic_rounding(ours[:3], ours[3], factors=factors, seed=seed)
+        launch_update(kernel[:3], kernel[3], **factors._asdict(), **seed._asdict())
         for name, one, other in zip(("value", "m", "v"), ours, kernel, strict=False):
             assert one.isnan().equal(other.isnan()), name
             assert torch.equal(one[~one.isnan()], other[~one.isnan()]), name
+
+
+@pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
+def test_factors_of_the_device_give_the_bits_of_the_same_numbers_or_leave_the_update_out(master):
+    start = state_and_gradient(301, (301,))
+    for left_out in (False, True):
+        ours, theirs = ([one.clone() for one in start] for _ in range(2))
+        ours[0], theirs[0] = ours[0].to(master), theirs[0].to(master)
+        factors = decided_factors(7, grad_scale=1.7, left_out=left_out)
+        adamw_with_stochastic_rounding(ours[:3], ours[3], factors=factors, seed=RoundingSeed(11))
+        if not left_out:
+            numbers = UpdateFactors.from_numbers(7, OPTIONS, grad_scale=1.7)
+            adamw_with_stochastic_rounding(theirs[:3], theirs[3], factors=numbers, seed=RoundingSeed(11))
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

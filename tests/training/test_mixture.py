@@ -1,6 +1,7 @@
 """The mixture form of the reference decoder: its numbers, its balance, and what is known about it."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from fullshard.models.build import build_model, decoder_flops_per_token
 from fullshard.models.decoder import DecoderModel, Mixture
-from fullshard.models.experts import matmul_groups, matmul_groups_in_turn
+from fullshard.models.experts import clear_empty_groups, matmul_groups, matmul_groups_in_turn
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
 from fullshard.planner.describe.describe import describe
@@ -21,6 +22,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import balance_experts
+from tests.parallel.operations import CountOperations
 from tests.training.same_numbers import VOCABULARY, Rows, build, make_run
 
 
@@ -88,6 +90,31 @@ def test_a_mixture_is_the_weighted_sum_of_the_best_experts_of_each_token() -> No
     layer = mixture(experts=5, experts_per_token=3, shared_experts=2)
     x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(layer(x)[0], one_by_one(layer, x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_experts_are_gathered_and_never_added_row_by_row(compiled: bool) -> None:
+    layer = mixture(experts=5, experts_per_token=3)
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    variables = [x, *layer.parameters()]
+    expected = torch.autograd.grad(one_by_one(layer, x).square().sum(), variables)
+    forward, counting = layer, CountOperations()
+    if compiled:
+        forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with nullcontext() if compiled else counting:  # the compiler takes no other mode
+        found = torch.autograd.grad(forward(x)[0].square().sum(), variables)
+    torch.testing.assert_close(found, expected)
+    assert compiled or counting.total("gather_rows") == 4
+    assert counting.total("index_put") == 0
+
+
+def test_groups_without_a_row_have_gradients_of_zero_whatever_a_kernel_leaves_there() -> None:
+    product = torch.randn(4, 2, 3)
+    product[0], product[2] = torch.nan, torch.inf
+    ends = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    found = clear_empty_groups(product.clone(), ends)
+    assert torch.equal(found[[1, 3]], product[[1, 3]])
+    assert not found[[0, 2]].any()
 
 
 # With torch's kernel, in turn, and padded.

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fullshard.errors import TrainError
 from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
 from fullshard.survival.spikes import WINDOW, RecentSteps
+from fullshard.training.gradients import host_waits_before_each_update
 from fullshard.training.loop import train
 from fullshard.training.resume import set_next_row_and_describe_changes
 from tests.fakes.data import Rows
@@ -89,6 +91,7 @@ DEFAULTS = [
     (2, ()),
     (2, ("sharding.strategy=no_shard", "fault_tolerance.on_spike=skip")),
     (4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2", "train.microbatch=1")),
+    (2, ("precision.mode=bf16_pure",)),
 ]
 
 
@@ -123,6 +126,19 @@ def test_the_strict_order_waits_once_for_each_decision(more: tuple[str, ...], ra
         assert [len(step) for step in waits] == [1] * 6, waits
 
 
+def adamw(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([nn.Parameter(torch.zeros(2))], fused=True, **options)
+
+
+def test_a_scheduler_of_torch_keeps_the_order_and_a_replaced_step_does_not() -> None:
+    plan = Plan.from_run(run_of(), world_size=1)
+    scheduled, replaced = adamw(), adamw()
+    torch.optim.lr_scheduler.StepLR(scheduled, 3)
+    assert "step" in vars(scheduled), "torch counts steps by a wrapper"
+    replaced.step = wraps(type(replaced).step)(partial(type(replaced).step, replaced))
+    assert [host_waits_before_each_update(one, plan) for one in (scheduled, replaced)] == [False, True]
+
+
 # The same numbers #
 class OneSpike(Pairs):
     """Batch 5 has targets far off, and those of batch 3 are not finite."""
@@ -151,6 +167,7 @@ def numbers(device: str, more: tuple[str, ...]) -> tuple[list[Any], dict[str, Te
         (2, ()),
         (3, ("sharding.strategy=no_shard", "optimizer.options={amsgrad=true}")),
         (2, ("precision.mode=bf16", "optimizer.name=torch.optim.Adam", "sharding.strategy=zero1")),
+        (2, ("precision.mode=bf16_pure",)),
     ],
 )
 def test_both_orders_train_the_same_bit_for_bit(n: int, more: tuple[str, ...], ranks: Any) -> None:

@@ -23,6 +23,7 @@ from fullshard.training.state import TrainState
 from tests.fakes.architectures import whole
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.models import VOCABULARY
+from tests.parallel.operations import CountOperations
 from tests.survival.test_replicas import flip
 from tests.training.same_numbers import assert_same_numbers, build, make_run, train_sharded
 
@@ -270,8 +271,8 @@ def test_tokens_count_once_and_any_loss_may_read_the_logits(ranks: Any) -> None:
         assert tokens == expected
 
 
-def gradients_of_skewed_routing(expert: int) -> dict[str, Tensor]:
-    """Gradients of one batch, by name, if all tokens go to the first two of four experts."""
+def gradients_of_skewed_routing(expert: int) -> tuple[dict[str, Tensor], int]:
+    """Gradients of one batch, by name, and grouped matmuls, if all tokens go to two of four experts."""
     state, _ = state_of(Axes(expert=expert))
     with torch.no_grad():
         for router in (one for one in state.model.modules() if isinstance(one, Router)):
@@ -280,15 +281,36 @@ def gradients_of_skewed_routing(expert: int) -> dict[str, Tensor]:
             router.register_buffer("tokens", torch.zeros(4))
     batch = global_batch(0, sequences=4, length=LENGTH, vocabulary=VOCABULARY)
     own = {name: rows.chunk(dist.get_world_size())[dist.get_rank()] for name, rows in batch.items()}
-    next_token_loss(state.model, own)[0].backward()
-    return {name: whole(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
+    with CountOperations() as counting:
+        next_token_loss(state.model, own)[0].backward()
+    gradients = {name: whole(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
+    return gradients, sum(count for name, count in counting.counts.items() if "_grouped_mm" in name)
 
 
-def test_a_rank_that_gets_no_token_takes_part(ranks: Any) -> None:
-    expected = ranks(2).run(gradients_of_skewed_routing, 1)[0]
-    for found in ranks(2).run(gradients_of_skewed_routing, 2):
+def test_a_rank_that_gets_no_token_takes_part_and_runs_no_kernel_of_experts(ranks: Any) -> None:
+    expected, _ = ranks(2).run(gradients_of_skewed_routing, 1)[0]
+    for rank, (found, matmuls) in enumerate(ranks(2).run(gradients_of_skewed_routing, 2)):
+        assert (matmuls > 0) == (rank == 0)
         assert not found["blocks.0.feed_forward.experts.up"][2:].any()
         torch.testing.assert_close(found, expected)
+
+
+def count_collectives_and_choices(axes: Axes, recompute: str) -> dict[str, int]:
+    """How often each operation that only some ranks can repeat runs in a forward and backward."""
+    state, plan = state_of(axes, f"recompute.mode={recompute}")
+    with CountOperations() as counting:
+        next(iter(train(state, plan)))
+    names = ("reduce_sequence", "exchange_counts", "exchange_rows", "reduce_over_ranks", "topk")
+    return {name: counting.total(name) for name in names}
+
+
+def test_selective_recompute_repeats_no_reduction_no_exchange_and_no_choice_of_experts(ranks: Any) -> None:
+    axes = Axes(tensor=2, expert=2)
+    plain, selective = (
+        ranks(2).run(count_collectives_and_choices, axes, m)[0] for m in ("none", "selective")
+    )
+    assert all(plain.values())
+    assert selective == plain
 
 
 def refused(axes: Axes, model: str, more: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from fullshard.training.low_bit_adamw import StochasticAdamW
 
 def rounded(exact: Tensor, *, seed: int = 0) -> Tensor:
     out = torch.empty(exact.shape, dtype=torch.bfloat16)
-    halfwords = random_halfwords(RoundingSeed(seed), exact.numel(), device=exact.device)[0]
+    halfwords = random_halfwords(RoundingSeed(seed), exact.numel(), step=1, device=exact.device)[0]
     round_stochastically(exact.clone(), out=out, halfwords=halfwords)
     return out
 

@@ -22,7 +22,7 @@ from fullshard.torch_private.fake_tensors import FakeTensor
 from fullshard.torch_private.tensors import find_grouped_matmul
 
 _ALIGNED_BYTES = 16
-_LEAST_CAPABILITY = (8, 0)  # of GPUs with grouped matmuls
+_HOPPER, _BLACKWELL = 9, 10  # major capabilities of NVIDIA's GPUs with one kernel for grouped matmuls in bf16
 
 
 class Routing(NamedTuple):
@@ -133,13 +133,33 @@ class Experts(nn.Module):
         hidden_states: (tokens, d_model)
         top_k_index, top_k_weights: (tokens, experts per token)
         """
-        order = top_k_index.flatten().argsort(stable=True)
+        order = sort_choices_by_expert(top_k_index)
         ends = count_rows_per_expert(top_k_index, self.num_experts).cumsum(0).to(torch.int32)
-        rows = hidden_states[order // top_k_index.shape[1]]  # sorted by expert
+        rows = repeat_rows_per_choice(hidden_states, order, choices=top_k_index.shape[1])
+        if rows.is_cuda and not _has_grouped_matmul_kernel(rows, self.gate):
+            ends = ends.cpu()  # waits for the device once per layer, not in each of nine matmuls
         inner = F.silu(matmul_groups(rows, self.gate, ends=ends)) * matmul_groups(rows, self.up, ends=ends)
         return sum_weighted_rows_per_token(
             matmul_groups(inner, self.down, ends=ends), order, weights=top_k_weights
         )
+
+
+class ChoiceOrder(NamedTuple):
+    """The choices of all tokens, sorted by expert. Both are (tokens · choices,), and inverses of each other.
+
+    choices: the choice of each row
+    rows: the row of each choice
+    """
+
+    choices: Tensor
+    rows: Tensor
+
+
+def sort_choices_by_expert(index: Tensor) -> ChoiceOrder:
+    """Returns the order of the rows of all choices. `index`: (tokens, choices), the experts."""
+    choices = index.flatten().argsort(stable=True)
+    numbers = torch.arange(len(choices), device=choices.device)
+    return ChoiceOrder(choices, torch.empty_like(choices).scatter_(0, choices, numbers))
 
 
 def count_rows_per_expert(index: Tensor, experts: int) -> Tensor:
@@ -148,15 +168,51 @@ def count_rows_per_expert(index: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
 
 
-def sum_weighted_rows_per_token(rows: Tensor, order: Tensor, *, weights: Tensor) -> Tensor:
-    """Returns the weighted sums of rows that were sorted by `order`, (tokens, channels).
+def repeat_rows_per_choice(hidden: Tensor, order: ChoiceOrder, *, choices: int) -> Tensor:
+    """Returns the row of `hidden` (tokens, channels) for each choice, sorted by expert."""
+    return _gather_rows(hidden, order.choices, order.rows, choices)
 
-    rows: (tokens · choices, channels), row i for choice order[i]
+
+def sum_weighted_rows_per_token(rows: Tensor, order: ChoiceOrder, *, weights: Tensor) -> Tensor:
+    """Returns the weighted sums of the rows of each token, (tokens, channels).
+
+    rows: (tokens · choices, channels), sorted by expert
     weights: (tokens, choices)
     """
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    each = rows[place].view(*weights.shape, rows.shape[-1])
+    each = _gather_rows(rows, order.rows, order.choices, 1).view(*weights.shape, rows.shape[-1])
     return (each * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
+
+
+@torch.library.custom_op("fullshard::gather_rows", mutates_args=())
+def _gather_rows(  # signature: torch's
+    rows: Tensor, order: Tensor, inverse: Tensor, times: int
+) -> Tensor:
+    """Returns rows[order // times]. `order` is a permutation of all row numbers, and `inverse` its inverse.
+
+    The gradient is gathered too. torch's own gradient of an index would sort the index, and add row by row.
+    """
+    return rows.index_select(0, order if times == 1 else order // times)
+
+
+@_gather_rows.register_fake
+def _fake_gather_rows(  # signature: torch's
+    rows: Tensor, order: Tensor, inverse: Tensor, times: int
+) -> Tensor:
+    return rows.new_empty(len(order), rows.shape[-1])
+
+
+def _save_inverse(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # signature: torch's
+    _, order, inverse, ctx.times = inputs
+    ctx.save_for_backward(order, inverse)
+
+
+@partial(_gather_rows.register_autograd, setup_context=_save_inverse)
+def _gather_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
+    order, inverse = ctx.saved_tensors
+    each = _gather_rows(gradient, inverse, order, 1)
+    if ctx.times > 1:
+        each = each.view(len(each) // ctx.times, ctx.times, each.shape[-1]).sum(1)
+    return each, None, None, None
 
 
 def matmul_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
@@ -165,14 +221,31 @@ def matmul_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     matrices: (groups, in, out)
     ends: int32 (groups,), where each group of rows ends
     """
-    if _has_grouped_matmul_kernel(rows, matrices):
+    is_complete = not _leaves_empty_groups(rows)
+    if is_complete and _has_grouped_matmul_kernel(rows, matrices):
         return find_grouped_matmul()(rows, matrices, offs=ends)
     return matmul_groups_in_turn(rows, matrices, ends)
+
+
+def _leaves_empty_groups(rows: Tensor) -> bool:
+    """Returns whether the kernel leaves gradients of matrices without a row as it finds the memory.
+
+    On Blackwell of data centres it does (pytorch/pytorch#172439).
+    """
+    return rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == _BLACKWELL
+
+
+def clear_empty_groups(product: Tensor, ends: Tensor) -> Tensor:
+    """Zeroes the matrices of groups without a row in place. `product`: (groups, in, out)."""
+    is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return product.masked_fill_(is_empty.view(-1, 1, 1), 0.0)
 
 
 def _has_grouped_matmul_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Returns whether torch has one kernel for these groups: not in fp64, nor for rows that are unaligned.
 
+    On GPUs other than Hopper's and Blackwell's of data centres, and in other dtypes than bf16, torch's
+    function multiplies in turn, and each call waits for the device. On the CPU it waits for nothing.
     Without values, for the compiler and on fake tensors, torch knows it in bf16 alone.
     """
     has_values = not (torch.compiler.is_compiling() or isinstance(rows, FakeTensor))
@@ -185,18 +258,23 @@ def _has_grouped_matmul_kernel(rows: Tensor, matrices: Tensor) -> bool:
         or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32)
     ):
         return False
-    is_cuda = rows.device.type == "cuda"
-    return not is_cuda or torch.cuda.get_device_capability(rows.device) >= _LEAST_CAPABILITY
+    if not rows.is_cuda:
+        return True
+    major = torch.cuda.get_device_capability(rows.device)[0]
+    return rows.dtype == torch.bfloat16 and major in (_HOPPER, _BLACKWELL)
 
 
 # Named as torch's, whose meaning it has, so that traces count it alike.
 @torch.library.custom_op("fullshard::_grouped_mm", mutates_args=())
 def matmul_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  # signature: torch's
-    """Multiplies one group at a time, where torch has no kernel for all.
+    """Multiplies one group at a time, where torch has no kernel for all, or an incomplete one.
 
     left (rows, in) and mat2 (groups, in, out) give (rows, out); left (in, rows) and mat2 (rows, out) give
     (groups, in, out), the gradient of the matrices.
     """
+    if _leaves_empty_groups(left) and _has_grouped_matmul_kernel(left, mat2):
+        product = find_grouped_matmul()(left, mat2, offs=offs)
+        return product if mat2.ndim == 3 else clear_empty_groups(product, offs)
     ends = [0, *offs.tolist()]
     spans = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
     if mat2.ndim == 2:

@@ -30,7 +30,7 @@ from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import MasterAndMoments, allocate_host_memory, master_and_moment_dtypes
 from fullshard.spec.groups import OffloadGroup, ShardSegment, copy_chunk_elements
 from fullshard.torch_private.fsdp import shard_shape
-from fullshard.torch_private.tensors import foreach_multiply, fused_adamw
+from fullshard.torch_private.tensors import fused_adamw
 
 _BUFFERS = 2
 
@@ -304,8 +304,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             state["step"] += 1
             rate, (beta1, beta2) = float(group["lr"]), group["betas"]
             options = rounding.AdamOptions(rate, beta1, beta2, group["eps"], group["weight_decay"])
-            step, shard = int(state["step"].item()), rounding.shard_index(parameter)
-            seed = rounding.rounding_key(self.seed, step=step, parameter=place, shard=shard)
+            seed = rounding.rounding_key(self.seed, parameter=place, shard=rounding.shard_index(parameter))
             job = _ParameterUpdateInputs(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
@@ -399,10 +398,9 @@ def _update_with_stochastic_rounding(
     job: _ParameterUpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int, factor: float
 ) -> None:
     """Updates elements `begin` and following of a shard of which something is kept in bf16."""
-    if factor != 1.0:  # not `mul_`, which rounds the factor to bf16
-        foreach_multiply([gradient], factor)
     step, seed = int(job.step.item()), rounding.RoundingSeed(job.seed, begin)
-    rounding.adamw_with_stochastic_rounding(state, gradient, step=step, options=job.options, seed=seed)
+    factors = rounding.UpdateFactors.from_numbers(step, job.options, grad_scale=1 / factor)
+    rounding.adamw_with_stochastic_rounding(state, gradient, factors=factors, seed=seed)
 
 
 def _step_count_on_device(job: _ParameterUpdateInputs, device: torch.device) -> Tensor:

@@ -22,9 +22,9 @@ _MASK = 0xFFFFFFFF
 
 
 class RoundingSeed(NamedTuple):
-    """Selects the random numbers of a shard's update.
+    """Selects, with the step, the random numbers of a shard's update.
 
-    key: 0 to 2^63 - 1, different for each parameter, shard and step
+    key: 0 to 2^63 - 1, different for each parameter and shard
     begin: index of the first element within the shard
     """
 
@@ -32,22 +32,22 @@ class RoundingSeed(NamedTuple):
     begin: int = 0
 
 
-def rounding_key(seed: int, *, step: int, parameter: int, shard: int) -> int:
-    """Returns the key of one update of one parameter's shard; `parameter` is its number in the optimizer."""
-    return hash((seed, step, parameter, shard)) & (2**63 - 1)
+def rounding_key(seed: int, *, parameter: int, shard: int) -> int:
+    """Returns the key of the updates of one parameter's shard; `parameter` is its number in the optimizer."""
+    return hash((seed, parameter, shard)) & (2**63 - 1)
 
 
 def random_halfwords(
-    seed: RoundingSeed, count: int, *, device: torch.device
+    seed: RoundingSeed, count: int, *, step: int | Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns three tensors of `count` int32 random numbers from 0 to 2^16 - 1.
 
     Pair p of elements, 2 p and 2 p + 1, takes the low and the high half of the first three words of
-    Philox(counter p, key).
+    Philox(counter (p, 0, step, 0), key).
     """
     end = seed.begin + count
     pairs = torch.arange(seed.begin // 2, (end + 1) // 2, device=device)
-    words = philox_4x32((pairs & _MASK, 0, 0, 0), seed.key)[:3]
+    words = philox_4x32((pairs & _MASK, 0, step, 0), seed.key)[:3]
     own = slice(seed.begin % 2, seed.begin % 2 + count)
     one, two, three = (torch.stack((word & 0xFFFF, word >> 16), 1).flatten()[own].int() for word in words)
     return one, two, three
@@ -86,22 +86,60 @@ class AdamOptions(NamedTuple):
     weight_decay: float
 
 
+class UpdateFactors(NamedTuple):
+    """Factors of one update of AdamW.
+
+    fixed: (keep, β₁, 1 - β₁, β₂, 1 - β₂, ε)
+    of_step: (step, 1 - β₂^step, rate, gradient scale, whether the update is left out), step from 1: as
+        numbers, or as fp32 (5,) on a device that decides
+
+    m = β₁ m + (1 - β₁) g / scale
+    v = β₂ v + (1 - β₂) (g / scale)²
+    value = keep · value - rate · m / (sqrt(v / (1 - β₂^step)) + ε)
+    """
+
+    fixed: tuple[float, ...]
+    of_step: tuple[float, ...] | Tensor
+
+    @classmethod
+    def from_numbers(cls, step: int, options: AdamOptions, *, grad_scale: float = 1.0) -> "UpdateFactors":
+        """Returns the factors of an update that the host has decided on."""
+        lr, beta1, beta2, *_ = options
+        of_step = (float(step), 1 - beta2**step, lr / (1 - beta1**step), grad_scale, 0.0)
+        return cls(fixed_factors(options), of_step)
+
+
+def fixed_factors(options: AdamOptions) -> tuple[float, ...]:
+    """Returns the factors that do not depend on the step: see `UpdateFactors`."""
+    lr, beta1, beta2, eps, decay = options
+    return 1 - lr * decay, beta1, 1 - beta1, beta2, 1 - beta2, eps
+
+
+def factors_of_steps(
+    steps: Tensor, options: AdamOptions, *, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> Tensor:
+    """Returns `UpdateFactors.of_step` of parameters whose step counts are `steps`, (parameters, 5).
+
+    grad_scale, found_inf: () in fp32, as torch's fused optimizers take them
+    """
+    lr, beta1, beta2, *_ = options
+    wide = steps.double()
+    scale = torch.ones_like(steps) if grad_scale is None else grad_scale.expand_as(steps)
+    left_out = torch.zeros_like(steps) if found_inf is None else found_inf.expand_as(steps)
+    columns = (wide, 1 - torch.pow(beta2, wide), lr / (1 - torch.pow(beta1, wide)), scale, left_out)
+    return torch.stack([column.float() for column in columns], dim=1)
+
+
 def adamw_with_stochastic_rounding(
-    state: tuple[Tensor, Tensor, Tensor],
-    gradient: Tensor,
-    *,
-    step: int,
-    options: AdamOptions,
-    seed: RoundingSeed,
+    state: tuple[Tensor, Tensor, Tensor], gradient: Tensor, *, factors: UpdateFactors, seed: RoundingSeed
 ) -> None:
     """Updates `state`, (value, first moment, second moment), in place with AdamW.
 
     The update is computed in fp32, and rounded stochastically where `state` is bf16. On a GPU it is one
-    kernel (`rounding_kernel`), with the same result. `step` counts from 1.
+    kernel (`rounding_kernel`), with the same result.
     """
     if not gradient.numel():
         return
-    scalars = adamw_update_factors(step, options)
     tensors = (*state, gradient)
     if (
         gradient.is_cuda
@@ -111,7 +149,8 @@ def adamw_with_stochastic_rounding(
     ):
         from fullshard.offload.rounding_kernel import launch_update
 
-        launch_update(state, gradient, scalars=scalars, key=seed.key, begin=seed.begin)
+        fixed, of_step = factors
+        launch_update(state, gradient, fixed=fixed, of_step=of_step, key=seed.key, begin=seed.begin)
         return
     if gradient.ndim == 0 or all(one.is_contiguous() for one in tensors):
         tensors = tuple(one.view(-1) for one in tensors)
@@ -121,35 +160,32 @@ def adamw_with_stochastic_rounding(
     for at in range(0, len(tensors[0]), chunk):
         value, first, second, g = (one[at : at + chunk] for one in tensors)
         own = seed._replace(begin=seed.begin + at * row)
-        _update_chunk((value, first, second), g, scalars=scalars, seed=own)
-
-
-def adamw_update_factors(step: int, options: AdamOptions) -> tuple[float, ...]:
-    """Returns (keep, β₁, 1 - β₁, β₂, 1 - β₂, 1 - β₂^step, ε, rate), the factors of one update.
-
-    m = β₁ m + (1 - β₁) g
-    v = β₂ v + (1 - β₂) g²
-    value = keep · value - rate · m / (sqrt(v / (1 - β₂^step)) + ε)
-    """
-    lr, beta1, beta2, eps, decay = options
-    correction = 1 - beta2**step
-    return 1 - lr * decay, beta1, 1 - beta1, beta2, 1 - beta2, correction, eps, lr / (1 - beta1**step)
+        _update_chunk((value, first, second), g, factors=factors, seed=own)
 
 
 def _update_chunk(
-    state: tuple[Tensor, Tensor, Tensor], gradient: Tensor, *, scalars: tuple[float, ...], seed: RoundingSeed
+    state: tuple[Tensor, Tensor, Tensor], gradient: Tensor, *, factors: UpdateFactors, seed: RoundingSeed
 ) -> None:
-    keep, beta1, rest1, beta2, rest2, correction, eps, rate = scalars
+    keep, beta1, rest1, beta2, rest2, eps = factors.fixed
+    step, correction, rate, scale, left_out = factors.of_step
     value, first, second = state
     g = gradient.float()
+    g = g if isinstance(scale, float) and scale == 1.0 else _divide(g, scale)
     m = first.float().mul(beta1).add_(g.mul(rest1))
     v = second.float().mul(beta2).add_(g.mul(g).mul_(rest2))
-    # A tensor, because torch multiplies by the inverse of a scalar divisor.
-    denominator = v.div(torch.full_like(v, correction)).sqrt_().add_(eps)
+    denominator = _divide(v, correction).sqrt_().add_(eps)
     new = value.float().mul(keep).sub_(m.div(denominator).mul_(rate))
-    numbers = random_halfwords(seed, gradient.numel(), device=gradient.device)
+    count = step.long() if isinstance(step, Tensor) else int(step)
+    numbers = random_halfwords(seed, gradient.numel(), step=count, device=gradient.device)
     for target, exact, number in zip(state, (new, m, v), numbers, strict=True):
+        if isinstance(left_out, Tensor):  # a value that is kept is rounded to itself
+            exact = torch.where(left_out > 0, target.float(), exact)  # noqa: PLW2901
         round_stochastically(exact, out=target, halfwords=number.view(exact.shape))
+
+
+def _divide(x: Tensor, by: float | Tensor) -> Tensor:
+    """Divides by a tensor of the size of x, since torch multiplies by the inverse of a scalar divisor."""
+    return x.div(by.expand_as(x) if isinstance(by, Tensor) else torch.full_like(x, by))
 
 
 def round_stochastically(exact: Tensor, *, out: Tensor, halfwords: Tensor) -> None:

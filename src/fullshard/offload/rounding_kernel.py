@@ -34,15 +34,22 @@ def _store(pointers, exact, word, inside):  # signature: Triton's, by position
 
 @triton.jit
 def _update(  # signature: the arguments of a launch  # noqa: PLR0913, PLR0917
-    value, first, second, gradient, count, key, begin, keep, beta1, rest1, beta2, rest2, bias2, eps, rate,
-    PAIRS: tl.constexpr,
+    value, first, second, gradient, count, key, begin, keep, beta1, rest1, beta2, rest2, eps,
+    of_step, step, bias2, rate, scale, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Updates elements 2 · PAIRS · program and following."""
+    """Updates elements 2 · PAIRS · program and following. `of_step`: points to the next four, or None."""
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     at = tl.program_id(0).to(tl.int64) * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
     inside = at < count
-    one, two, three, _ = tl.randint4x(key, (begin + pairs).to(tl.int32))
+    if of_step is not None:
+        step, bias2, rate = tl.load(of_step), tl.load(of_step + 1), tl.load(of_step + 2)
+        scale = tl.load(of_step + 3)
+        inside = inside & (tl.load(of_step + 4 + at * 0) == 0)
+    counter, zero = (begin + pairs).to(tl.int32), tl.zeros((PAIRS,), tl.int32)
+    update = (step + tl.zeros((PAIRS,), tl.float32)).to(tl.int32)
+    one, two, three, _ = tl.philox(key, counter, zero, update, zero)
     g = tl.load(gradient + at, mask=inside).to(tl.float32)
+    g = tl.div_rn(g, scale + tl.zeros_like(g))
     m = tl.load(first + at, mask=inside).to(tl.float32) * beta1 + g * rest1
     v = tl.load(second + at, mask=inside).to(tl.float32) * beta2 + (g * g) * rest2
     denominator = tl.sqrt_rn(tl.div_rn(v, bias2 + tl.zeros_like(v))) + eps
@@ -56,16 +63,20 @@ def launch_update(
     state: tuple[Tensor, Tensor, Tensor],
     gradient: Tensor,
     *,
-    scalars: tuple[float, ...],
+    fixed: tuple[float, ...],
+    of_step: tuple[float, ...] | Tensor,
     key: int,
     begin: int,
 ) -> None:
     """Updates contiguous `state`, in bf16 or fp32, in place: see `rounding.adamw_with_stochastic_rounding`.
 
-    scalars: as `rounding.adamw_update_factors` returns them
+    fixed, of_step: of `rounding.UpdateFactors`
     key, begin: of a `RoundingSeed`; `begin` is even
     """
     count = gradient.numel()
     grid = (triton.cdiv(count, 2 * _PAIRS),)
     launch = _update[grid]  # pyright: ignore[reportIndexIssue]
-    launch(*state, gradient, count, key, begin // 2, *scalars, PAIRS=_PAIRS, enable_fp_fusion=False)
+    decided = (of_step, 0.0, 0.0, 0.0, 1.0) if isinstance(of_step, Tensor) else (None, *of_step[:4])
+    launch(
+        *state, gradient, count, key, begin // 2, *fixed, *decided, PAIRS=_PAIRS, enable_fp_fusion=False
+    )  # fmt: skip

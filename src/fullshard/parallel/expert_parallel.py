@@ -35,7 +35,12 @@ from fullshard.distributed.collectives import exchange_row_parts
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
-from fullshard.models.experts import count_rows_per_expert, sum_weighted_rows_per_token
+from fullshard.models.experts import (
+    count_rows_per_expert,
+    repeat_rows_per_choice,
+    sort_choices_by_expert,
+    sum_weighted_rows_per_token,
+)
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import indivisible_experts_error
 
@@ -44,14 +49,17 @@ EXCHANGE_COUNTS, EXCHANGE_ROWS = "exchange_counts", "exchange_rows"
 
 
 @torch.library.custom_op(f"fullshard::{EXCHANGE_COUNTS}", mutates_args=())
-def exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
-    """Returns what all ranks sent this one, (ranks, ...). Collective.
+def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:  # signature: torch's
+    """Returns the counts that all ranks sent this one, and sizes for `exchange_rows`. Collective.
 
-    counts: (ranks, ...), the part for each rank
+    counts: (ranks, experts of each), rows for each expert of each rank; so is the first result
     """
     with TimedRange(EXCHANGE_COUNTS):
         each, direct = [1] * len(counts), counts.device.type == "cpu"
-        return exchange_row_parts(counts, each, received=each, group=group, direct=direct)
+        received = exchange_row_parts(counts, each, received=each, group=group, direct=direct)
+    # Copied to the host once, which waits for the device: exchanges need the sizes there. A part of this
+    # operation, so that a recompute that saves its results does not wait again.
+    return received, torch.stack((counts.sum(1), received.sum(1))).cpu()
 
 
 @torch.library.custom_op(f"fullshard::{EXCHANGE_ROWS}", mutates_args=())
@@ -73,8 +81,8 @@ def exchange_rows(  # signature: torch's
 
 
 @exchange_counts.register_fake
-def _fake_exchange_counts(counts: Tensor, group: str) -> Tensor:  # signature: torch's
-    return torch.empty_like(counts)
+def _fake_exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:  # signature: torch's
+    return torch.empty_like(counts), counts.new_empty((2, len(counts)), device="cpu")
 
 
 @exchange_rows.register_fake
@@ -126,7 +134,7 @@ def divide_experts_and_return_split_dims(model: nn.Module, plan: Plan, *, group:
         experts: Any = module
         if experts.num_experts % ranks:
             raise indivisible_experts_error(experts.num_experts, ranks=ranks, key=f"experts in {name}")
-        divided = _DividedExperts(experts.forward, experts.num_experts, ranks, scale, group)
+        divided = _DividedExperts(module, experts.forward, experts.num_experts, ranks, scale, group)
         # The compiler cannot know how many rows come.
         experts.forward = torch.compiler.disable(divided.compute)
         experts.num_experts //= ranks
@@ -137,11 +145,12 @@ def divide_experts_and_return_split_dims(model: nn.Module, plan: Plan, *, group:
 class _DividedExperts:
     """The experts of one layer, divided over `ranks` ranks. See [Note: expert parallel].
 
-    own: forward of the experts of this rank
+    module, own: the experts of this rank, and their forward
     experts: number of experts of all ranks
     scale: see [Note: averages over fewer ranks]
     """
 
+    module: nn.Module
     own: Callable[..., Tensor]
     experts: int
     ranks: int
@@ -152,18 +161,21 @@ class _DividedExperts:
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         """Returns what the experts of all ranks compute, as `experts.Experts` does. Collective."""
-        order = top_k_index.flatten().argsort(stable=True)  # by expert, and so by rank
+        order = sort_choices_by_expert(top_k_index)  # and so by rank
         sent = count_rows_per_expert(top_k_index, self.experts).view(self.ranks, -1)  # (ranks, experts each)
-        received = exchange_counts(sent, self.group)
-        # Copied to the host once, which waits for the device: exchanges need the sizes there.
-        sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
-        rows = hidden_states[order // top_k_index.shape[1]]
+        received, sizes = exchange_counts(sent, self.group)
+        rows = repeat_rows_per_choice(hidden_states, order, choices=top_k_index.shape[1])
         rows = exchange_rows(rows, sizes, 1.0, self.scale, self.group, returns=False)
-        each = torch.arange(received.shape[1], device=rows.device).repeat(self.ranks)
-        index = each.repeat_interleave(received.flatten(), output_size=len(rows))
-        y = self.own(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
-        # A sum of two empty tensors makes backward take part in the exchanges.
-        y = y + rows if len(rows) == 0 else y
+        if len(rows):
+            each = torch.arange(received.shape[1], device=rows.device).repeat(self.ranks)
+            index = each.repeat_interleave(received.flatten(), output_size=len(rows))
+            y = self.own(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
+        else:
+            # No kernel runs on nothing. Sums of empty tensors make backward take part in the exchanges, and
+            # give all parameters a gradient of zeros.
+            y = rows
+            for parameter in self.module.parameters():
+                y = y + parameter.flatten()[:0].view_as(rows).to(rows.dtype)
         del rows
         y = exchange_rows(y, sizes.flip(0), 1.0, 1 / self.scale, self.group, returns=True)
         return sum_weighted_rows_per_token(y, order, weights=top_k_weights)

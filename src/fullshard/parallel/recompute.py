@@ -41,6 +41,11 @@ _SAVED_NAMES = _MATMUL_NAMES | {
     *(f"aten::_{kind}_attention_forward" for kind in ("flash", "efficient", "cudnn")),
     *("torch_attn::_varlen_attn", "flex_attention"),
     "fullshard::_grouped_mm",
+    # Collectives, which would wait for all ranks again, and the choice of experts, on which sizes of some of
+    # them depend. A gathered sequence is not saved: it takes the memory of the parts of all ranks.
+    *(f"fullshard::{name}" for name in ("reduce_sequence", "reduce_over_ranks")),
+    *(f"fullshard::{name}" for name in ("exchange_counts", "exchange_rows")),
+    "aten::topk",
     "aten::max",  # one number per tensor, by which fp8 scales it: recomputing reads the whole tensor again
 }
 OperationPolicy = Callable[[Any], CheckpointPolicy]

@@ -27,6 +27,7 @@ NAMES = require_names(
     ),
     torch_names("torch._foreach_norm", "computes norms of gradients"),
     torch_names("torch._foreach_mul_", "scales gradients"),
+    torch_names("torch._foreach_add_", "counts steps on the device"),
     torch_names("torch._fused_adamw_", "updates offloaded state"),
     torch_names("torch._grouped_mm", "multiplies experts before F.grouped_mm", is_optional=True),
     torch_names("torch.UntypedStorage._cdata", "identifies memory"),
@@ -75,6 +76,11 @@ def find_grouped_matmul() -> Any:
 def foreach_multiply(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiplies each tensor by `factor` in place, without rounding the factor to the tensors' dtype."""
     torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def foreach_add(tensors: Sequence[Tensor], number: float | Tensor) -> None:
+    """Adds `number` to each tensor in place."""
+    torch._foreach_add_(list(tensors), number)  # pyright: ignore[reportPrivateUsage]
 
 
 def fused_adamw(*tensors: Any, **options: Any) -> None:  # signature: torch's

@@ -3,8 +3,9 @@
 [Note: decided on the device]
 torch's fused Adam and AdamW take two tensors, made for `torch.amp`: they divide the gradient by `grad_scale`,
 and change nothing, not even their step counts, where `found_inf` is 1. So the host can launch the update
-before anyone knows whether the step is skipped, and by how much the gradient is clipped. No other optimizer
-takes both: its host waits for the decision. See `host_waits_before_each_update`.
+before anyone knows whether the step is skipped, and by how much the gradient is clipped. So does the
+`StochasticAdamW` of bf16_pure. No other optimizer takes both: its host waits for the decision. See
+`host_waits_before_each_update`.
 
 [Note: local tensors]
 Over DTensors, an operation on a list of parameters costs the host tens of microseconds for each of them, and
@@ -15,7 +16,7 @@ An optimizer with hooks of the user's steps over DTensors, since a hook may comp
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, cast
@@ -40,6 +41,7 @@ from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import engine_parameters, list_units, unsharded_parameter_or_none
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, local_part, step_hooks
 from fullshard.training.figures import StepDecision
+from fullshard.training.low_bit_adamw import StochasticAdamW
 
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
 
@@ -205,12 +207,12 @@ def host_waits_before_each_update(optimizer: torch.optim.Optimizer, plan: Plan) 
 
     It does wherever the next launch depends on the decision:
 
-    - optimizers that cannot skip on the device: all but torch's fused Adam and AdamW
+    - optimizers that cannot skip on the device: all but torch's fused Adam and AdamW, and `StochasticAdamW`
     - `fault_tolerance.on_spike = "rollback"`: no step may follow a spike
     - fp16, whose loss scale follows from the step before
     """
     next_step_depends = plan.run.fault_tolerance.on_spike == "rollback" or plan.precision.loss_scaling
-    return next_step_depends or not _is_fused_adam(optimizer)
+    return next_step_depends or not _is_decided_on_device(optimizer)
 
 
 @torch.no_grad()
@@ -224,10 +226,10 @@ def update_parameters(
     if isinstance(optimizer, StreamingAdamW):
         optimizer.gradient_factor = factor
         optimizer.step()
-    elif gradients and _is_fused_adam(optimizer):
+    elif gradients and _is_decided_on_device(optimizer):
         # Given a scale, the fused kernel also writes the scaled gradients.
         scale = torch.full((), 1 / factor, dtype=torch.float32, device=gradients[0].device)
-        _step_fused_adam(optimizer, grad_scale=None if factor == 1 else scale)
+        _step_with_scale(optimizer, grad_scale=None if factor == 1 else scale)
     else:
         if gradients and factor != 1.0:
             foreach_multiply([local_tensor(gradient) for gradient in gradients], factor)
@@ -246,28 +248,38 @@ def update_parameters(
 
 @torch.no_grad()
 def update_as_device_decides(optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
-    """Steps torch's fused Adam or AdamW as `decision` says, which the host does not know."""
-    assert _is_fused_adam(optimizer), "other optimizers wait for each step"
-    _step_fused_adam(optimizer, grad_scale=decision.grad_scale, found_inf=decision.found_inf)
+    """Steps an optimizer that takes decisions as `decision` says, which the host does not know."""
+    assert _is_decided_on_device(optimizer), "other optimizers wait for each step"
+    _step_with_scale(optimizer, grad_scale=decision.grad_scale, found_inf=decision.found_inf)
 
 
-def _step_fused_adam(
+def _step_with_scale(
     optimizer: torch.optim.Optimizer, *, grad_scale: Tensor | None, found_inf: Tensor | None = None
 ) -> None:
+    is_own = isinstance(optimizer, StochasticAdamW)  # which takes local parts itself
     adam = cast(Any, optimizer)
     adam.grad_scale, adam.found_inf = grad_scale, found_inf
     try:
-        with _local_parameters_and_state(optimizer):
+        with nullcontext() if is_own else _local_parameters_and_state(optimizer):
             optimizer.step()
     finally:
         del adam.grad_scale, adam.found_inf
 
 
-def _is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether this is torch's Adam or AdamW with the fused kernel, its own `step`, and no hooks."""
-    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and "step" not in vars(optimizer)
+def _is_decided_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether this is `StochasticAdamW`, or torch's fused Adam or AdamW, and nothing is hooked on."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and is_fused
     hooked = any(not hook.__module__.startswith("fullshard.") for hook in step_hooks(optimizer))
-    return is_adam and not hooked and all(group.get("fused") for group in optimizer.param_groups)
+    return (is_adam or type(optimizer) is StochasticAdamW) and _has_own_step(optimizer) and not hooked
+
+
+def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether `step` is that of the class, or the wrapper by which torch's schedulers count steps."""
+    step = vars(optimizer).get("step")
+    wrapped, module = getattr(step, "__wrapped__", None), getattr(step, "__globals__", {}).get("__name__")
+    is_counted = wrapped is type(optimizer).step and module == torch.optim.lr_scheduler.__name__
+    return step is None or is_counted
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from the block's largest value, whose code is the last (the first for a negative
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
@@ -24,6 +24,7 @@ from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.errors import MissingExtraError
 from fullshard.offload import rounding
 from fullshard.system.dotted import import_quietly
+from fullshard.torch_private.tensors import foreach_add, local_part
 
 
 @cache
@@ -92,8 +93,15 @@ class StochasticAdamW(torch.optim.Optimizer):
     rounding (arXiv:2010.06192) keeps the update in expectation. The second moment needs it too, because it
     decays by (1 - β₂) per step.
 
-    The random bits depend only on `seed`, step, parameter and shard, so a shard's replicas stay equal.
+    The random bits depend only on `seed`, step, parameter and shard, so a shard's replicas stay equal. Step
+    counts are on the parameters' device, which decides on the update: see [Note: decided on the device] in
+    `gradients.py`.
+
+    grad_scale, found_inf: as torch's fused AdamW takes them; unset, 1 and 0
     """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -107,41 +115,62 @@ class StochasticAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed = seed
-        self._places: dict[Tensor, int] = {}
+        self._seeds: dict[Tensor, rounding.RoundingSeed] = {}
         for group in self.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
-                self._parameter_index(parameter)
+                self._rounding_seed(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
-                index = self._parameter_index(parameter)
-                if parameter.grad is not None:
-                    self._update_parameter(parameter, parameter.grad, group=group, index=index)
+                self._rounding_seed(parameter)
+            if own := [one for one in cast(list[Tensor], group["params"]) if one.grad is not None]:
+                self._update_parameters(own, group)
         return loss
 
-    def _parameter_index(self, parameter: Tensor) -> int:
-        """Returns the parameter's number, from 1, in the order in which this optimizer met its parameters."""
-        return self._places.setdefault(parameter, len(self._places) + 1)
+    def _rounding_seed(self, parameter: Tensor) -> rounding.RoundingSeed:
+        """Returns the seed of a parameter, by its number, from 1 in the order of first use, and its shard."""
+        if parameter not in self._seeds:
+            number, shard = len(self._seeds) + 1, rounding.shard_index(parameter)
+            key = rounding.rounding_key(self.seed, parameter=number, shard=shard)
+            self._seeds[parameter] = rounding.RoundingSeed(key)
+        return self._seeds[parameter]
 
-    def _update_parameter(
-        self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], index: int
-    ) -> None:
+    def _update_parameters(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        states = [self._find_or_make_state(parameter) for parameter in parameters]
+        foreach_add(
+            [state["step"] for state in states], 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        )
+        rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+        options = rounding.AdamOptions(rate, beta1, beta2, group["eps"], group["weight_decay"])
+        fixed = rounding.fixed_factors(options)
+        steps = torch.stack([state["step"] for state in states])
+        of_steps = rounding.factors_of_steps(
+            steps, options, grad_scale=self.grad_scale, found_inf=self.found_inf
+        )
+        for parameter, state, of_step in zip(parameters, states, of_steps.unbind(), strict=True):
+            kept = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
+            value, first, second, g = (_local_part(one) for one in kept)
+            rounding.adamw_with_stochastic_rounding(
+                (value, first, second),
+                g,
+                factors=rounding.UpdateFactors(fixed, of_step),
+                seed=self._rounding_seed(parameter),
+            )
+
+    def _find_or_make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        step, shard = int(state["step"].item()), rounding.shard_index(parameter)
-        kept = (parameter, state["exp_avg"], state["exp_avg_sq"], gradient)
-        value, first, second, g = map(local_tensor, kept)
-        key = rounding.rounding_key(self.seed, step=step, parameter=index, shard=shard)
-        seed = rounding.RoundingSeed(key)
-        beta1, beta2 = group["betas"]
-        options = rounding.AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        rounding.adamw_with_stochastic_rounding(
-            (value, first, second), g, step=step, options=options, seed=seed
-        )
+        if state["step"].device != parameter.device:  # of a checkpoint
+            state["step"] = state["step"].to(parameter.device)
+        return state
+
+
+def _local_part(tensor: Any) -> Tensor:
+    """Returns this rank's part of a DTensor, faster than `local_tensor`."""
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
