@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from spelled import SpelledBlock, SpelledModel
 from torch import Tensor, nn
 
-from fullshard.models.decoder import Attention, DecoderModel, Mixture, RotateByPosition
+from fullshard.models.decoder import Attention, DecoderModel, Mixture, RotaryTables, rotate_pairs
 from fullshard.models.document_attention import QueryKeyValue, attend_causally
 from fullshard.models.experts import matmul_groups
 from fullshard.parallel.expert_parallel import exchange_rows
@@ -88,6 +88,8 @@ class PaddedModel(SpelledModel):
 class WideAttention(Attention):
     """Attention whose heads are wider than d_model / heads, with norms of queries and keys."""
 
+    rotates_in_one_kernel = False
+
     def __init__(self, config: DecoderConfig, head_dim: int) -> None:
         super().__init__(config)
         width = config.d_model
@@ -99,20 +101,21 @@ class WideAttention(Attention):
         self.query_norm = nn.RMSNorm(head_dim, eps=config.norm_eps)
         self.key_norm = nn.RMSNorm(head_dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rotary: RotateByPosition, positions: Any, mask: Any) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Any) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.query, self.key, self.value)
         )
         q, k, v = (one.transpose(1, 2) for one in (self.query_norm(q), self.key_norm(k), v))
-        y = attend_causally(QueryKeyValue(rotary(q, positions), rotary(k, positions), v), mask)
+        q, k = (rotate(one) if self.rotates_in_one_kernel else rotate_pairs(one, rotary) for one in (q, k))
+        y = attend_causally(QueryKeyValue(q, k, v), mask)
         return self.output(y.flatten(2))
 
 
 class WideModel(DecoderModel):
     def __init__(self, config: DecoderConfig, *, head_dim: int) -> None:
         super().__init__(config)
-        self.positions = RotateByPosition(head_dim, max_sequence=config.max_sequence, theta=config.rope_theta)
+        self.positions = RotaryTables(head_dim, max_sequence=config.max_sequence, theta=config.rope_theta)
         for block in self.blocks:
             block.attention = WideAttention(config, head_dim)
 
@@ -120,9 +123,8 @@ class WideModel(DecoderModel):
 class FusedModel(WideModel):
     def __init__(self, config: DecoderConfig, *, head_dim: int, copies: float, fused_rotation: bool) -> None:
         super().__init__(config, head_dim=head_dim)
-        if fused_rotation:
-            self.positions = RotateOnce(head_dim, max_sequence=config.max_sequence, theta=config.rope_theta)
         for block in self.blocks:
+            block.attention.rotates_in_one_kernel = fused_rotation
             block.feed_forward = FusedMixture(config, copies)
 
 
@@ -174,13 +176,6 @@ class FusedExperts(nn.Module):
         y = move_rows(matmul_groups(inner, self.down, ends=ends), len(sent))
         y = exchange_rows(y, sizes, 1.0, 1.0, "expert", returns=True)
         return y if self.copies == 1 else move_rows(y, len(x))
-
-
-class RotateOnce(RotateByPosition):
-    """Rotates in one kernel."""
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        return rotate(x)
 
 
 @torch.library.custom_op("bench::move_rows", mutates_args=())

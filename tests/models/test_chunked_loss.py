@@ -1,5 +1,6 @@
 """Logits in chunks: the loss and gradients of whole logits, and never a whole tensor of them."""
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -252,3 +253,37 @@ def test_default_chunks_begin_at_the_size_that_saves_memory() -> None:
         with torch.no_grad():
             _, output = chunked_cross_entropy(model, lambda: model(one["tokens"]), labels=one["labels"])  # noqa: B023
         assert (type(output) is not Tensor) == chunked
+
+
+def test_unlikely_labels_and_large_logits_have_the_loss_and_gradients_of_fp64() -> None:
+    """And no row of an ignored label has a gradient."""
+    torch.manual_seed(0)
+    head, labels = nn.Linear(6, VOCABULARY, bias=False), torch.tensor([[0, 1, -100, 2, 3, 0]])
+    hidden = 40 * torch.randn(1, 6, 6)
+    found: list[list[Tensor]] = []
+    for dtype, rows in ((torch.float64, 0), (torch.float32, 2), (torch.bfloat16, 2)):
+        model = Headed(copy.deepcopy(head).bfloat16().to(dtype))
+        x = hidden.bfloat16().to(dtype).requires_grad_()
+        total, _ = chunked_cross_entropy(model, lambda m=model, x=x: m(x), labels=labels, chunk_rows=rows)
+        total.backward()
+        found.append([total.detach(), x.grad, model.head.weight.grad])
+        assert not x.grad[0, 2].any()
+    exact, fp32, half = found
+    assert exact[0] > 100, "some labels have a probability below 1e-20"
+    for one, other, near in zip(exact, fp32, half, strict=True):
+        torch.testing.assert_close(other.double(), one, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(near.double(), one, rtol=0.05, atol=0.05 * float(one.abs().max()))
+
+
+class Headed(nn.Module):
+    """Hidden states come in, and logits go out."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -225,6 +226,20 @@ def test_too_many_shapes_run_eagerly_with_a_warning() -> None:
         with pytest.warns(EagerBlockWarning, match=r"Deciding runs eagerly: .*recompile limit"):
             run(blocks, rows=7)
     assert forwards[0].is_eager
+
+
+def test_settings_of_the_compiler_hold_in_any_thread_that_runs_a_block() -> None:
+    blocks = stack(Deciding, layers=1)
+
+    def run_in_two_shapes() -> None:
+        torch._dynamo.config.recompile_limit = 1  # this thread's, which never had fullshard's
+        for rows in (5, 7):
+            run(blocks, rows=rows)
+
+    with torch._dynamo.config.patch(recompile_limit=8), ThreadPoolExecutor(1) as pool:
+        forwards = compile_blocks(list(blocks), pieces=())
+        pool.submit(run_in_two_shapes).result()
+    assert not forwards[0].is_eager
 
 
 def test_graph_breaks_are_counted() -> None:

@@ -176,6 +176,13 @@ def test_more_recomputed_blocks_than_blocks_are_refused() -> None:
         apply_recompute_or_offload(list(blocks()), RecomputeSection(mode="full", blocks=5))
 
 
+def test_states_of_generators_are_kept_for_blocks_that_may_draw_numbers() -> None:
+    decoder = materialize(on_meta("decoder"), seed=0)
+    for model, kept in ((decoder.blocks, False), (blocks(), True)):
+        apply_recompute_or_offload(list(model), RecomputeSection(mode="full"))
+        assert [one.forward.keywords["preserve_rng_state"] for one in model] == [kept] * len(model)
+
+
 @pytest.mark.parametrize("mode", ["full", "offload"])
 def test_names_in_the_state_dict_stay(mode: str) -> None:
     model = blocks()

@@ -53,6 +53,16 @@ def refused(*overrides: str) -> str:
     return str(raised.value)
 
 
+class OutOfMemory(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_missing_memory_is_not_called_a_wrong_option(ranks: Any) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        ranks(1).run(described, f"optimizer.name={__name__}.OutOfMemory")
+
+
 def for_each(function: Callable[..., Any], cases: Sequence[Sequence[str]]) -> list[Any]:
     """In one call of the ranks."""
     return [function(*case) for case in cases]

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from fullshard.errors import FullshardError
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
+from tests.training import same_numbers
 from tests.training.runs import (
     WIDTH,
     Layer,
@@ -400,3 +402,26 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_by_name() -> None:
     with pytest.raises(FullshardError, match="cannot hold the state of KeepsLists") as raised:
         state.tensors()
     assert raised.value.got == "state[weight]['factors'] is a list"
+
+
+def losses_after_forwards(count: int) -> list[float]:
+    """Losses of a decoder whose norm and head are one unit; forwards without gradients precede each step."""
+    ranks = dist.get_world_size()
+    run = same_numbers.make_run(model="decoder", ranks=ranks, strategy="full_shard")
+    plan = Plan.from_run(run, world_size=ranks)
+    model = shard(same_numbers.build("decoder", run), plan)
+    data, tokens = same_numbers.Rows(same_numbers.VOCABULARY), torch.arange(8)
+    state = TrainState(model, build_optimizer(model, plan), data=data)
+    losses = list[float]()
+    while state.step < 2:
+        with torch.no_grad():
+            values = [model(tokens.view(1, 8)) for _ in range(count)]
+        assert all(torch.equal(value, values[0]) for value in values)
+        losses.append(next(iter(train(state, plan))).loss)
+    return losses
+
+
+def test_forwards_without_gradients_leave_the_next_step_as_it_is(ranks: Any) -> None:
+    """Also two in a row, in a unit of several modules."""
+    expected, found = (ranks(2).run(losses_after_forwards, count) for count in (0, 2))
+    assert found == expected

@@ -218,25 +218,27 @@ def _loss_and_gradient(
 
     With `part`, the loss is the sum over the labels in this part.
     """
-    labels, weights = targets
+    (labels, weights), logits, dtype = targets, logits.detach(), _loss_dtype(logits)
     counted = here = labels != IGNORED_LABEL
     if part is None:
         target = torch.where(counted, labels, 0).unsqueeze(1)
-        log_softmax = torch.log_softmax(logits.detach(), dim=-1, dtype=_loss_dtype(logits))
+        softmax = torch.softmax(logits, dim=-1, dtype=dtype)
+        # The logarithm of the sum of exponentials, from the largest: a pass less than by log_softmax.
+        largest, at = logits.max(dim=-1, keepdim=True)
+        found = logits.gather(1, target).to(dtype) - (largest.to(dtype) - softmax.gather(1, at).log())
     else:
         tokens, here = part.local_rows_and_mask(labels)
         target = tokens.unsqueeze(1)
-        log_softmax = part.log_softmax(logits, dtype=_loss_dtype(logits))
-    each = torch.where(here, log_softmax.gather(1, target).squeeze(1), 0.0)
+        log_softmax = part.log_softmax(logits, dtype=dtype)
+        found, softmax = log_softmax.gather(1, target), log_softmax.exp_()
+    each = torch.where(here, found.squeeze(1), 0.0)
     total = -(each if weights is None else each * weights).sum()
     if not wanted:
         return total, None
-    softmax = log_softmax.exp_()
-    softmax.scatter_add_(1, target, here.unsqueeze(1).to(softmax.dtype).neg_())
-    softmax.masked_fill_(~counted.unsqueeze(1), 0.0)
-    if weights is not None:
-        softmax.mul_(weights.unsqueeze(1))
-    return total, softmax.to(logits.dtype)
+    softmax.scatter_add_(1, target, here.unsqueeze(1).to(dtype).neg_())
+    factors = counted.to(dtype) if weights is None else torch.where(counted, weights.to(dtype), 0.0)
+    gradient = softmax if logits.dtype == dtype else torch.empty_like(logits)
+    return total, torch.mul(softmax, factors.unsqueeze(1), out=gradient)  # one pass scales, masks and casts
 
 
 def _iterate_chunks(count: int, rows: int) -> Iterator[slice]:

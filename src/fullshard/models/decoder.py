@@ -11,10 +11,10 @@ from fullshard.models.experts import Experts, Router
 from fullshard.spec.settings.model_section import DecoderConfig
 
 
-class RotateByPosition(nn.Module):
-    """Rotates pairs of channels by an angle that grows with the position. RoFormer: arXiv:2104.09864.
+class RotaryTables(nn.Module):
+    """Cosines and sines of angles that grow with the position. RoFormer: arXiv:2104.09864.
 
-    The tables are not saved in checkpoints; `reset_buffers` computes them.
+    They are not saved in checkpoints; `reset_buffers` computes them.
     """
 
     cosine: Tensor  # (max_sequence, head_dim / 2), fp32
@@ -37,15 +37,25 @@ class RotateByPosition(nn.Module):
         self.cosine.copy_(angles.cos())
         self.sine.copy_(angles.sin())
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Rotates x (batch, heads, sequence, head_dim). `positions`: (batch, sequence), default 0, 1, 2, …"""
+    def forward(self, length: int, positions: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Returns cosines and sines for `rotate_pairs`, which all blocks share.
+
+        positions: (batch, sequence); unset, 0, 1, … for `length` tokens
+        """
+        tables = (self.cosine, self.sine)
         if positions is None:
-            length = x.shape[-2]
-            cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
-        else:
-            cosine, sine = (table[positions].unsqueeze(1).to(x.dtype) for table in (self.cosine, self.sine))
-        even, odd = x.chunk(2, dim=-1)
-        return torch.cat((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+            return torch.stack([table[:length] for table in tables]).to(dtype)
+        return torch.stack([table[positions].unsqueeze(1) for table in tables]).to(dtype)
+
+
+def rotate_pairs(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotates pairs of channels of x (batch, heads, sequence, head_dim) by the angles of their positions.
+
+    rotary: (2, sequence, head_dim / 2), or with positions (2, batch, 1, sequence, head_dim / 2)
+    """
+    cosine, sine = rotary.to(x.dtype).unbind()
+    even, odd = x.chunk(2, dim=-1)
+    return torch.cat((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
 
 
 class Attention(nn.Module):
@@ -65,14 +75,12 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.d_model, kv_width, bias=False)
         self.output = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(
-        self, x: Tensor, rotary: RotateByPosition, positions: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        q, k = rotary(q, positions), rotary(k, positions)
+        q, k = rotate_pairs(q, rotary), rotate_pairs(k, rotary)
         if self.context is not None:
             self.context.check_bounds_are_given(mask, training=self.training)
         y = attend_causally(QueryKeyValue(q, k, v), mask, context=self.context)
@@ -120,15 +128,15 @@ class Block(nn.Module):
         self.feed_forward = Mixture(config) if config.is_mixture else FeedForward(config.d_model, config.d_ff)
 
     def forward(
-        self, x: Tensor, rotary: RotateByPosition, positions: Tensor | None = None, mask: Tensor | None = None
+        self, x: Tensor, rotary: Tensor, mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Applies the layer to x (batch, sequence, d_model). Also returns its balance loss (batch,), if any.
 
-        positions: (batch, sequence); by default 0, 1, 2, …
+        rotary: see `RotaryTables`
         mask: bool (batch, 1, sequence, sequence), True where a token is attended to; or document bounds, see
             `fullshard.models.document_attention`; by default causal
         """
-        x = x + self.attention(self.attention_norm(x), rotary, positions, mask)
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         y, balance = self.feed_forward(self.feed_forward_norm(x)), None
         if isinstance(y, tuple):
             y, balance = y
@@ -156,7 +164,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
-        self.positions = RotateByPosition(
+        self.positions = RotaryTables(
             config.d_model // config.heads, max_sequence=config.max_sequence, theta=config.rope_theta
         )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -207,9 +215,9 @@ class DecoderModel(nn.Module):
         if mask is None and documents is not None:
             same = documents[:, :, None] == documents[:, None, :]
             mask = same.tril().unsqueeze(1)  # bool (batch, 1, sequence, sequence), True: attended to
-        balance = None
+        balance, rotary = None, self.positions(tokens.shape[1], positions, x.dtype)
         for block in self.blocks:
-            x = block(x, self.positions, positions, mask)
+            x = block(x, rotary, mask)
             if isinstance(x, tuple):
                 x, own = x
                 balance = own if balance is None else balance + own

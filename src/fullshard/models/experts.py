@@ -135,7 +135,7 @@ class Experts(nn.Module):
         """
         order = sort_choices_by_expert(top_k_index)
         ends = count_rows_per_expert(top_k_index, self.num_experts).cumsum(0).to(torch.int32)
-        rows = repeat_rows_per_choice(hidden_states, order, choices=top_k_index.shape[1])
+        rows = gather_rows(hidden_states, *order, top_k_index.shape[1])
         if rows.is_cuda and not _has_grouped_matmul_kernel(rows, self.gate):
             ends = ends.cpu()  # waits for the device once per layer, not in each of nine matmuls
         inner = F.silu(matmul_groups(rows, self.gate, ends=ends)) * matmul_groups(rows, self.up, ends=ends)
@@ -168,23 +168,18 @@ def count_rows_per_expert(index: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
 
 
-def repeat_rows_per_choice(hidden: Tensor, order: ChoiceOrder, *, choices: int) -> Tensor:
-    """Returns the row of `hidden` (tokens, channels) for each choice, sorted by expert."""
-    return _gather_rows(hidden, order.choices, order.rows, choices)
-
-
 def sum_weighted_rows_per_token(rows: Tensor, order: ChoiceOrder, *, weights: Tensor) -> Tensor:
     """Returns the weighted sums of the rows of each token, (tokens, channels).
 
     rows: (tokens · choices, channels), sorted by expert
     weights: (tokens, choices)
     """
-    each = _gather_rows(rows, order.rows, order.choices, 1).view(*weights.shape, rows.shape[-1])
+    each = gather_rows(rows, order.rows, order.choices, 1).view(*weights.shape, rows.shape[-1])
     return (each * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
 
 
 @torch.library.custom_op("fullshard::gather_rows", mutates_args=())
-def _gather_rows(  # signature: torch's
+def gather_rows(  # signature: torch's
     rows: Tensor, order: Tensor, inverse: Tensor, times: int
 ) -> Tensor:
     """Returns rows[order // times]. `order` is a permutation of all row numbers, and `inverse` its inverse.
@@ -194,7 +189,7 @@ def _gather_rows(  # signature: torch's
     return rows.index_select(0, order if times == 1 else order // times)
 
 
-@_gather_rows.register_fake
+@gather_rows.register_fake
 def _fake_gather_rows(  # signature: torch's
     rows: Tensor, order: Tensor, inverse: Tensor, times: int
 ) -> Tensor:
@@ -206,10 +201,10 @@ def _save_inverse(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  #
     ctx.save_for_backward(order, inverse)
 
 
-@partial(_gather_rows.register_autograd, setup_context=_save_inverse)
+@partial(gather_rows.register_autograd, setup_context=_save_inverse)
 def _gather_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     order, inverse = ctx.saved_tensors
-    each = _gather_rows(gradient, inverse, order, 1)
+    each = gather_rows(gradient, inverse, order, 1)
     if ctx.times > 1:
         each = each.view(len(each) // ctx.times, ctx.times, each.shape[-1]).sum(1)
     return each, None, None, None
@@ -221,17 +216,13 @@ def matmul_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     matrices: (groups, in, out)
     ends: int32 (groups,), where each group of rows ends
     """
-    is_complete = not _leaves_empty_groups(rows)
-    if is_complete and _has_grouped_matmul_kernel(rows, matrices):
+    if _has_grouped_matmul_kernel(rows, matrices) and not _leaves_empty_groups(rows):
         return find_grouped_matmul()(rows, matrices, offs=ends)
     return matmul_groups_in_turn(rows, matrices, ends)
 
 
 def _leaves_empty_groups(rows: Tensor) -> bool:
-    """Returns whether the kernel leaves gradients of matrices without a row as it finds the memory.
-
-    On Blackwell of data centres it does (pytorch/pytorch#172439).
-    """
+    """Returns whether gradients of groups without a row are left undefined (pytorch/pytorch#172439)."""
     return rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == _BLACKWELL
 
 

@@ -18,6 +18,7 @@ together with forward.
 import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -36,6 +37,7 @@ _COMPILER_ERRORS: tuple[type[Exception], ...] = (
 )
 _config: Any = dynamo.config
 _LONGEST_REASON = 200  # characters
+_most_graphs: ContextVar[int] = ContextVar("graphs that the compiler may make of a code object", default=0)
 
 
 class EagerBlockWarning(UserWarning):
@@ -51,13 +53,12 @@ def compile_blocks(blocks: Sequence[nn.Module], *, pieces: Collection[nn.Module]
     pieces: the blocks with units inside
     """
     # Blocks that differ share a code object, and the compiler's limit is for each code object.
-    most = len(blocks) + 8
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(_config, name, max(getattr(_config, name), most))
-    if hasattr(functorch_config, "force_non_lazy_backward_lowering"):
-        functorch_config.force_non_lazy_backward_lowering = True
-    failures = dict[type[nn.Module], bool]()
-    compiled = [CompiledForward(block, whole=block not in pieces, failures=failures) for block in blocks]
+    most, failures = len(blocks) + 8, dict[type[nn.Module], bool]()
+    _set_up_compiler(most)
+    compiled = [
+        CompiledForward(block, whole=block not in pieces, most_graphs=most, failures=failures)
+        for block in blocks
+    ]
     for block, forward in zip(blocks, compiled, strict=True):
         block.forward = forward
     return compiled
@@ -70,16 +71,19 @@ class CompiledForward:
     longer to compile than it saves.
 
     whole: the block is one graph; otherwise it is compiled in pieces
+    most_graphs: number of graphs that the code of the block may have
     failures: class of blocks -> whether a whole block failed to compile, or a piece; for classes that were
         warned of; shared by all blocks
     """
 
-    def __init__(self, block: nn.Module, *, whole: bool, failures: dict[type[nn.Module], bool]) -> None:
+    def __init__(
+        self, block: nn.Module, *, whole: bool, most_graphs: int, failures: dict[type[nn.Module], bool]
+    ) -> None:
         self.kind, self.whole, self._block = type(block), whole, block
         self._recomputed = is_recomputed(block)
         self.eager: Callable[..., Any] = block.forward
         self.is_eager = False
-        self._failures, self._has_run = failures, False
+        self._failures, self._has_run, self._most_graphs = failures, False, most_graphs
         shapes = False if whole else None  # of pieces, such as experts, they may differ with the tokens
         self._compiled: Callable[..., Any] = torch.compile(block.forward, fullgraph=whole, dynamic=shapes)
 
@@ -88,6 +92,7 @@ class CompiledForward:
             self.is_eager = True
         if self.is_eager or not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
+        _set_up_compiler(self._most_graphs)
         run = self._run_as_one_graph if self.whole else self._run_in_several_graphs
         result = run(args, kwargs)
         self._has_run = True
@@ -135,6 +140,21 @@ class CompiledForward:
         if self.kind not in self._failures:
             warnings.warn(f"{self.kind.__name__} runs eagerly: {reason}", EagerBlockWarning, stacklevel=2)
         self._failures[self.kind] = self.whole
+
+
+def _set_up_compiler(most_graphs: int) -> None:
+    """Allows as many graphs of a code object, and compiles backward with forward, in the calling thread.
+
+    Since torch 2.13, settings of the compiler are those of a thread, and a GPU's backward, which runs the
+    forwards of recomputed blocks, has a thread of its own.
+    """
+    if _most_graphs.get() >= most_graphs:
+        return
+    _most_graphs.set(most_graphs)
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(_config, name, max(getattr(_config, name), most_graphs))
+    if hasattr(functorch_config, "force_non_lazy_backward_lowering"):
+        functorch_config.force_non_lazy_backward_lowering = True
 
 
 def _shorten_to_first_line(text: str) -> str:

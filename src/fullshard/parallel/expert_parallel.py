@@ -37,7 +37,7 @@ from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
 from fullshard.models.experts import (
     count_rows_per_expert,
-    repeat_rows_per_choice,
+    gather_rows,
     sort_choices_by_expert,
     sum_weighted_rows_per_token,
 )
@@ -164,7 +164,7 @@ class _DividedExperts:
         order = sort_choices_by_expert(top_k_index)  # and so by rank
         sent = count_rows_per_expert(top_k_index, self.experts).view(self.ranks, -1)  # (ranks, experts each)
         received, sizes = exchange_counts(sent, self.group)
-        rows = repeat_rows_per_choice(hidden_states, order, choices=top_k_index.shape[1])
+        rows = gather_rows(hidden_states, *order, top_k_index.shape[1])
         rows = exchange_rows(rows, sizes, 1.0, self.scale, self.group, returns=False)
         if len(rows):
             each = torch.arange(received.shape[1], device=rows.device).repeat(self.ranks)

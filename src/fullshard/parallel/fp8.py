@@ -275,8 +275,8 @@ class WeightScales:
                 self.compute()
             scale = self._scales[id(engine_parameter)]
             shard = flat_padded_shard(engine_parameter).view(engine_parameter.padded_sharded_param_size)
-            largest = torch.finfo(torch.float8_e4m3fn).max
-            data = (shard * scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+            # The scale maps the largest value to that of fp8, up to rounding: nothing is to be clamped.
+            data = (shard * scale).to(torch.float8_e4m3fn)
             return (data.view(torch.uint8),), scale
 
         def post_all_gather(  # signature: FSDP2's

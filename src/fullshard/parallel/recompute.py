@@ -48,6 +48,11 @@ _SAVED_NAMES = _MATMUL_NAMES | {
     "aten::topk",
     "aten::max",  # one number per tensor, by which fp8 scales it: recomputing reads the whole tensor again
 }
+# Modules whose forward draws no random numbers. Around others, torch keeps the state of the generators.
+_WITHOUT_RANDOMNESS = (
+    "fullshard.models.",
+    *(f"torch.nn.modules.{one}" for one in ("linear", "normalization")),
+)
 OperationPolicy = Callable[[Any], CheckpointPolicy]
 LEAST_OFFLOADED = 1 / 32
 """Least size of a storage that mode `offload` moves, as a fraction of the bytes of the block's input."""
@@ -85,7 +90,9 @@ def apply_recompute_or_offload(
         offload_activations(chosen, smallest_fraction=LEAST_OFFLOADED, device=device, copier=copier)
         return
     for block in chosen:
-        recomputed = partial(_run_torch_checkpoint_keeping_buffers, block, block.forward, use_reentrant=False)
+        is_random = not all(type(one).__module__.startswith(_WITHOUT_RANDOMNESS) for one in block.modules())
+        options = {"use_reentrant": False, "preserve_rng_state": is_random}
+        recomputed = partial(_run_torch_checkpoint_keeping_buffers, block, block.forward, **options)
         if section.mode == "selective" and not _overwrites_matmul_results(block):
             # The compiler reads torch's contexts, and must see all operations.
             own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)

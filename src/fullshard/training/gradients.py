@@ -39,9 +39,9 @@ from fullshard.parallel.mesh import TENSOR_AXIS
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import engine_parameters, list_units, unsharded_parameter_or_none
-from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, local_part, step_hooks
+from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, step_hooks
 from fullshard.training.figures import StepDecision
-from fullshard.training.low_bit_adamw import StochasticAdamW
+from fullshard.training.low_bit_adamw import StochasticAdamW, local_part_of
 
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
 
@@ -294,10 +294,10 @@ def _local_parameters_and_state(optimizer: torch.optim.Optimizer) -> Generator[N
         for parameter in cast(list[Tensor], group["params"]):
             if parameter.grad is None:
                 continue
-            local = _local_part(parameter).detach()
-            local.grad = _local_part(parameter.grad)
+            local = local_part_of(parameter).detach()
+            local.grad = local_part_of(parameter.grad)
             if state := states.get(parameter):
-                local_states[local] = {key: _local_part(value) for key, value in state.items()}
+                local_states[local] = {key: local_part_of(value) for key, value in state.items()}
             own.append(local)
             pairs.append((parameter, local))
         local_groups.append({**group, "params": own})
@@ -309,11 +309,6 @@ def _local_parameters_and_state(optimizer: torch.optim.Optimizer) -> Generator[N
     for parameter, local in pairs:
         if not states.get(parameter) and (new := local_states.get(local)):
             states[parameter] = {key: _state_as_dtensor(value, parameter) for key, value in new.items()}
-
-
-def _local_part(value: Any) -> Any:
-    """Returns this rank's part of a DTensor, faster than `local_tensor`; other values unchanged."""
-    return local_part(value) if isinstance(value, DTensor) else value
 
 
 def _state_as_dtensor(value: Any, parameter: Tensor) -> Any:

@@ -116,9 +116,6 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed = seed
         self._seeds: dict[Tensor, rounding.RoundingSeed] = {}
-        for group in self.param_groups:
-            for parameter in cast(list[Tensor], group["params"]):
-                self._rounding_seed(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -152,7 +149,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         )
         for parameter, state, of_step in zip(parameters, states, of_steps.unbind(), strict=True):
             kept = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
-            value, first, second, g = (_local_part(one) for one in kept)
+            value, first, second, g = map(local_part_of, kept)
             rounding.adamw_with_stochastic_rounding(
                 (value, first, second),
                 g,
@@ -171,6 +168,6 @@ class StochasticAdamW(torch.optim.Optimizer):
         return state
 
 
-def _local_part(tensor: Any) -> Tensor:
-    """Returns this rank's part of a DTensor, faster than `local_tensor`."""
-    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
+def local_part_of(value: Any) -> Any:
+    """Returns this rank's part of a DTensor, faster than `local_tensor`; other values unchanged."""
+    return local_part(value) if isinstance(value, DTensor) else value

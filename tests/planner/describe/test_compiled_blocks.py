@@ -56,14 +56,15 @@ def saved_by_compiler(run: Run) -> int:
         return tensor
 
     x = model.embedding(torch.zeros(2, 32, dtype=torch.int64))
-    outside = [*model.parameters(), *model.buffers()]
+    rotary = model.positions(32, None, x.dtype)
+    outside = [*model.parameters(), *model.buffers(), rotary]
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for block in model.blocks:
             saved.clear()
             x = x.detach().requires_grad_()
             kept.append(x)
-            x = block(x, model.positions)
+            x = block(x, rotary)
     for tensor in [*outside, *kept, x]:
         saved.pop(storage_key(tensor), None)
     return sum(saved.values()) + x.untyped_storage().nbytes()  # the next block's input
