@@ -78,9 +78,9 @@ def foreach_multiply(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateUsage]
 
 
-def foreach_add(tensors: Sequence[Tensor], number: float | Tensor) -> None:
-    """Adds `number` to each tensor in place."""
-    torch._foreach_add_(list(tensors), number)  # pyright: ignore[reportPrivateUsage]
+def foreach_add(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Adds each of `others` to its tensor in place. Torch reads a single tensor for all on the host."""
+    torch._foreach_add_(list(tensors), list(others))  # pyright: ignore[reportPrivateUsage]
 
 
 def fused_adamw(*tensors: Any, **options: Any) -> None:  # signature: torch's

@@ -137,15 +137,14 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     def _update_parameters(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         states = [self._find_or_make_state(parameter) for parameter in parameters]
-        foreach_add(
-            [state["step"] for state in states], 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        )
+        counts = [state["step"] for state in states]
+        one = torch.ones_like(counts[0]) if self.found_inf is None else 1.0 - self.found_inf
+        foreach_add(counts, [one] * len(counts))
         rate, (beta1, beta2) = float(group["lr"]), group["betas"]
         options = rounding.AdamOptions(rate, beta1, beta2, group["eps"], group["weight_decay"])
         fixed = rounding.fixed_factors(options)
-        steps = torch.stack([state["step"] for state in states])
         of_steps = rounding.factors_of_steps(
-            steps, options, grad_scale=self.grad_scale, found_inf=self.found_inf
+            torch.stack(counts), options, grad_scale=self.grad_scale, found_inf=self.found_inf
         )
         for parameter, state, of_step in zip(parameters, states, of_steps.unbind(), strict=True):
             kept = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
