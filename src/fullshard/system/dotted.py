@@ -49,7 +49,7 @@ def import_named_module(name: str, *, setting: str) -> ModuleType:
     A file there, such as tokenize.py, thus does not replace a module of Python or of an installed package.
     Raises ImportError; SpecError if this hides the module that `setting` may mean.
     """
-    append_working_directory_to_path()
+    append_working_directory_to_path(name)
     try:
         return importlib.import_module(name)
     finally:
@@ -60,9 +60,13 @@ def import_named_module(name: str, *, setting: str) -> ModuleType:
             _check_own_file_was_imported(path, own, setting=setting)
 
 
-def append_working_directory_to_path() -> None:
-    """Lets modules of the working directory be imported, after Python's own and installed ones."""
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+def append_working_directory_to_path(name: str) -> None:
+    """Lets the module `name`, unless it is fullshard's, be of the working directory, after all other places.
+
+    A run that names no module of its own thus imports nothing from there.
+    """
+    is_own = name.partition(".")[0] == "fullshard"
+    if not is_own and str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))
 
 

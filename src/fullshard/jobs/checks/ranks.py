@@ -193,7 +193,7 @@ def _rank_settings(run: Run, environment: Mapping[str, str]) -> dict[str, str]:
 def _digest_of_code(module: str) -> str:
     """Returns a digest of the Python files of a package or module; `absent` if it is not found."""
     try:
-        append_working_directory_to_path()
+        append_working_directory_to_path(module)
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return "absent"
