@@ -247,6 +247,14 @@ def test_a_rank_that_needed_twice_the_plan_leaves_half_of_its_memory_to_plan_wit
     )
 
 
+@pytest.mark.parametrize(("held", "requested"), [(1 << 20, 1 << 60), (335, 1 << 40)])
+def test_an_allocation_that_no_setting_shrinks_has_no_advice(held: int, requested: int):
+    spec, hardware, run = decoder_spec(SHAPE), hardware_of(), run_for(SHAPE, "train.global_batch=64")
+    failed = plan(spec, hardware, run)
+    failures = [failure(held=held, requested=requested)]
+    assert fitting_settings_text_on_hardware(spec, hardware, run=run, plan=failed, failures=failures) is None
+
+
 def test_where_no_open_setting_helps_the_pinned_one_is_named():
     pins = (
         "train.global_batch=64",

@@ -280,14 +280,17 @@ def fitting_settings_text(run: Run, plan: Plan, *, failures: Sequence[RunEvent])
 
 def fitting_settings_text_on_hardware(
     spec: ModelSpec, hardware: Hardware, *, run: Run, plan: Plan, failures: Sequence[RunEvent]
-) -> str:
+) -> str | None:
     """Returns the settings of the fastest plan of `run` that fits into the ranks' memory, or the error's fix.
 
+    None if a rank needed so much more than planned that it is not the plan's model or data that needs it.
     Raises PlanError, as `search` does.
     """
     prediction = plan.prediction
     assert prediction is not None, "the caller has checked it"
     capacity = min(largest_fitting_predicted_bytes(prediction, one) for one in failures)
+    if not capacity:
+        return None
     found = search(spec, hardware, run, capacity_bytes=capacity)
     if found.best is None:
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity})
@@ -306,9 +309,10 @@ def fitting_settings_text_on_hardware(
 def largest_fitting_predicted_bytes(prediction: Prediction, failure: RunEvent) -> int:
     """Returns the bytes that a plan's prediction may have at most, so that it fits where this plan failed.
 
-    If the rank needed more than the plan expected, other plans are assumed to need more by the same factor.
+    If the rank needed more than the plan expected, other plans are assumed to need more by the same factor. 0
+    if it is over 10: an allocation of terabytes does not shrink with the settings.
     """
     held = failure.details["held_bytes"]
     factor = max(1.0, (held + (failure.details["requested_bytes"] or 0)) / prediction.memory.total)
     beside = prediction.required_device_bytes - prediction.memory.total
-    return int(held / factor) + beside
+    return 0 if factor > 10 else int(held / factor) + beside
