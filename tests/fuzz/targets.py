@@ -4,6 +4,7 @@ A target's `make` writes one mutated input into an empty directory; its `read` d
 `read` may return, or raise a FullshardError.
 """
 
+import gzip
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 
 from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
+from fullshard.cli.main import main
 from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
 from fullshard.data.chat_template import ChatTemplate
@@ -33,6 +35,8 @@ from fullshard.data.token_store import make_cache_directory, no_heartbeat
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import SpecError
 from fullshard.models.huggingface import build_hf_model
+from fullshard.planner.search.search import search
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import read_config
 from fullshard.spec.run import Run
@@ -45,9 +49,13 @@ from tests.checkpoint.states import saved
 from tests.data.samples import CHAT, save_tokenizer, texts_file
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
+from tests.fakes.specs import Shape, decoder_spec, run_for
 from tests.faults.crowd import Anything
 from tests.fuzz.mutations import HOSTILE, mutated_bytes, mutated_json, mutated_lines
+from tests.report import runs
+from tests.report.profiles import made_step
 
+SHAPE = Shape(layers=4, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 LONG = 1 << 40  # bytes of a file that is too long to be read
 CONVERTED = Path(__file__).parents[1] / "convert" / "configs"
 
@@ -74,6 +82,11 @@ def prepare(seeds: Path) -> None:
     (seeds / "tokens.idx").write_bytes(head + b"".join(one.tobytes() for one in arrays))
     plan_of(2).save(seeds / "plan.json")
     (seeds / "run.toml").write_text(RUN)
+    runs.finished(seeds / "run", steps=12)
+    made_step(("fullshard::forward", 1, 5), ("FSDP::all_gather (layers.0)", 2, 3), end=9).write(
+        seeds / "run", step=10, rank=0
+    )
+    hardware_on("8xH100").save(seeds / "hardware.toml")
 
 
 RUN = """
@@ -349,6 +362,44 @@ def read_texts(directory: Path) -> None:
     build_data(Run.parse({"data": data | settings}, source="fuzz"))
 
 
+# --- records of a run, hardware ----------------------------------------------------------------------------
+
+
+def make_records(seeds: Path, directory: Path, rng: Random) -> None:
+    """Breaks one record of a run: a line of a file that grows, or a whole file."""
+    shutil.copytree(seeds / "run", directory / "run")
+    path = rng.choice(sorted(one for one in (directory / "run").rglob("*") if one.is_file()))
+    if path.suffix == ".jsonl":
+        lines = path.read_bytes().splitlines(keepends=True)
+        at = rng.randrange(len(lines))
+        lines[at] = mutated_json(json.loads(lines[at]), rng) + b"\n"
+        path.write_bytes(b"".join(lines))
+    elif path.suffix == ".gz":
+        data = mutated_json(json.loads(gzip.decompress(path.read_bytes())), rng)
+        path.write_bytes(
+            mutated_bytes(gzip.compress(data), rng) if rng.random() < 0.2 else gzip.compress(data)
+        )
+    else:
+        path.write_bytes(mutated_json(json.loads(path.read_bytes()), rng))
+
+
+def read_records(directory: Path) -> None:
+    run = directory / "run"
+    commands = (["report"], ["report", "--json"], ["report", "--html", f"{run}.html"])
+    for words in (*commands, ["trace", "--out", f"{run}.json"]):
+        if main([*words, str(run)]) == 1:  # an error that was not foreseen
+            raise AssertionError(f"fullshard {words} ended with exit code 1")
+
+
+def make_hardware(seeds: Path, directory: Path, rng: Random) -> None:
+    (directory / "hardware.toml").write_bytes(mutated_lines((seeds / "hardware.toml").read_text(), rng))
+
+
+def read_hardware(directory: Path) -> None:
+    hardware = hardware_on(str(directory / "hardware.toml"))
+    search(decoder_spec(SHAPE), hardware, run_for(SHAPE, "train.global_batch=64"))
+
+
 TARGETS = {
     "manifest": Target(partial(make_checkpoint, MANIFEST), read_checkpoint),
     "table of pieces": Target(partial(make_checkpoint, "__0_0.distcp.pieces"), read_checkpoint),
@@ -366,4 +417,6 @@ TARGETS = {
     "tokenizer": Target(make_tokenizer, read_tokenizer),
     "memmaps": Target(make_tokens, read_tokens),
     "texts": Target(make_texts, read_texts),
+    "records of a run": Target(make_records, read_records),
+    "hardware.toml": Target(make_hardware, read_hardware),
 }

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fullshard.errors import SpecError
 from fullshard.report.kernels import KernelSummary, kernel_sentences, summarise_kernels
-from fullshard.report.profiled_step import parse_kernel_trace, read_kernel_trace
+from fullshard.report.profiled_step import parse_kernel_trace, parse_profile_json, read_kernel_trace
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile
 
 
@@ -128,14 +128,20 @@ def test_a_profile_of_the_cpu_has_its_kinds(tmp_path: Path, monkeypatch: pytest.
 
 
 CUT_OFF = gzip.compress(b"{}", mtime=0)[:-4]
+DAMAGED = gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"traceEvents": 3}', CUT_OFF])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"traceEvents": 3}', CUT_OFF, DAMAGED])
 def test_other_files_are_no_profiles(tmp_path: Path, content: bytes):
     for name in ("step.json", "step.json.gz"):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(SpecError):
             read_kernel_trace(tmp_path / name)
+
+
+def test_a_profile_of_more_values_than_memory_has_room_for_is_refused():
+    with pytest.raises(SpecError, match="about 16,000,0.. values, at most 16,000,000"):
+        parse_profile_json(b'{"traceEvents": [' + b"{}," * 8_000_000 + b"{}]}", name="it")
 
 
 def test_events_with_odd_fields_are_left_out():

@@ -5,6 +5,7 @@ import re
 from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.report.test_comparison import measured
 
 LARGEST_BYTES = 150_000
 HOSTILE = '"><script>alert(1)</script>\u202e<img src=http://x onerror=y>'
+FIGURES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "data_seconds", "peak_bytes")
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
 _ENDED_BY_ANOTHER = {"p", "tr", "td", "th", "thead", "tbody"}  # HTML allows their end tags to be left out
 
@@ -184,6 +186,35 @@ def test_lines_that_no_run_writes_break_no_page(tmp_path: Path, line: bytes):
         )
     page = shown(read(directory))
     assert any(tag == "svg" for tag, _ in page.tags)
+
+
+@pytest.mark.parametrize(
+    "values", [(1e308, -1e308), ("NaN", "Infinity"), (5e-324, 2e-323, 0.0), (1e308, 5e-324, -0.0)]
+)
+def test_no_number_of_a_record_breaks_a_page(tmp_path: Path, values: tuple[Any, ...]):
+    runs.finished(tmp_path / "run")
+    (tmp_path / "run" / "measurement.json").unlink()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        for step in range(1, 100):
+            value = values[step % len(values)]
+            file.write(
+                f'{{"step": {step}, {", ".join(f"{chr(34)}{name}{chr(34)}: {value}" for name in FIGURES)}}}\n'
+            )
+    page = shown(read(tmp_path / "run"))
+    assert "nan" not in page.text.lower().split()
+
+
+def test_records_without_a_newline_are_read_in_parts(tmp_path: Path):
+    runs.finished(tmp_path / "run")
+    event = (tmp_path / "run" / EVENTS).read_bytes().splitlines()[-1]
+    for name in (EVENTS, "metrics.jsonl"):
+        with (tmp_path / "run" / name).open("wb") as file:
+            file.truncate(1 << 40)
+    with (tmp_path / "run" / EVENTS).open("ab") as file:
+        file.write(b"\n" + event + b"\n")
+    record = read(tmp_path / "run")
+    assert [one.event for one in record.events] == ["end"]
+    assert record.last_step == 0
 
 
 def test_the_pointer_reads_values_that_were_measured(tmp_path: Path):

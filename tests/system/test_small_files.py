@@ -114,13 +114,19 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_config_has_no_number_that_no_model_has() -> None:
     check_config_limits(
-        {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**63 - 1, "rope_theta": 1e300}, source="it"
+        {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**63 - 1, "rope_theta": 1e300, "n_ctx": 2**30},
+        source="it",
     )
     for config, name in (
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"vocab_size": 10**30}, "vocab_size"),
         ({"text_config": {"n_layer": 10**9}}, "text_config.n_layer"),
         ({"depths": [2, 10**9]}, "depths"),
+        ({"num_local_experts": 10**8}, "num_local_experts"),
+        ({"text_config": {"moe_num_experts": [10**8]}}, "text_config.moe_num_experts"),
+        ({"num_labels": 10**8}, "num_labels"),
+        ({"n_head": 10**8}, "n_head"),
+        ({"max_position_embeddings": 10**10}, "max_position_embeddings"),
         ({"x": 10**5000}, "x"),
     ):
         with pytest.raises(SpecError, match=f"it: {name} is too large"):

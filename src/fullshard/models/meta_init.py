@@ -175,7 +175,7 @@ _VALUES = "_constructed_values"
 _MOST_KEPT = 1 << 20
 # Kimi K2 has 70,000 parameters in 61 blocks of 384 experts.
 _MOST_PARAMETERS = 300_000
-_MOST_TABLE_BYTES = 4 << 30
+_MOST_TABLE_BYTES, _MOST_TABLES_BYTES = 1 << 30, 4 << 30  # of one table, and of all
 _IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _CONSTANT_TABLES = (torch.ones, torch.zeros, torch.full, torch.eye)
 _TABLES = (*_CONSTANT_TABLES, torch.arange, torch.linspace, torch.rand, torch.randn)
@@ -219,6 +219,7 @@ class _MakeEmptyOnMeta(TorchFunctionMode):
     def __init__(self, most_parameters: int, tape: ConstructorTape | None) -> None:
         super().__init__()
         self.most, self.made, self.tape = most_parameters, 0, tape
+        self.table_bytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = dict(kwargs or {})
@@ -234,13 +235,15 @@ class _MakeEmptyOnMeta(TorchFunctionMode):
         return func(*args, **given)
 
     def _refuse_too_large_new_tensor(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
-        """Raises SpecError if `func` would make a tensor that is too large; runs it on the meta device."""
+        """Raises SpecError if `func` would make too large a tensor beside earlier ones; runs it on meta."""
         planned = func(*args, **{**given, "device": "meta"})
-        if planned.nbytes > _MOST_TABLE_BYTES:
+        self.table_bytes += planned.nbytes
+        if planned.nbytes > _MOST_TABLE_BYTES or self.table_bytes > _MOST_TABLES_BYTES:
             raise SpecError(
                 "the model has a table that is too large.",
                 got=f"{list(planned.shape)}: {format_bytes(planned.nbytes)}",
-                why=f"a model is constructed with its tables: {_MOST_TABLE_BYTES >> 30} GiB at most",
+                why=f"a model is constructed with its tables: {_MOST_TABLE_BYTES >> 30} GiB at most, and "
+                f"{_MOST_TABLES_BYTES >> 30} GiB of all",
             )
 
 

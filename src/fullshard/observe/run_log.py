@@ -17,12 +17,12 @@ from fullshard.observe.progress import ProgressPrinter, RunProgress
 from fullshard.observe.step_metrics import StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
-from fullshard.report.run_record import parse_metrics_line
+from fullshard.report.run_record import LONGEST_LINE_BYTES, parse_metrics_line
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import none_if_not_finite
 from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.spec.run import Run
-from fullshard.system.files import atomic_replace_context, open_regular_file
+from fullshard.system.files import atomic_replace_context, open_new_file, open_regular_file
 from fullshard.training.loop import Step
 
 PREVIOUS_METRICS = "metrics.previous.jsonl"
@@ -276,8 +276,8 @@ def _drop_lines_after_step(path: Path, last_step: int) -> None:
         return isinstance(step, int) and step <= last_step
 
     with open(path, "rb", opener=open_regular_file) as old:
-        if all(map(is_kept, old)):
+        if all(map(is_kept, iter(lambda: old.readline(LONGEST_LINE_BYTES), b""))):
             return
         old.seek(0)
-        with atomic_replace_context(path) as draft, draft.open("xb") as new:
-            new.writelines(filter(is_kept, old))
+        with atomic_replace_context(path) as draft, open_new_file(draft) as new:
+            new.writelines(filter(is_kept, iter(lambda: old.readline(LONGEST_LINE_BYTES), b"")))

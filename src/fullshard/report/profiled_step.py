@@ -17,6 +17,7 @@ CUDA   Of the device: first its kernels of the model, then those of the optimize
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ ALL_REDUCE = "c10d::allreduce_"
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-_MOST_BYTES = 1 << 30  # of a file, decompressed
+_MOST_BYTES, _MOST_VALUES = 256 << 20, 16_000_000  # of a file, decompressed: about a million operations
 STEP_RANGE = "fullshard::step"
 """Name of the range of the whole step."""
 _PHASES, _OTHER_PARTS = ("forward", "backward"), ("data", "norm", "update")
@@ -113,10 +114,10 @@ def read_kernel_trace(path: Path) -> KernelTrace:
             packed = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
             data = packed.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise SpecError(f"{path} is too large to be read.", got="over 1 GiB")
+            raise SpecError(f"{path} is too large to be read.", got=f"over {_MOST_BYTES >> 20} MiB")
     except OSError as error:
         raise SpecError(f"{path} cannot be read.", got=error.strerror or str(error)) from error
-    except EOFError as error:
+    except (EOFError, zlib.error) as error:
         raise SpecError(f"{path} is not a profile.", got=str(error)) from error
     return parse_profile_json(data, name=str(path))
 
@@ -124,6 +125,8 @@ def read_kernel_trace(path: Path) -> KernelTrace:
 def parse_profile_json(data: bytes, *, name: str) -> KernelTrace:
     """Returns the operations of a profile in JSON. Raises SpecError for any other text. `name`: its file."""
     try:
+        if (values := sum(map(data.count, (b",", b"{", b"[")))) > _MOST_VALUES:
+            raise ValueError(f"about {values:,} values, at most {_MOST_VALUES:,}")
         trace: Any = json.loads(data)
         known = cast(Mapping[str, Any], trace) if isinstance(trace, dict) else {}
         base_ns, attempt = int(known.get("baseTimeNanoseconds", 0)), int(known.get(ATTEMPT, 1))

@@ -1,11 +1,11 @@
 """Everything that a run's directory says about the run, also while it trains and after it died."""
 
+import errno
 import json
 import math
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -20,7 +20,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import Measurement
 from fullshard.spec.records.run_files import EVENTS, MEASUREMENT, METRICS, PLAN
-from fullshard.system.files import open_regular_file
+from fullshard.system.small_files import read_last_lines
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
@@ -45,7 +45,9 @@ _NAMES = (
     "resident_bytes",
     "peak_allocated_bytes",
 )
-_LONGEST_LINE_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 1 << 16
+_MOST_BYTES, _MOST_LINES = 1 << 30, 2_000_000
+_LARGEST_FIGURE = 1e100
 _LARGEST_STEP = 2**53  # which a float holds exactly
 
 
@@ -76,17 +78,20 @@ class StepColumns:
 
 
 def read_steps(path: Path) -> StepColumns:
-    """Reads the whole lines of a `metrics.jsonl`, also while a run writes it. Raises OSError.
+    """Reads the whole lines of a `metrics.jsonl`, also while a run writes it.
 
-    None without the file. If a step has several lines, the last counts: a resumed run repeats steps.
+    None without the file. If a step has several lines, the last counts: a resumed run repeats steps. Raises
+    OSError, also for more than two million lines in the last GiB.
     """
     found: dict[float, array[float]] = {}
-    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
-        for line in file:
-            fields = parse_metrics_line(line)
-            step = _finite_number_or_nan(fields.get("step"))
-            if 0 < step <= _LARGEST_STEP:
-                found[step] = array("d", [_finite_number_or_nan(fields.get(name)) for name in _NAMES])
+    lines = read_last_lines(path, most_bytes=_MOST_BYTES, longest=LONGEST_LINE_BYTES)
+    for number, line in enumerate(lines):
+        if number == _MOST_LINES:
+            raise OSError(errno.EFBIG, f"it has more than {_MOST_LINES:,} lines", str(path))
+        fields = parse_metrics_line(line)
+        step = _figure_or_nan(fields.get("step"))
+        if 0 < step <= _LARGEST_STEP:
+            found[step] = array("d", [_figure_or_nan(fields.get(name)) for name in _NAMES])
     steps = sorted(found)
     columns = {name: array("d", [found[step][i] for step in steps]) for i, name in enumerate(_NAMES)}
     return StepColumns(array("d", steps), columns)
@@ -94,7 +99,7 @@ def read_steps(path: Path) -> StepColumns:
 
 def parse_metrics_line(line: bytes) -> dict[str, Any]:
     """Returns the fields of a line of `metrics.jsonl`; none if the line is incomplete or no JSON object."""
-    if len(line) > _LONGEST_LINE_BYTES or not line.endswith(b"\n"):
+    if not line.endswith(b"\n"):
         return {}
     try:
         fields: object = json.loads(line)
@@ -103,15 +108,14 @@ def parse_metrics_line(line: bytes) -> dict[str, Any]:
     return cast(dict[str, Any], fields) if isinstance(fields, dict) else {}
 
 
-def _finite_number_or_nan(value: object) -> float:
-    """Returns a finite number as float, and NaN for anything else."""
-    if not isinstance(value, int | float):
+def _figure_or_nan(value: object) -> float:
+    """Returns a number of at most 1e100 as float, 0 if it is below 1e-100, and NaN for anything else.
+
+    Nothing that a run measures is larger or smaller, and sums, ratios and logarithms of figures are finite.
+    """
+    if not isinstance(value, int | float) or not abs(value) <= _LARGEST_FIGURE:
         return math.nan
-    try:
-        number = float(value)
-    except OverflowError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+    return float(value) if abs(value) >= 1 / _LARGEST_FIGURE else 0.0
 
 
 @dataclass(frozen=True)

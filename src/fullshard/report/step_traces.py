@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from fullshard.errors import SpecError
 from fullshard.report.profiled_step import profiled_step, read_kernel_trace
 from fullshard.spec.records.run_files import METRICS, PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep, StepSpan
+from fullshard.system.files import write_file_or_stream
 
 _PROFILE = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")
 _PROGRAM = {"program": "fullshard"}
@@ -60,7 +63,7 @@ def read_last_step(directory: Path, *, most_ranks: int) -> list[ProfiledStep]:
 
 def check_step_or_choose_last(directory: Path, step: int | None) -> int:
     """Returns `step`, or if None, the last that the most ranks profiled. Raises SpecError if none was."""
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # which is also False for names that are too long
         raise SpecError(f"{directory} is not a directory.", fix="the directory of a run: runs/default")
     found = list_profiles(directory)
     if not found:
@@ -116,7 +119,7 @@ def save_trace(
         events += _trace_events(name, spans, process=process)
     trace = {"otherData": {**_PROGRAM, **(about or {})}, "displayTimeUnit": "ms", "traceEvents": events}
     text = json.dumps(trace, separators=(", ", ": ")).encode()
-    path.write_bytes(gzip.compress(text, mtime=0) if path.name.endswith(".gz") else text)
+    write_file_or_stream(path, gzip.compress(text, mtime=0) if path.name.endswith(".gz") else text)
 
 
 def check_is_trace(path: Path) -> None:
@@ -124,7 +127,7 @@ def check_is_trace(path: Path) -> None:
     try:
         with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
             begins = file.read(len(_SIGN))
-    except (EOFError, gzip.BadGzipFile):
+    except (EOFError, gzip.BadGzipFile, zlib.error):
         begins = b""
     if begins != _SIGN:
         raise SpecError(f"{path} is not a trace of fullshard's.")

@@ -12,7 +12,7 @@ from fullshard.quantities import format_count
 from fullshard.spec.plan import DeviceType, Dtype, Plan, Precision
 from fullshard.spec.run import UnitOverride
 from fullshard.spec.settings.train_section import RecomputeSection
-from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt
+from fullshard.spec.value import Count, FrozenModel, NonNegativeFloat, NonNegativeInt, Parts
 
 
 class Fp8MatrixGroup(FrozenModel):
@@ -208,9 +208,9 @@ class RepeatedUnits(FrozenModel):
     blocks: number of blocks in the period
     """
 
-    first: int
-    units: int
-    times: int
+    first: Count
+    units: Count
+    times: Parts
     blocks: NonNegativeInt = 1
 
 
@@ -409,7 +409,8 @@ class ModelSpec(FrozenModel):
         return cls.read_json(path, what="a saved model spec", ignores_unknown=True)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json() + "\n", encoding="utf-8")
+        """Writes a file that `load` reads. Raises OSError."""
+        self.write_json(path)
 
 
 def _traced_settings_text(traces: Sequence[MicrobatchTrace]) -> str:

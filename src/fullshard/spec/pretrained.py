@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from fullshard.errors import SpecError
 from fullshard.spec.settings.model_section import MOST_LAYERS, DecoderConfig
-from fullshard.spec.value import FrozenModel
+from fullshard.spec.value import MOST_PARTS, FrozenModel
 from fullshard.system.small_files import VALUE_BYTES, iterate_integers, parse_json, read_bytes, read_toml
 
 _NOT_EXPRESSED = (
@@ -84,8 +84,14 @@ def similar_preset_names(name: str) -> list[str]:
 CONFIG_NAME = "config.json"
 _REVISION_BYTES = 4096
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Names of the number of blocks in transformers' configs: num_hidden_layers, n_layer, decoder_layers, depths.
-_LAYERS = re.compile(r"(.*_)?(layers?|depths?|blocks)")
+# The largest integers of configs of transformers, by their names: of blocks (num_hidden_layers, n_layer,
+# decoder_layers, depths), of other parts (num_local_experts, n_head, num_labels), of positions, for which
+# tables are made. All others are sizes of tensors, ids, or numbers such as rope_theta.
+_MOST_BY_NAME = (
+    (re.compile(r"(.*_)?(layers?|depths?|blocks)"), MOST_LAYERS),
+    (re.compile(r".*(experts?|heads?|labels|groups?|stages|codebooks|languages).*"), MOST_PARTS),
+    (re.compile(r".*(positions?|position_embeddings|_ctx|length|window)"), 1 << 30),
+)
 
 
 def find_cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -154,11 +160,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_config_limits(config: Mapping[str, Any], *, source: str) -> None:
-    """Raises SpecError for integers of more than 64 bits, and for more than MOST_LAYERS blocks."""
+    """Raises SpecError for integers of more than 64 bits, and for more blocks or parts than models have."""
     for keys, value in iterate_integers(config):
         key = ".".join(keys)
-        layers = _LAYERS.fullmatch(key.rpartition(".")[2]) is not None
-        most = MOST_LAYERS if layers else 2**63 - 1
+        limits = (most for name, most in _MOST_BY_NAME if keys and name.fullmatch(keys[-1]))
+        most = next(limits, 2**63 - 1)
         if abs(value) > most:
             digits = f"{value:,}" if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
             raise SpecError(f"{source}: {key} is too large.", got=digits, why=f"at most {most:,}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fullshard.errors import SpecError
+from fullshard.system.files import write_file_or_stream
 from fullshard.system.small_files import VALUE_BYTES, check_nesting_depth, read_bytes
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ def _reject_boolean(value: Any) -> Any:
 
 # Part of the type of every number that a person writes.
 NUMBER = BeforeValidator(_reject_boolean)
-NonNegativeFloat = Annotated[float, NUMBER, Field(ge=0)]
-PositiveFloat = Annotated[float, NUMBER, Field(gt=0)]
+# Sums and products of a few of them are finite.
+NonNegativeFloat = Annotated[float, NUMBER, Field(ge=0, le=1e100)]
+PositiveFloat = Annotated[float, NUMBER, Field(gt=0, le=1e100)]
 Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
 # Integers of 64 bits, as files and tensors have them.
 NonNegativeInt = Annotated[int, NUMBER, Field(ge=0, le=2**63 - 1)]
@@ -49,6 +51,10 @@ Large = Annotated[int, Field(ge=0, le=10**100)]
 # Counts of a run's settings. The product of two of them fits into 64 bits.
 Count = Annotated[int, NUMBER, Field(ge=0, le=10**9)]
 PositiveCount = Annotated[int, NUMBER, Field(gt=0, le=10**9)]
+# Numbers of parts of a model that are made or visited one by one: experts, heads, labels, repeated blocks.
+# The largest mixtures have some thousand experts in a layer.
+MOST_PARTS = 65_536
+Parts = Annotated[int, NUMBER, Field(ge=0, le=MOST_PARTS)]
 # Number of processes on one machine.
 Processes = Annotated[int, NUMBER, Field(ge=0, le=4096)]
 # Numbers that are used in fp32.
@@ -103,6 +109,10 @@ class FrozenModel(BaseModel):
             raise SpecError(f"{path} is not {what}.", got=got, fix=fix) from error
         except OSError as error:
             raise SpecError(f"{path} is not {what}.", got=error.strerror) from error
+
+    def write_json(self, path: str | Path, *, indent: int | None = None) -> None:
+        """Writes the value as JSON: replaces a file atomically, or writes into a pipe. Raises OSError."""
+        write_file_or_stream(Path(path), self.model_dump_json(indent=indent) + "\n")
 
 
 _Section = type[FrozenModel]

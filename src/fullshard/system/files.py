@@ -6,6 +6,7 @@ has no shared locks, so the locks are fullshard's own.
 
 import errno
 import fcntl
+import io
 import os
 import secrets
 import shutil
@@ -90,12 +91,32 @@ def atomic_replace_context(path: Path, *, draft: Path | None = None) -> Generato
             draft.unlink(missing_ok=True)
 
 
+def open_new_file(path: Path) -> io.BufferedWriter:
+    """Opens a file that does not exist yet for writing. Raises FileExistsError, also for any link."""
+    return path.open("xb")
+
+
 def write_file_atomically(path: Path, text: str | bytes) -> None:
     """Atomically replaces `path` by a file that contains `text`, flushed to the disk. Raises OSError."""
-    with atomic_replace_context(path) as draft, draft.open("xb") as file:
+    with atomic_replace_context(path) as draft, open_new_file(draft) as file:
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_file_or_stream(path: Path, text: str | bytes) -> None:
+    """Writes `text` into the pipe or device `path`, or else replaces the file atomically. Raises OSError."""
+    if os.path.isfile(path) or not os.path.exists(path):
+        write_file_atomically(path, text)
+    else:
+        with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb") as stream:
+            stream.write(text.encode() if isinstance(text, str) else text)
+
+
+def append_to_file(path: Path, text: str) -> None:
+    """Appends `text` to the regular file `path`, which must exist. Raises OSError, also for a link."""
+    with open(open_regular_file(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+        file.write(text.encode())
 
 
 def fsync_path(path: Path, *, fsync: Callable[[int], object] = os.fsync) -> None:

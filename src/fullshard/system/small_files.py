@@ -12,7 +12,8 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Self, cast
 
 from fullshard.errors import FullshardError, SpecError
 from fullshard.quantities import format_bytes
+from fullshard.system.files import open_regular_file
 
 SETTINGS_BYTES = 1 << 20  # limit for files that people write by hand: a run.toml, a config of another tool
 VALUE_BYTES = 32 << 20  # limit for files that programs write: a plan, a traced model, a config.json
@@ -76,6 +78,20 @@ def read_text(path: str | Path, *, most_bytes: int) -> str:
         return read_bytes(path, most_bytes=most_bytes).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not text (UTF-8): byte {error.start}") from error
+
+
+def read_last_lines(path: Path, *, most_bytes: int, longest: int) -> Generator[bytes]:
+    """Yields the lines in the last `most_bytes` of a regular file, to which a run appends; none without it.
+
+    A line that is longer than `longest` bytes comes in parts, of which only the last may end in a newline.
+    Raises OSError.
+    """
+    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
+        begin = file.seek(0, os.SEEK_END) - most_bytes
+        file.seek(max(0, begin))
+        if begin > 0:
+            file.readline(longest)  # the end of a line
+        yield from iter(lambda: file.readline(longest), b"")
 
 
 def parse_json(text: str | bytes) -> Any:

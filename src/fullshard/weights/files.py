@@ -24,7 +24,7 @@ from torch import Tensor
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
-from fullshard.system.small_files import ForeignErrorTranslator, parse_json, read_bytes
+from fullshard.system.small_files import VALUE_BYTES, ForeignErrorTranslator, parse_json, read_bytes
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -176,9 +176,11 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         )
 
     with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > VALUE_BYTES:
+            raise damaged_file_error(f"a header of {length:,} bytes, at most {VALUE_BYTES:,}")
         with ForeignErrorTranslator(damaged_file_error), safe_open(path, framework="numpy"):
             pass  # only opened for its checks
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
     tensors: dict[str, FileTensor] = {}

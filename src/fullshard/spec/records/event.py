@@ -18,8 +18,10 @@ from pydantic import AwareDatetime, ConfigDict, ValidationError
 
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.files import open_regular_file
+from fullshard.system.small_files import VALUE_BYTES, read_last_lines
 
 _LONGEST_LINE_BYTES = 1 << 20
+_SHORTEST_LINE_BYTES = 32  # with `at` and `event`
 
 
 class RunEvent(FrozenModel):
@@ -90,13 +92,12 @@ class RunEvent(FrozenModel):
 def read_events(path: Path) -> list[RunEvent]:
     """Reads the events of a file, in the order of its lines; none if the file does not exist.
 
-    Leaves out lines that are no events, such as the last line of a process that was killed while it wrote.
-    Raises OSError.
+    Leaves out lines that are no events, such as the last line of a process that was killed while it wrote,
+    and all except the last 32 MiB, which are some 100,000 events. Raises OSError.
     """
     events: list[RunEvent] = []
-    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular_file) as file:
-        for line in file:
-            if len(line) <= _LONGEST_LINE_BYTES and line.endswith(b"\n"):
-                with suppress(ValidationError):
-                    events.append(RunEvent.model_validate_json(line))
+    for line in read_last_lines(path, most_bytes=VALUE_BYTES, longest=_LONGEST_LINE_BYTES):
+        if len(line) >= _SHORTEST_LINE_BYTES and line.startswith(b"{") and line.endswith(b"\n"):
+            with suppress(ValidationError):
+                events.append(RunEvent.model_validate_json(line))
     return events

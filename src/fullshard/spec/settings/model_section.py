@@ -37,7 +37,7 @@ class DecoderConfig(value.FrozenModel):
     rope_theta: value.PositiveScalar = 10_000.0
     norm_eps: value.PositiveScalar = 1e-5
     tied: bool = False
-    experts: value.Count = 0
+    experts: value.Parts = 0
     experts_per_token: value.PositiveCount = 2
     expert_d_ff: value.Count = 0
     shared_experts: value.Count = 0
