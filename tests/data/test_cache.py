@@ -26,7 +26,7 @@ from pathlib import Path
 from fullshard.data.token_store import get_or_build_entry
 
 def build(draft):
-    (draft / "half").write_bytes(b"half")
+    (draft / "tokens.bin").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
 get_or_build_entry(Path(sys.argv[1]), "entry", build=build)
@@ -87,6 +87,18 @@ def test_an_entry_that_lost_bytes_is_made_again(tmp_path: Path):
     get_or_build_entry(tmp_path, "entry", build=counting(counts))
     assert len(counts) == 2
     assert (tmp_path / "entry" / "file").read_text() == "whole"
+
+
+def test_a_damaged_entry_is_removed_without_the_files_of_others(tmp_path: Path):
+    theirs = [
+        tmp_path / name for name in (".entry.tmp-notes", ".entry.tmp-0123abcd/mine.txt", "entry/mine.npy")
+    ]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("theirs")
+    with pytest.raises(DataError, match="Directory not empty"):
+        get_or_build_entry(tmp_path, "entry", build=counting([]))
+    assert [path.read_text() for path in theirs] == ["theirs"] * 3
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path):

@@ -101,6 +101,21 @@ def test_a_gpu_out_of_memory_leaves_a_report(tmp_path: Path):
     assert "1.00 PiB more" in (tmp_path / OUT_OF_MEMORY / "step-00000001-rank-00000.txt").read_text()
 
 
+def test_a_report_replaces_a_link_in_its_place(tmp_path: Path):
+    (target := tmp_path / "precious").write_text("x")
+    (path := tmp_path / OUT_OF_MEMORY / "step-00000001-rank-00000.txt").parent.mkdir()
+    path.symlink_to(target)
+    reporter = OutOfMemoryReporter(
+        RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu")),
+        where=PhaseTracker(),
+    )
+    reporter.directory = tmp_path
+    with pytest.raises(TrainError, match="rank 0 ran out of memory"), reporter:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert (target.read_text(), path.is_symlink()) == ("x", False)
+    assert "1.00 EiB" in path.read_text() or "1024.00 PiB" in path.read_text()
+
+
 def test_other_errors_are_not_out_of_memory():
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))

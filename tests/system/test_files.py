@@ -14,7 +14,13 @@ from fullshard.observe.run_log import MetricsLog
 from fullshard.offload.directories import lock_directory, replace_file_atomically
 from fullshard.offload.drive import SYSTEM, DriveFile
 from fullshard.spec.records.event import RunEvent
-from fullshard.system.files import open_regular_file, write_file_atomically
+from fullshard.system.files import (
+    append_to_file,
+    open_new_file,
+    open_regular_file,
+    write_file_atomically,
+    write_file_or_stream,
+)
 from tests.jobs.test_metrics import metrics
 
 
@@ -49,6 +55,8 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("metrics.jsonl.part", append_metrics),
     ("events.jsonl", lambda root: RunEvent.now("end", attempt=1).append_to(root / "events.jsonl")),
     ("plan.json", lambda root: write_file_atomically(root / "plan.json", "new")),
+    ("report.txt", lambda root: append_to_file(root / "report.txt", "new")),
+    ("tokens.bin", lambda root: open_new_file(root / "tokens.bin").close()),
     (".lock", save_checkpoint),
     ("lock", hold_offload),
     (
@@ -75,6 +83,21 @@ def test_no_file_of_a_run_is_written_through_a_link_and_no_fifo_is_waited_for(
     with suppress(FullshardError, OSError):
         write(root)
     assert target.read_text() == "x" * 4096
+
+
+def test_an_output_is_written_into_a_pipe_and_in_place_of_a_link(tmp_path: Path) -> None:
+    (target := tmp_path / "precious").write_text("x")
+    (tmp_path / "link").symlink_to(target)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "dangling"):
+        write_file_or_stream(tmp_path / name, "new")
+        assert (tmp_path / name).read_text() == "new"
+    assert (target.read_text(), (tmp_path / "nowhere").exists()) == ("x", False)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_file_or_stream(tmp_path / "pipe", "new")
+    assert os.read(reader, 10) == b"new"
+    os.close(reader)
 
 
 def test_files_that_are_not_regular_are_refused_by_kind(tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def test_a_directory_of_other_files_is_written_by_force_alone(tmp_path: Path) ->
     check_output_directory(tmp_path, is_kind=is_text_file, force=True)
 
 
+def test_a_link_to_nothing_is_replaced_by_force_alone(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(SpecError, match=r"exists already.\n  got: a link to nothing"):
+        check_output_file(tmp_path / "link", is_kind=is_text_file, force=False)
+    check_output_file(tmp_path / "link", is_kind=is_text_file, force=True)
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_file_is_refused_as_directory_and_a_directory_as_file(tmp_path: Path, force: bool) -> None:
     (tmp_path / "file").touch()

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.system.terminal import escape_to_single_line
+
 if TYPE_CHECKING:
     from fullshard.spec.value import FrozenModel
 
@@ -41,15 +43,17 @@ def init(
 ) -> None:
     """Write a run.toml with the keys that people change."""
     from fullshard.errors import SpecError
+    from fullshard.system.files import write_file_or_stream
     from fullshard.system.targets import check_output_file
 
-    text = default_run_toml_text(path.name) if every else short_run_toml_text(path.name)
+    name = escape_to_single_line(path.name)
+    text = default_run_toml_text(name) if every else short_run_toml_text(name)
     check_output_file(path, is_kind=None, force=force, streams=True)
     try:
-        path.write_text(text)
+        write_file_or_stream(path, text)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
-    typer.echo(f"{path}")
+    typer.echo(escape_to_single_line(f"{path}"))
 
 
 def default_run_toml_text(name: str = "run.toml") -> str:

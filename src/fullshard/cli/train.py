@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
-from fullshard.spec.records.run_files import EVENTS, LAUNCH, MEASUREMENT, PLAN
+from fullshard.spec.records.run_files import EVENTS, LAUNCH, MEASUREMENT, OUT_OF_MEMORY, PLAN
+from fullshard.system.files import append_to_file
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
         for one in events
         if one.event == "out_of_memory"
         and one.at.timestamp() >= since
-        and (alone or one.details["rank"] == int(os.environ.get("RANK", "0")))
+        and (alone or one.details.get("rank") == int(os.environ.get("RANK", "0")))
+        and isinstance(one.details.get("held_bytes"), int)
     ]
     if not failures or plan is None:
         return
@@ -158,8 +160,9 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
         return
     line = f"would have fitted: {text}"
     for one in failures:
-        with Path(one.details["path"]).open("a", encoding="utf-8") as file:
-            file.write(f"\n{line}\n")
+        report = Path(given.run.dir, OUT_OF_MEMORY, Path(str(one.details.get("path"))).name)
+        with suppress(OSError):  # such as a link in its place
+            append_to_file(report, f"\n{line}\n")
     typer.echo(escape_control_characters(line), err=True)
 
 

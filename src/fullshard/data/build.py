@@ -154,7 +154,7 @@ def _build_shuffle_pool(
         def write_layout(draft: Path) -> Mapping[str, Any]:
             arrays, facts = _pack_training_and_held_out(stream, run)
             for name, array in arrays.items():
-                np.save(draft / f"{name}.npy", array)
+                token_store.save_array(draft / f"{name}.npy", array)
             return facts
 
         entry = token_store.get_or_build_entry(

@@ -60,8 +60,8 @@ def _open_memmap_store(
         largest, found = _max_token_and_document_ends(tokens, path, eod_token=eod_token, alive=alive)
         begins, ends = bounds or (np.append(0, found[:-1]), found)
         kept = ends > begins
-        np.save(draft / _BEGINS, begins[kept])
-        np.save(draft / _ENDS, ends[kept])
+        token_store.save_array(draft / _BEGINS, begins[kept])
+        token_store.save_array(draft / _ENDS, ends[kept])
         documents = int(kept.sum())
         empty = len(kept) - documents
         return {"vocabulary": largest + 1, "documents": documents, "empty": empty, "path": path}

@@ -29,6 +29,7 @@ from fullshard.data.tokenizer import (
 from fullshard.errors import DataError
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.spec.settings.data_section import DataSection, DataSource, DataSourceFields
+from fullshard.system.files import open_new_file
 from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.process import count_usable_cores
 from fullshard.system.terminal import escape_control_characters
@@ -206,8 +207,8 @@ def _tokenize_into_draft(
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
         progress = _TokenizationProgress(files.name, files.total_file_bytes)
-        tokens = stack.enter_context((draft / _TOKENS).open("wb"))
-        trained = stack.enter_context((draft / _TRAINED).open("wb")) if settings.needs_loss_mask else None
+        tokens = stack.enter_context(open_new_file(draft / _TOKENS))
+        trained = stack.enter_context(open_new_file(draft / _TRAINED)) if settings.needs_loss_mask else None
 
         def write_task_tokens(one: TokenizedTask) -> None:
             tokens.write(one.tokens.data)
@@ -218,7 +219,7 @@ def _tokenize_into_draft(
 
         offsets, facts = _tokenize_and_write(files, settings, processes=processes, write=write_task_tokens)
         progress.print_counts()
-    np.save(draft / _OFFSETS, offsets)
+    token_store.save_array(draft / _OFFSETS, offsets)
     if facts["trained"] == facts["tokens"]:
         (draft / _TRAINED).unlink(missing_ok=True)
     return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}

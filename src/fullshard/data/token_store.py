@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import time
@@ -33,7 +34,12 @@ from numpy.typing import NDArray
 
 from fullshard.data.files import SourceFile, unreadable_path_error
 from fullshard.errors import DataError
-from fullshard.system.files import atomic_replace_context, fsync_path, hold_exclusive_file_lock
+from fullshard.system.files import (
+    fsync_path,
+    hold_exclusive_file_lock,
+    open_new_file,
+    write_file_atomically,
+)
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Integers = NDArray[Any]
@@ -42,6 +48,9 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _SETTLED_SECONDS = 2.0
 _READ_BYTES = 4 << 20
+_OWN_FILE = re.compile(
+    r"manifest\.json|(tokens|trained)\.bin|(offsets|begins|ends|(training|held-out)-\w+)\.npy"
+)
 
 Heartbeat = Callable[[], None]
 """Called regularly during long work, so that a watchdog sees progress."""
@@ -94,8 +103,9 @@ def get_or_build_entry(
     with _hold_cache_lock(root / f".{name}.lock", alive=alive):
         if _is_complete_entry(entry):
             return entry
-        for left in [entry, *root.glob(f".{name}.tmp-*")]:  # left by a crash, or files were removed
-            shutil.rmtree(left, ignore_errors=True)
+        drafts = root.glob(f".{name}.tmp-{'[0-9a-f]' * 8}")
+        for left in [entry, *drafts]:  # left by a crash, or files were removed
+            _remove_entry(left)
         draft = root / f".{name}.tmp-{secrets.token_hex(4)}"
         try:
             draft.mkdir()
@@ -105,6 +115,24 @@ def get_or_build_entry(
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return entry
+
+
+def save_array(path: Path, array: Integers) -> None:
+    """Writes `array` into the new file `path`, which `numpy.load` reads. Raises OSError."""
+    with open_new_file(path) as file:
+        np.save(file, array)
+
+
+def _remove_entry(directory: Path) -> None:
+    """Removes the files of an entry or a draft, and its directory unless other files are in it."""
+    own = set[str]()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        own |= {*read_manifest(directory)["files"]}
+    with suppress(OSError):
+        for path in [] if directory.is_symlink() else [*directory.iterdir()]:
+            if path.name in own or _OWN_FILE.fullmatch(path.name):
+                path.unlink()
+        directory.rmdir()
 
 
 @contextmanager
@@ -147,7 +175,8 @@ def _is_complete_entry(entry: Path) -> bool:
 def _commit_draft(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
     files = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
     text = json.dumps({**facts, "format": FORMAT, "files": files}, indent=1)
-    (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    with open_new_file(draft / MANIFEST) as file:
+        file.write(f"{text}\n".encode())
     for path in (*draft.iterdir(), draft):
         fsync_path(path)
     try:
@@ -183,8 +212,9 @@ def _find_or_compute_digest(path: Path, digests: Path, *, alive: Heartbeat) -> s
     digest = hasher.hexdigest()
     if at - seen.st_mtime >= _SETTLED_SECONDS:
         place = _remembered_digest_path(path, digests)
-        with suppress(OSError), atomic_replace_context(place) as draft:  # else it is read again next time
-            draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
+        with suppress(OSError):  # else it is read again next time
+            seen_as = [seen.st_size, seen.st_mtime_ns]
+            write_file_atomically(place, json.dumps({"seen": seen_as, "digest": digest}))
     return digest
 
 

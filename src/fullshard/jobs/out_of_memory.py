@@ -22,6 +22,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.records.run_files import EVENTS, OUT_OF_MEMORY
 from fullshard.survival.phase import PhaseTracker
+from fullshard.system.files import write_file_atomically
 
 # Parts of the messages of torch's allocators, of C++, of drivers and of cuBLAS.
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
@@ -79,7 +80,7 @@ class OutOfMemoryReporter:
             details |= {"requested_bytes": requested, "path": str(path)}
             with suppress(OSError):  # the error has the most important part
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(f"{what}\n  {got}\n  {why}\n\n{table}\n", encoding="utf-8")
+                write_file_atomically(path, f"{what}\n  {got}\n  {why}\n\n{table}\n")
                 fix = f"{path} has what it held, term by term, beside the plan"
                 events = self.directory / EVENTS
                 attempt = count_attempts(events) or 1

@@ -37,7 +37,8 @@ class LaunchRequest(FrozenModel):
     arguments: Mapping[str, str | float] = {}
 
     def save(self, directory: Path) -> None:
-        Path(directory, FILE_NAME).write_text(self.model_dump_json())
+        """Writes the request into `directory`. Raises OSError."""
+        self.write_json(Path(directory, FILE_NAME))
 
     @classmethod
     def load(cls, directory: Path) -> Self:

@@ -18,6 +18,7 @@ from fullshard.report.profiled_step import ATTEMPT, ON_GPU, STEP_RANGE, parse_pr
 from fullshard.spec.records.run_files import PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep
 from fullshard.spec.run import LogSection
+from fullshard.system.files import write_file_atomically
 
 _SAMPLED = (10, 100)
 """Steps of an attempt that are sampled besides each `log.trace_every`-th."""
@@ -104,5 +105,5 @@ class StepProfiler:
             profiler.export_chrome_trace(file.name)
             data = Path(file.name).read_bytes()
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(gzip.compress(data, compresslevel=3))
+        write_file_atomically(path, gzip.compress(data, compresslevel=3))
         return profiled_step(parse_profile_json(data, name=str(path)), step=step, rank=self._rank)

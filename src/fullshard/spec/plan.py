@@ -242,7 +242,8 @@ class Plan(FrozenModel):
         return cls.read_json(path, what="a saved plan", ignores_unknown=ignores_unknown, fix=fix)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+        """Writes a file that `load` reads. Raises OSError."""
+        self.write_json(path, indent=2)
 
 
 def _replace_removed_values(tree: Any) -> Any:

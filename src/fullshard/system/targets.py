@@ -30,6 +30,9 @@ def check_output_file(path: Path, *, is_kind: IsKind | None, force: bool, stream
     check_not_checkpoint_or_run_record(path)
     if os.path.isdir(path):
         raise SpecError(f"{path} cannot be written.", got="a directory", fix=f"a file in it: {path}/…")
+    if os.path.islink(path) and not os.path.exists(path) and not force:
+        fix = "another path, or --force, which replaces it"
+        raise SpecError(f"{path} exists already.", got="a link to nothing", fix=fix)
     is_file = os.path.isfile(path)
     if not os.path.exists(path) or (streams and not is_file):
         return

@@ -130,9 +130,12 @@ def test_cache_evicts_least_recently_used_entries(environment: dict[str, str]) -
     size = entry(environment).with_name(keys[0].file_name).stat().st_size
     assert read_shipped_or_cached_spec(keys[0], environment) == SPEC  # used: the newest
     directory = entry(environment).parent
-    (directory / "train.json").write_text("not an entry")
+    theirs = [directory / name for name in ("train.json", "0" * 32 + ".json", f".{'0' * 32}.json.tmp-0")]
+    for age, path in enumerate(theirs):
+        path.write_text("")
+        os.utime(path, (age - 9, age - 9))
     trim_cache(directory, most_bytes=2 * size + 10)
-    assert (directory / "train.json").exists()
+    assert all(path.exists() for path in theirs)
     assert [read_shipped_or_cached_spec(one, environment) is not None for one in keys] == [True, False, True]
 
 

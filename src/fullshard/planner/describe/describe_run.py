@@ -35,7 +35,7 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.value import FrozenModel
-from fullshard.system.files import write_file_atomically
+from fullshard.system.files import open_regular_file, write_file_atomically
 from fullshard.system.small_files import VALUE_BYTES, read_bytes
 from fullshard.system.terminal import escape_to_single_line, is_live_terminal
 
@@ -49,6 +49,7 @@ OFF = "off"
 MOST_BYTES = 64 << 20
 """Limit of the size of the whole cache, in bytes. The least recently used entries are removed first."""
 
+_DIGEST_LINE, _DIGEST_BYTES = re.compile(rb"[0-9a-f]{64}\n"), 65  # with which an entry begins
 _ENTRY = re.compile(r"[0-9a-f]{32}\.json|\.[0-9a-f]{32}\.json\.tmp-[0-9a-f]+")  # or the draft of one
 _OF_MIXTURES = {
     *("experts", "experts_per_token", "expert_d_ff", "shared_experts", "balance_loss", "balance_bias_rate"),
@@ -317,13 +318,22 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def trim_cache(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the least recently used entries, and drafts of them, beyond `most_bytes` in all."""
+    """Removes the least recently used entries, and drafts of them, beyond `most_bytes` in all.
+
+    Leaves files that only have the name of an entry.
+    """
     room = most_bytes
-    found = [(path.stat(), path) for path in directory.iterdir() if _ENTRY.fullmatch(path.name)]
+    found = [(path.lstat(), path) for path in directory.iterdir() if _ENTRY.fullmatch(path.name)]
     for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
         room -= status.st_size
-        if room < 0:
+        if room < 0 and _begins_with_digest(path):
             path.unlink(missing_ok=True)
+
+
+def _begins_with_digest(path: Path) -> bool:
+    with suppress(OSError), open(path, "rb", opener=open_regular_file) as file:
+        return _DIGEST_LINE.fullmatch(file.read(_DIGEST_BYTES)) is not None
+    return False
 
 
 def _model_key(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
