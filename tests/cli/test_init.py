@@ -77,3 +77,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: Any) ->
     path = tmp_path / "absent" / "run.toml"
     assert main(["init", str(path)]) == SpecError.exit_code
     assert str(path) in capsys.readouterr().err
+
+
+def test_a_name_that_is_not_text_is_written_as_escapes(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "\udcff\n[x].toml"
+    assert main(["init", str(path)]) == 0
+    assert Run.load(path) == Run()
+    assert "fullshard train \\udcff\\n[x].toml" in path.read_text()

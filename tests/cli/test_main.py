@@ -206,3 +206,9 @@ def test_wrong_arguments_are_refused(capsys, tmp_path):
     assert main(["convert", str(tmp_path / "absent.json")]) == SpecError.exit_code
     assert main(["convert", str(CONFIG), "--from", "megatron"]) == SpecError.exit_code
     assert "torchtitan" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_no_number_is_not_named(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "x")
+    assert main(["trace", "a" * 300]) == SpecError.exit_code
+    assert capsys.readouterr().err.startswith("SpecError: a")

@@ -1,17 +1,21 @@
 """No file and no text takes more memory, stack or time than a small one may."""
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from fullshard.errors import SpecError
+from fullshard.errors import DamagedCheckpointError, SpecError
+from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import check_config_limits
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import MOST_LAYERS
 from fullshard.system.small_files import check_nesting_depth, parse_json, parse_toml, read_bytes
+from fullshard.weights.files import read_header
+from tests.fakes.specs import Shape, decoder_spec
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -131,3 +135,19 @@ def test_a_config_has_no_number_that_no_model_has() -> None:
     ):
         with pytest.raises(SpecError, match=f"it: {name} is too large"):
             check_config_limits(config, source="it")
+
+
+def test_a_saved_spec_repeats_no_block_a_billion_times(tmp_path: Path) -> None:
+    tree = json.loads(decoder_spec(Shape(layers=4)).model_dump_json())
+    tree["traces"][0]["repeats"] = [{"first": 1, "units": 1, "times": 10**9}]
+    (tmp_path / "spec.json").write_text(json.dumps(tree))
+    with pytest.raises(SpecError, match=r"times.* 65536"):
+        ModelSpec.load(tmp_path / "spec.json")
+
+
+def test_a_header_of_weights_has_a_largest_size(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((1 << 30).to_bytes(8, "little"))
+        file.truncate(1 << 40)
+    with pytest.raises(DamagedCheckpointError, match="a header of 1,073,741,824 bytes"):
+        read_header(tmp_path / "model.safetensors")

@@ -197,4 +197,4 @@ def _global_options(
 def _failure_text(failure: FailureReport, rank: str | None) -> str:
     if rank is not None and failure.peer_lost:
         return f"rank {rank}: another rank has gone; its own message says why"
-    return failure.user_message(int(rank) if rank is not None else None)
+    return failure.user_message(int(rank) if rank is not None and rank.isdecimal() else None)
