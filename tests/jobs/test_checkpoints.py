@@ -87,3 +87,22 @@ def test_a_save_that_is_due_while_steps_are_skipped_follows_them(ranks, tmp_path
     saved_steps, postponed = ranks(1).run(saved_among_skipped_steps, tmp_path, mode)[0]
     assert saved_steps == [6, 5]
     assert postponed == [False, False, True, True, False, False]
+
+
+def steps_saved_at_each_flush(directory: Path, mode: str) -> list[list[int]]:
+    state, plan = sharded(run_of(f"checkpoint.mode={mode}", "checkpoint.keep=0", "train.steps=3"))
+    place, found = location_of(directory), []
+
+    def flush() -> None:
+        found.append(sorted(step for step, _ in place.list_checkpoints()))
+
+    with RunCheckpointSaver(directory, plan, say=lambda text: None, flush=flush) as checkpoints:
+        for step in train(state, plan, loss=mean_square):
+            checkpoints.wait_for_saves()  # those of earlier steps
+            checkpoints.save(state) if step.index < 3 else checkpoints.save_last(state)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_log_is_flushed_before_each_save_that_acknowledges_its_lines(ranks, tmp_path, mode):
+    assert ranks(1).run(steps_saved_at_each_flush, tmp_path, mode)[0] == [[], [1], [1, 2]]

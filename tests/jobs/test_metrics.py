@@ -1,18 +1,28 @@
 """metrics.jsonl: one whole line a step, whatever happened to the runs that wrote it."""
 
+import errno
 import json
 import math
+import os
 import resource
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.errors import TrainError
+from fullshard.checkpoint.location import newest_complete_step
+from fullshard.errors import FullshardError, TrainError
 from fullshard.observe.run_log import PREVIOUS_METRICS, MetricsLog
 from fullshard.observe.step_metrics import StepMetrics
-from fullshard.spec.records.run_files import METRICS
+from fullshard.spec.records.event import read_events
+from fullshard.spec.records.run_files import EVENTS, METRICS
+from tests.faults.disks import powerless_disk
+from tests.jobs.test_train import leaves_a_measurement
+from tests.ranks import RankFailed
 
 
 def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:
@@ -93,10 +103,64 @@ def test_a_disk_that_takes_no_more_ends_the_run_with_a_reason(tmp_path: Path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        with pytest.raises(TrainError, match="100 of .* bytes were written"):
+        with pytest.raises(TrainError, match="a file may not grow so large there"):
             log.write_step(metrics(1))
         with pytest.raises(TrainError, match="File too large"):
             log.write_step(metrics(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         log.close()
+
+
+def test_a_flush_reaches_the_lines_the_events_and_their_directory(tmp_path: Path):
+    log, flushed = MetricsLog(tmp_path), list[int]()
+    (tmp_path / EVENTS).touch()
+    log.write_step(metrics(1))
+    log.flush_to_disk(fsync=lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    log.close()
+    assert flushed == [one.stat().st_ino for one in (tmp_path / METRICS, tmp_path / EVENTS, tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EIO, "run.dir on another disk, and a look at the system's log"),
+        (errno.ENOSPC, "free some space there, or run.dir on a disk with room"),
+        (errno.EDQUOT, "free some space there, or run.dir on a disk with room"),
+        (errno.EROFS, "run.dir that can be written"),
+        (errno.ESTALE, "the mount, then again, or run.dir on a local disk"),
+        (errno.EUCLEAN, "fsck, or run.dir on another disk"),
+        (errno.EBADF, "a look at the disk"),
+    ],
+)
+def test_a_disk_that_fails_ends_the_run_with_the_advice_that_helps(tmp_path: Path, number: int, advice: str):
+    def fsync(_descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    log = MetricsLog(tmp_path)
+    with pytest.raises(TrainError) as raised:
+        log.flush_to_disk(fsync=fsync)
+    log.close()
+    assert raised.value.got == os.strerror(number)
+    assert raised.value.fix == f"{advice}; then fullshard train --resume"
+
+
+def test_a_power_cut_takes_no_line_that_a_checkpoint_acknowledges(ranks: Any, tmp_path: Path):
+    with powerless_disk(tmp_path) as disk:
+        run = disk.mounted_at / "run"
+
+        def cut() -> None:
+            while not list(run.glob("checkpoints/step-*6")):
+                time.sleep(0.001)
+            disk.cut()
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        with pytest.raises((FullshardError, RankFailed, OSError, RuntimeError)):
+            ranks(1).run(leaves_a_measurement, str(run), 1000, "checkpoint.every=3")
+        thread.join()
+        disk.restart()
+        saved = newest_complete_step(run / "checkpoints") or 0
+        assert saved >= 6
+        assert set(range(1, saved + 1)) <= set(steps_in_whole_lines(run / METRICS))
+        assert [one.step for one in read_events(run / EVENTS, kind="save")][:1] == [3]

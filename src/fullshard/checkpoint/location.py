@@ -1,8 +1,11 @@
 """Locations of a run's checkpoints, where each checkpoint becomes visible complete or not at all.
 
-[Note: saved while steps are skipped] If the last steps before a save were skipped (loss or gradient norm not
-finite, or spikes), the weights or the optimizer state may be what makes them fail. So such a checkpoint is
-loaded only if there is no other, removes no older one, and is removed or replaced by the next one after it.
+[Note: the last good checkpoint] If the last steps before a save were skipped (loss or gradient norm not
+finite, or spikes), the weights or the optimizer state may be what makes them fail. If the state holds a
+number that no training can continue from (`find_unusable_number`), they will. Most saves are then postponed
+or refused. Where one is made, so that nothing is lost (the end of a run, a signal), its manifest records why
+it is avoided (`Manifest.why_avoided`). Such a checkpoint is loaded only if there is no other, and displaces
+no other: it removes no older one, nor takes the place of one of its step. The next good one removes it.
 """
 
 import logging
@@ -219,21 +222,17 @@ def location_of(directory: str | Path | CheckpointLocation) -> CheckpointLocatio
 def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
     """Yields files and manifest of each complete checkpoint (judged by file sizes), in the order of `load`.
 
-    That is the highest step first, and after all others those of [Note: saved while steps are skipped].
+    That is the highest step first, and after all others those of [Note: the last good checkpoint] to avoid.
     Skips damaged checkpoints and interrupted saves, with a warning. Raises CheckpointError for a checkpoint
     that may be complete but cannot be read, since an older one is no substitute for it.
     """
     last: list[tuple[CheckpointFiles, Manifest]] = []
     for files, manifest in _iterate_complete_newest_first(place):
-        if not manifest.skipped_in_a_row:
+        if manifest.why_avoided is None:
             yield files, manifest
             continue
         last.append((files, manifest))
-        logger.warning(
-            "passing over %s, unless there is no other: the last %d steps before it were skipped",
-            files,
-            manifest.skipped_in_a_row,
-        )
+        logger.warning("passing over %s, unless there is no other: %s", files, manifest.why_avoided)
     yield from last
 
 

@@ -30,7 +30,7 @@ from fullshard.checkpoint.files import (
 )
 from fullshard.checkpoint.shard_file import SUFFIX, new_hash_of_same_kind
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
-from fullshard.quantities import join_names
+from fullshard.quantities import count_text, join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel, PositiveInt
@@ -106,6 +106,7 @@ class Manifest(FrozenModel):
     fullshard_version: version of fullshard that saved it
     plan: the Plan of the training (and in it the Run) as JSON, or None if none was given
     attempt: id of the save, if it is a prefix in an object store; else None
+    unusable: number that no training can continue from, with its tensor; None if the save found none
     digest: digest of the manifest's own bytes, with zeros in its place
     """
 
@@ -120,6 +121,7 @@ class Manifest(FrozenModel):
     fullshard_version: str
     plan: dict[str, JsonValue] | None = None
     attempt: FileName | None = None
+    unusable: str | None = None
     digest: str = _NO_DIGEST
 
     @model_validator(mode="after")
@@ -134,9 +136,12 @@ class Manifest(FrozenModel):
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(MODEL_PREFIX)}
 
     @property
-    def skipped_in_a_row(self) -> int:
-        """As `steps_skipped_in_a_row` returns. [Note: saved while steps are skipped] in `location.py`."""
-        return steps_skipped_in_a_row(self.values)
+    def why_avoided(self) -> str | None:
+        """Why an older checkpoint is loaded rather than this one: [Note: the last good checkpoint]."""
+        skipped = steps_skipped_in_a_row(self.values)
+        return self.unusable or (
+            f"{count_text(skipped, 'step')} skipped right before it" if skipped else None
+        )
 
     @property
     def data_file_names(self) -> list[str]:

@@ -1,4 +1,8 @@
-"""Which old checkpoints are kept."""
+"""Which old checkpoints are kept: the last good ones, as [Note: the last good checkpoint] defines them.
+
+Only a good checkpoint prunes. So while a run is dead or may be, the newest `keep` from before stay, however
+long it continues and however often it restarts.
+"""
 
 import logging
 
@@ -12,7 +16,7 @@ logger = logging.getLogger(__name__)
 def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
     """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
 
-    keep: number of checkpoints to keep; 0 keeps all. Those of [Note: saved while steps are skipped] are not
+    keep: number of good checkpoints to keep, that of `step` among them; 0 keeps all. Those to avoid are not
         counted, but removed
     keep_every: also keeps the steps that are multiples of it; 0 for none
 
@@ -29,7 +33,7 @@ def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, 
                 manifest = read_manifest_and_check_sizes(files)
             except CheckpointError:
                 continue
-            if not manifest.skipped_in_a_row:
+            if manifest.why_avoided is None:
                 left -= 1
                 if left >= 0:
                     continue

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import storage
+from fullshard.checkpoint import location, storage
 from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of
 from fullshard.checkpoint.manifest import (
@@ -41,7 +41,7 @@ from fullshard.distributed.agreement import (
     run_on_rank_zero,
     world_size,
 )
-from fullshard.distributed.tensors import detached_local_tensor, find_unusable_number
+from fullshard.distributed.tensors import TRAINED, detached_local_tensor, find_unusable_number
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
@@ -49,9 +49,6 @@ from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
 
 # Upper bound of the overhead per shard: zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its record.
 _ENVELOPE_BYTES = 2560
-
-# Optimizer state that is a mean or sum of squares: the last part of its name.
-_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
 
 _VALUES: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
@@ -78,8 +75,8 @@ def save(
     step is of another model. Only one run at a time can save to a directory; others get a CheckpointError.
 
     Raises CheckpointError for a state that no training can continue from: NaN in the model, and of a
-    TrainState, a trained parameter or optimizer state that is not finite, or a negative mean of squares. If
-    the last steps were skipped, no older checkpoint is removed, and `load` prefers older ones.
+    TrainState, numbers that `find_unusable_number` finds in trained parameters or optimizer state. If the
+    last steps were skipped, no other checkpoint is removed or replaced, and `load` prefers older ones.
 
     directory: location of the checkpoints, which all ranks share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
@@ -89,11 +86,8 @@ def save(
     >>> fs.save(state, "checkpoints", plan=plan, keep=2)
     PosixPath('checkpoints/step-00000003')
     """
-    place = location_of(directory)
-    saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, plan=plan)
-    with raise_on_all_ranks("taking the state to save"):
-        snapshot = take_snapshot(state)
-    return saving.save_snapshot(snapshot)
+    saver = CheckpointSaver(location_of(directory), keep=keep, keep_every=keep_every, plan=plan)
+    return saver.save(state)
 
 
 @dataclass(frozen=True)
@@ -105,37 +99,55 @@ class Snapshot:
     tensors: dict[str, Tensor]
     finite: Collection[str] = ()  # names of the tensors that must be finite
 
-    def check_no_unusable_number(self, name: str, numbers: Tensor) -> None:
-        """Raises CheckpointError for numbers of a tensor from which no training can continue.
+    def find_unusable_number(self, name: str, numbers: Tensor) -> float | None:
+        """Returns a number of a tensor that no training can continue from, or None.
 
         Infinities are accepted in model tensors outside `finite`, such as masks. Other tensors are unchecked.
         """
-        if name not in self.finite and not name.startswith(MODEL_PREFIX):
-            return
-        is_square = name in self.finite and name.rpartition(".")[2] in _SQUARES
-        found = find_unusable_number(numbers, infinite_ok=name not in self.finite, negative_ok=not is_square)
-        if found is not None:
+        is_of_model = name.startswith(MODEL_PREFIX)
+        if name not in self.finite:
+            return find_unusable_number(numbers, role=None) if is_of_model else None
+        return find_unusable_number(numbers, role=TRAINED if is_of_model else name.rpartition(".")[2])
+
+    def check_may_replace(self, other: CheckpointFiles) -> None:
+        """Raises CheckpointError if `other` is to be preferred: [Note: the last good checkpoint].
+
+        Reads this rank's tensors.
+        """
+        shards = ((name, detached_local_tensor(tensor).cpu()) for name, tensor in self.tensors.items())
+        unusable = next((one for one in shards if self.find_unusable_number(*one) is not None), None)
+        if unusable or steps_skipped_in_a_row(self.values):
             raise CheckpointError(
-                f"{name} is not saved.",
-                got="NaN in it" if math.isnan(found) else f"{found:g} in it",
-                why="a run that resumes from it would be lost",
+                f"{other} is kept, and this state of its step is not saved.",
+                got=f"unusable numbers in {unusable[0]}" if unusable else "the last steps were skipped",
+                why="the numbers that were saved before may be the last good ones",
                 fix="an older checkpoint, and a look at the steps before",
             )
 
 
 @dataclass(frozen=True)
 class CheckpointSaver:
-    """Location and settings of saves. See `save` for the fields."""
+    """Location and settings of saves. See `save` for the fields.
+
+    saves_unusable: whether a state that no training can continue from is saved, and marked, or refused
+    """
 
     place: CheckpointLocation
     keep: int = 0
     keep_every: int = 0
     plan: Plan | None = None
+    saves_unusable: bool = False
 
     def __post_init__(self) -> None:
         for name, kept in (("keep", self.keep), ("keep_every", self.keep_every)):
             if kept < 0:
                 raise SpecError("a number of checkpoints to keep cannot be negative.", got=f"{name} = {kept}")
+
+    def save(self, state: Checkpointable) -> Path | str:
+        """Saves `state` and returns the path of its checkpoint. Collective. Raises as the function `save`."""
+        with raise_on_all_ranks("taking the state to save"):
+            snapshot = take_snapshot(state)
+        return self.save_snapshot(snapshot)
 
     def save_snapshot(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
@@ -147,13 +159,15 @@ class CheckpointSaver:
             if isinstance(draft, _SavedStep):
                 if draft.has_same_smallest_matrix(mine, group=group):
                     return path_or_url_of(draft.files)
+                with raise_on_all_ranks(doing, group=group):
+                    mine.check_may_replace(draft.files)
                 replace = partial(
                     self._quarantine_other_and_create_draft, mine, draft.files, needed_bytes=needed_bytes
                 )
                 draft = run_on_rank_zero(replace, doing=doing, group=group)
             try:
-                files, metadata = _write_shards_on_all_ranks(mine, draft, doing=doing, group=group)
-                commit = partial(self._commit, mine, draft, files=files, metadata=metadata)
+                written = self._write_shards_on_all_ranks(mine, draft, doing=doing, group=group)
+                commit = partial(self._commit, mine, draft, written=written)
                 return run_on_rank_zero(commit, doing=doing, group=group)
             except CheckpointError:
                 if rank() == 0:
@@ -163,7 +177,7 @@ class CheckpointSaver:
     def _warn_of_later_steps(self, step: int) -> None:
         """Warns if there is a checkpoint of a later step, which `load` takes rather than that of `step`."""
         later = max((one for one, _ in self.place.list_checkpoints()), default=step)
-        if later > step:
+        if later > step and (later := location.newest_complete_step(self.place) or step) > step:
             logger.warning(
                 "%s has step %d already, of another run or from before a rollback: load and exports take "
                 "it rather than step %d",
@@ -195,10 +209,10 @@ class CheckpointSaver:
         return self.place.clean_up_and_create_draft(mine.step, needed_bytes=needed_bytes)
 
     def _keep_saved_or_quarantine(self, there: CheckpointFiles, mine: Snapshot) -> "_SavedStep | None":
-        """Returns `there` if it is complete and kept; else renames it, and returns None.
+        """Returns `there` if it is complete and good; else renames it, and returns None.
 
-        Removes it if it is of [Note: saved while steps are skipped], and `mine` is not. Raises
-        CheckpointError for another model.
+        Removes it if it is to avoid: [Note: the last good checkpoint]. Raises CheckpointError for another
+        model.
         """
         try:
             manifest = read_manifest_and_check_sizes(there)
@@ -207,48 +221,84 @@ class CheckpointSaver:
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return None
         _check_same_model_as_saved(there, manifest, mine=mine)
-        if manifest.skipped_in_a_row and not steps_skipped_in_a_row(mine.values):
-            logger.info("%s is replaced, since steps before it were skipped", there)
+        if manifest.why_avoided is not None:
+            logger.info("%s is replaced: %s", there, manifest.why_avoided)
             self.place.remove_checkpoint(there)
             return None
         return _SavedStep(there, manifest)
 
-    def _commit(
-        self,
-        mine: Snapshot,
-        draft: CheckpointFiles,
-        *,
-        files: dict[str, SavedFile],
-        metadata: Metadata | None,
-    ) -> Path | str:
+    def _write_shards_on_all_ranks(
+        self, mine: Snapshot, draft: CheckpointFiles, *, doing: str, group: Group
+    ) -> "_WrittenShards":
+        """Writes the shards of every rank. Collective.
+
+        Plain tensors that several ranks have, such as buffers, are rank 0's: ranks may have other running
+        means, and DCP would take each from any rank.
+        """
+        with raise_on_all_ranks(doing, group=group):
+            if WRITER not in draft.file_sizes_bytes():
+                raise CheckpointError(
+                    "the directory of checkpoints is not the same on all ranks.",
+                    got=f"no {draft} there, which rank 0 has just made",
+                    fix="a directory on a file system that all machines share, or an object store (s3://…)",
+                )
+        plain = {name for name, tensor in mine.tensors.items() if not isinstance(tensor, DTensor)}
+        of_rank_zero = all_gather_object(plain if rank() == 0 else set[str](), group=group)[0]
+        left = of_rank_zero if rank() else set[str]()
+        unusable: list[str] = []
+
+        def check(name: str, numbers: Tensor) -> None:
+            if (found := mine.find_unusable_number(name, numbers)) is None:
+                return
+            if not self.saves_unusable:
+                raise CheckpointError(
+                    f"{name} is not saved.",
+                    got=f"{found:g} in it",
+                    why="a run that resumes from it would be lost",
+                    fix="an older checkpoint, and a look at the steps before",
+                )
+            unusable.append(f"{found:g} in {name}")
+
+        with raise_on_all_ranks(doing, group=group):
+            tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in left}
+            own, metadata = storage.write_with_dcp(tensors, draft, check=check, group=group)
+        every = all_gather_object((own, unusable[:1]), group=group)
+        files = {name: file for part, _ in every for name, file in part.items()}
+        return _WrittenShards(files, metadata, next((one for _, some in every for one in some), None))
+
+    def _commit(self, mine: Snapshot, draft: CheckpointFiles, *, written: "_WrittenShards") -> Path | str:
         """Commits a draft that has all shards, then removes old checkpoints. Called on rank 0."""
         writer = {WRITER: small_file_entry(draft.read_file(WRITER))}
         manifest = Manifest(
             step=mine.step,
             values=mine.values,
-            tensors=_check_and_list_written_tensors(metadata, files),
-            files=dict(sorted((files | writer).items())),
+            tensors=_check_and_list_written_tensors(written.metadata, written.files),
+            files=dict(sorted((written.files | writer).items())),
             world_size=world_size(),
             torch_version=torch.__version__,
             fullshard_version=_fullshard_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
+            unusable=written.unusable,
         )
         target = self.place.commit(draft, manifest)
         # A save is not acknowledged unless the next load would find it.
         read_manifest_and_check_sizes(target)
         logger.info("saved %s (%s)", target, format_bytes(manifest.checkpoint_bytes))
-        with suppress(OSError):  # the save is complete
+        with suppress(OSError, CheckpointError):  # the save is complete
             self._warn_of_later_steps(mine.step)
-        if manifest.skipped_in_a_row:
-            logger.warning(
-                "the last %d steps before %s were skipped: older checkpoints are not removed, and are loaded "
-                "rather than it",
-                manifest.skipped_in_a_row,
-                target,
-            )
+        if (why := manifest.why_avoided) is not None:
+            logger.warning("%s: older checkpoints than %s stay, and are loaded rather than it", why, target)
         else:
             prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
         return path_or_url_of(target)
+
+
+class _WrittenShards(NamedTuple):
+    """The files of all ranks, DCP's metadata (on rank 0), and `Manifest.unusable`."""
+
+    files: dict[str, SavedFile]
+    metadata: Metadata | None
+    unusable: str | None
 
 
 class _SavedStep(NamedTuple):
@@ -272,32 +322,6 @@ class _SavedStep(NamedTuple):
             storage.read_with_dcp({name: saved}, storage.build_reader(self.files, self.manifest), group=group)
         same = torch.equal(detached_local_tensor(saved), detached_local_tensor(own))
         return all(all_gather_object(same, group=group))
-
-
-def _write_shards_on_all_ranks(
-    mine: Snapshot, draft: CheckpointFiles, *, doing: str, group: Group
-) -> tuple[dict[str, SavedFile], Metadata | None]:
-    """Writes the shards of every rank. Returns the files of all ranks, and on rank 0 DCP's metadata.
-
-    Plain tensors that several ranks have, such as buffers, are rank 0's: ranks may have other running means,
-    and DCP would take each from any rank. Collective.
-    """
-    with raise_on_all_ranks(doing, group=group):
-        if WRITER not in draft.file_sizes_bytes():
-            raise CheckpointError(
-                "the directory of checkpoints is not the same on all ranks.",
-                got=f"no {draft} there, which rank 0 has just made",
-                fix="a directory on a file system that all machines share, or an object store (s3://…)",
-            )
-    plain = {name for name, tensor in mine.tensors.items() if not isinstance(tensor, DTensor)}
-    of_rank_zero = all_gather_object(plain if rank() == 0 else set[str](), group=group)[0]
-    left = of_rank_zero if rank() else set[str]()
-    with raise_on_all_ranks(doing, group=group):
-        tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in left}
-        own, metadata = storage.write_with_dcp(
-            tensors, draft, check=mine.check_no_unusable_number, group=group
-        )
-    return {n: f for part in all_gather_object(own, group=group) for n, f in part.items()}, metadata
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:

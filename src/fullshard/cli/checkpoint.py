@@ -198,7 +198,7 @@ def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
         "strategy": plan.get("strategy"),
         "layout": manifest.layout,
         "bytes": manifest.checkpoint_bytes,
-        "skipped_in_a_row": manifest.skipped_in_a_row,
+        "why_avoided": manifest.why_avoided,
     }
 
 
@@ -217,7 +217,7 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
         strategy = row["strategy"] or ""
         ranks = count_text(int(str(row["ranks"])), "rank")
         line = f"{name}  {trained:>6} trained tokens  {ranks:>9}  {strategy:<18}  {size:>11}"
-        if row["skipped_in_a_row"]:
-            line += f"  skipped at the end: {count_text(int(str(row['skipped_in_a_row'])), 'step')}"
+        if row["why_avoided"] is not None:
+            line += f"  avoided: {row['why_avoided']}"
         lines.append(line.rstrip())
     return "\n".join(map(escape_to_single_line, lines))

@@ -1,6 +1,7 @@
 """Local parts of DTensors and subclasses, unusable numbers, and the modules whose products are replaced."""
 
 import math
+import sys
 from typing import Any, Protocol, cast
 
 import torch
@@ -11,6 +12,19 @@ from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_t
 from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, storage_id
 
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot compare fp8
+TRAINED = "parameter"
+# Keys of optimizer state that is a mean or sum of squares, and roles of what is squared.
+_SQUARES = {
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "square_avg",
+    "sum",
+    "acc_delta",
+    "row_var",
+    "col_var",
+    "variance",
+}
+_SQUARED = {TRAINED, "exp_avg", "momentum_buffer"}
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -56,19 +70,26 @@ def storage_key(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def find_unusable_number(tensor: Tensor, *, infinite_ok: bool, negative_ok: bool = True) -> float | None:
-    """Returns a number of a CPU tensor that no training can continue from, or None.
+def find_unusable_number(tensor: Tensor, *, role: str | None) -> float | None:
+    """Returns a number of a CPU tensor that no training can continue from, or None. Reads the tensor once.
 
-    That is NaN; unless `infinite_ok`, an infinity; unless `negative_ok`, a negative number. Reads the tensor
-    once, at the pace of a sum.
+    role: TRAINED, the key of a parameter's optimizer state, or None for a tensor that may hold infinity, such
+        as a mask
+
+    That is NaN; if there is a role, an infinity; in a mean or sum of squares, a negative number; in a trained
+    parameter or a momentum, a number whose square overflows fp32 (fp64 in fp64): above 1.8e19. Then its norm
+    is infinite, as is the mean of squares of a gradient so large.
     """
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if tensor.dtype not in _COMPARED or not tensor.numel():
         return None
+    largest = math.inf if role is None else sys.float_info.max
+    if role in _SQUARED:
+        largest = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max ** 0.5
     low, high = (one.item() for one in torch.aminmax(tensor.detach()))  # both are NaN if an element is
-    if math.isnan(low) or (math.isinf(low) and not infinite_ok) or (low < 0 and not negative_ok):
+    if math.isnan(low) or low < (0.0 if role in _SQUARES else -largest):
         return low
-    return high if math.isinf(high) and not infinite_ok else None
+    return high if high > largest else None
 
 
 _ATTRIBUTE = "_fullshard_product"

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import BackgroundSaver, save
-from fullshard.errors import CheckpointError, OffloadError
+from fullshard.checkpoint import BackgroundSaver, location_of, read_manifest
+from fullshard.checkpoint.save import CheckpointSaver
+from fullshard.distributed.agreement import run_on_rank_zero
+from fullshard.errors import CheckpointError, OffloadError, TrainError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
 from fullshard.training.state import TrainState
@@ -19,6 +21,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
 
     say: prints a message about each save
     record: `RunLog.record_event`, called with the event of each save
+    flush: `RunLog.flush_to_disk`, called before each save, which acknowledges all steps before it
 
     last: the newest checkpoint that was written
     postponed: whether a save is due that was not made because steps were skipped
@@ -31,12 +34,12 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         *,
         say: Callable[[str], None],
         record: Callable[..., object] = lambda event, *, step, details: None,
+        flush: Callable[[], object] = lambda: None,
     ) -> None:
-        self._plan = plan
-        self._say, self._record = say, record
+        self._say, self._record, self._flush = say, record, flush
         section = plan.run.checkpoint
         options = section.model_dump(include={"keep", "keep_every"})
-        self._save_now = partial(save, directory=directory, plan=plan, **options)
+        self._saver = CheckpointSaver(location_of(directory), plan=plan, **options)
         in_background = section.mode == "async"
         self._background = BackgroundSaver(directory, plan=plan, **options) if in_background else None
         self.last: Path | str | None = None
@@ -50,10 +53,11 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         """Saves `state`. In the mode `async`, only starts the save, which then overlaps with training.
 
         If the last step was skipped, sets `postponed` instead: what the run does next shows whether the state
-        can still be trained. See [Note: saved while steps are skipped] in `checkpoint.location`.
+        can still be trained. See [Note: the last good checkpoint] in `checkpoint.location`.
 
-        A CheckpointError is reported, not raised. Raises OffloadError if the last update failed, because then
-        there is no state to train on.
+        A CheckpointError, also for a state that no training can continue from, is reported, not raised.
+        Raises TrainError if the log cannot be flushed, and OffloadError if the last update failed, because
+        then there is no state to train on.
         """
         state.wait_for_updates()
         skipped = state.counts.wait_and_count_unread().skipped_in_a_row
@@ -65,32 +69,43 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         if skipped:
             return
         started = time.perf_counter()
+        self._flush()
         try:
             if self._background is not None:
                 self._background.save(state)
             else:
-                self._report_saved(self._save_now(state), step=state.step, started=started)
+                self._report_saved(self._saver.save(state), step=state.step, started=started)
         except CheckpointError as error:
             self._report_save_failure(error, step=state.step)
 
     def save_last(self, state: TrainState) -> None:
         """Saves `state` at the end of the run, and returns when the checkpoint is written.
 
-        If the last step was skipped, no run then resumes from the newest generation on the offload drive.
-        Raises CheckpointError, or OffloadError if the state cannot be read from its drive.
+        If no run should resume from it (see [Note: the last good checkpoint]), none will from the newest
+        generation on the offload drive either. Raises CheckpointError, OffloadError if the state cannot be
+        read from its drive, and TrainError for a state, saved now, that no training can continue from.
         """
         state.wait_for_updates()
         self.wait_for_saves()
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self.last
+        self._flush()
         try:
-            path = self._save_now(state)
+            path = replace(self._saver, saves_unusable=True).save(state)
         except CheckpointError as error:
             if isinstance(cause := error.__cause__, OffloadError):
                 raise type(cause)(error.what, got=error.got, why=error.why, fix=error.fix) from error
             raise
-        if state.offloaded and state.counts.wait_and_count_unread().skipped_in_a_row:
+        manifest = run_on_rank_zero(lambda: read_manifest(path), doing=f"reading {path}")
+        if state.offloaded and manifest.why_avoided is not None:
             state.offloaded.withdraw_generation()
         self._report_saved(path, step=state.step, started=started)
+        if manifest.unusable is not None:
+            raise TrainError(
+                f"no training can continue from the state after step {state.step}.",
+                got=manifest.unusable,
+                why=f"{path} holds it, but is loaded only by its name, or without another checkpoint",
+                fix=f"--resume, which starts at {before or 'the checkpoint before it, if there is one'}",
+            )
 
     def report_finished_saves(self) -> None:
         """Reports the background saves that finished since the last call."""

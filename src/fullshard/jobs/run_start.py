@@ -130,7 +130,8 @@ def prepare_job(
     read = restore_train_state(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(_open_log(state, plan, ranks=ranks, peak=peak))
-    saver = RunCheckpointSaver(directory.checkpoints, plan, say=log.print_message, record=log.record_event)
+    say, record, flush = log.print_message, log.record_event, log.flush_to_disk
+    saver = RunCheckpointSaver(directory.checkpoints, plan, say=say, record=record, flush=flush)
     first, where.clock = state.step + 1, stack.enter_context(run_own_clock())
     job = TrainJob(
         plan=plan,

@@ -80,12 +80,22 @@ def _train_and_return_if_interrupted(job: TrainJob) -> bool:
     """Runs the steps. Returns True if a signal ended training before the last step."""
     try:
         interrupted = _run_steps_and_return_if_interrupted(job)
-    except TrainError:
+    except TrainError as error:
         with suppress(TrainError):  # its figures may be what failed
             _record_pending_step(job)
+        if job.state.counts.skipped_in_a_row:
+            raise _add_checkpoint_before_skips(error, job) from error
         raise
     _record_pending_step(job)
     return interrupted
+
+
+def _add_checkpoint_before_skips(error: TrainError, job: TrainJob) -> TrainError:
+    """Returns `error`, which ended a run in skipped steps, with the checkpoint that a restart begins with."""
+    job.checkpoints.wait_for_saves()
+    before = job.checkpoints.last or (f"step {job.first_step - 1}" if job.first_step > 1 else None)
+    start = f"--resume starts at {before}, from before the skipped steps" if before else "nothing was saved"
+    return TrainError(error.what, got=error.got, why=error.why, fix=f"{error.fix}; {start}")
 
 
 def _run_steps_and_return_if_interrupted(job: TrainJob) -> bool:
@@ -143,6 +153,7 @@ def _try_roll_back(job: TrainJob, step: Step) -> bool:
     if not roll_back(job.state, job.directory.checkpoints, plan=job.plan):
         job.log.print_message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
+    job.checkpoints.postponed = False  # that save was of the state that is gone
     job.repeated_steps += step.index - 1 - job.state.step
     job.stragglers.drop_window_steps()
     job.log.record_skip(step)

@@ -1,11 +1,14 @@
-"""The log of a run on rank 0: progress on the terminal, `metrics.jsonl`, `events.jsonl`, and trackers."""
+"""The log of a run on rank 0: progress on the terminal, `metrics.jsonl`, `events.jsonl`, and trackers.
+
+Both files are flushed to the disk before each save. A crash of the machine may lose the lines since then.
+"""
 
 import json
 import os
 import socket
 import sys
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +25,13 @@ from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import none_if_not_finite
 from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.spec.run import Run
-from fullshard.system.files import atomic_replace_context, open_new_file, open_regular_file
+from fullshard.system.files import (
+    atomic_replace_context,
+    fsync_path,
+    open_new_file,
+    open_regular_file,
+    os_error_why_and_fix,
+)
 from fullshard.training.loop import Step
 
 PREVIOUS_METRICS = "metrics.previous.jsonl"
@@ -44,7 +53,8 @@ class MetricsLog:
                 _drop_lines_after_step(self.path, after_step)
             elif self.path.exists() and self.path.stat().st_size:
                 self.path.replace(self.path.with_name(PREVIOUS_METRICS))
-            # Unbuffered, so that each line is one write and a crash between two steps loses nothing.
+            # Unbuffered, so that each line is one write and a killed process loses none. If the machine
+            # crashes, lines since the last `flush_to_disk` may be lost.
             self._file = FileIO(self.path, "ab", opener=open_regular_file)
         except OSError as error:
             raise SpecError(
@@ -60,11 +70,21 @@ class MetricsLog:
         values = {key: none_if_not_finite(value) for key, value in measured.items()}
         data = f"{json.dumps({'step': metrics.step} | values)}\n".encode()
         try:
-            written = self._file.write(data)
+            while data:  # what a full disk did not take is written again, for the reason
+                data = data[self._file.write(data) or 0 :]
         except OSError as error:
-            raise self._write_failed_error(str(error.strerror)) from error
-        if written != len(data):
-            raise self._write_failed_error(f"{written} of {len(data)} bytes were written: the disk is full")
+            raise self._write_failed_error(error) from error
+
+    def flush_to_disk(self, *, fsync: Callable[[int], object] = os.fsync) -> None:
+        """Flushes the lines so far to the disk, and the events beside them. Raises TrainError."""
+        try:
+            fsync(self._file.fileno())
+            with suppress(FileNotFoundError):
+                fsync_path(self.path.with_name(EVENTS), fsync=fsync)
+        except OSError as error:
+            raise self._write_failed_error(error) from error
+        with suppress(OSError):  # a file system that cannot flush directories
+            fsync_path(self.path.parent, fsync=fsync)
 
     def drop_steps_after(self, last_step: int) -> None:
         """Drops the lines of steps after `last_step`, which the run repeats. Raises TrainError."""
@@ -73,17 +93,18 @@ class MetricsLog:
             _drop_lines_after_step(self.path, last_step)
             self._file = FileIO(self.path, "ab", opener=open_regular_file)
         except OSError as error:
-            raise self._write_failed_error(str(error.strerror)) from error
+            raise self._write_failed_error(error) from error
 
     def close(self) -> None:
         self._file.close()
 
-    def _write_failed_error(self, got: str) -> TrainError:
+    def _write_failed_error(self, error: OSError) -> TrainError:
+        why, fix = os_error_why_and_fix(error, directory="run.dir")
         return TrainError(
             f"{self.path} cannot be written any more.",
-            got=got,
-            why="a run whose figures are lost would continue unseen",
-            fix="free the disk, then fullshard train --resume",
+            got=error.strerror,
+            why=f"{why or 'the system says no more'}, and a run without its figures would continue unseen",
+            fix=f"{fix or 'a look at the disk'}; then fullshard train --resume",
         )
 
 
@@ -108,7 +129,7 @@ def record_attempt_start(directory: Path, run: Run, *, ranks: RankInfo) -> None:
 def count_attempts(path: Path) -> int:
     """Returns the number of attempts that the file `path` has the start of; 0 if it cannot be read."""
     try:
-        return sum(event.event == "start" for event in read_events(path))
+        return len(read_events(path, kind="start"))
     except OSError:
         return 0
 
@@ -204,6 +225,11 @@ class RunLog:
         """Prints `text` on standard error, for an event between steps such as a saved checkpoint."""
         if self._progress is not None:
             self._progress.print_line(text)
+
+    def flush_to_disk(self) -> None:
+        """Flushes the lines and events so far, which a checkpoint is to acknowledge. Raises TrainError."""
+        if self._metrics is not None:
+            self._metrics.flush_to_disk()
 
     def drop_steps_after(self, last_step: int) -> None:
         """Drops the steps after `last_step` from metrics.jsonl, because the run repeats them."""

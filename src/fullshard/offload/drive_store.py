@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fullshard.distributed.tensors import find_unusable_number
+from fullshard.distributed.tensors import TRAINED, find_unusable_number
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.generations import Generation, GenerationFiles
 from fullshard.offload.store import (
@@ -272,8 +272,8 @@ def check_generation_and_reset_store(store: DriveStore, generation: Generation) 
 
 def _check_numbers(parts: MasterAndMoments, segment: ShardSegment) -> None:
     for key, part in parts._asdict().items():
-        numbers, is_square = part[segment.slice_in_group], key == "exp_avg_sq"
-        found = find_unusable_number(numbers, infinite_ok=False, negative_ok=not is_square)
+        role = TRAINED if key == "master" else key
+        found = find_unusable_number(part[segment.slice_in_group], role=role)
         if found is not None:
             raise DamagedOffloadError(
                 f"{key} of {segment.name} cannot be trained on.",

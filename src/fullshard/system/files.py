@@ -27,6 +27,7 @@ _FULL = "free some space, keep fewer checkpoints, or save elsewhere"
 _ROOM = "free some space there, or {directory} on a disk with room"
 _WRITABLE, _OTHER = "{directory} that can be written", "{directory} elsewhere"
 _CHECK_DISK = "{directory} on another disk, and a look at the system's log"
+_CHECK_MOUNT = "the mount, then again, or {directory} on a local disk"
 # (why, fix) by errno; `{directory}` is a directory, or the setting that names one.
 _REASONS: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the disk is full", _ROOM),
@@ -44,10 +45,11 @@ _REASONS: dict[int, tuple[str, str]] = {
     errno.ENAMETOOLONG: ("the path is too long", "{directory} with a shorter path"),
     errno.EIO: ("the disk reports an error", _CHECK_DISK),
     errno.ENODATA: ("the disk cannot read its stored data", _CHECK_DISK),
-    errno.ESTALE: (
-        "the network file system lost it",
-        "the mount, then again, or {directory} on a local disk",
-    ),
+    errno.EUCLEAN: ("the file system is damaged", "fsck, or {directory} on another disk"),
+    errno.ENODEV: ("the disk is gone", _CHECK_DISK),
+    errno.ESTALE: ("the network file system lost it", _CHECK_MOUNT),
+    errno.ETIMEDOUT: ("the network file system does not answer", _CHECK_MOUNT),
+    errno.ENOTCONN: ("the network file system is not connected", _CHECK_MOUNT),
 }
 
 

@@ -6,7 +6,6 @@ Rank 0 writes what happens to the training, and the launcher what happens to the
 rewound: an event that was undone by a rollback or a resume stays. Each line is one write in append mode.
 """
 
-import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -83,21 +82,22 @@ class RunEvent(FrozenModel):
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # a write was cut off; its line is lost, and this one must not be
-            if os.write(descriptor, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            while line:  # what a full disk did not take is written again, for the reason
+                line = line[os.write(descriptor, line) :]
         finally:
             os.close(descriptor)
 
 
-def read_events(path: Path) -> list[RunEvent]:
-    """Reads the events of a file, in the order of its lines; none if the file does not exist.
+def read_events(path: Path, *, kind: str = "") -> list[RunEvent]:
+    """Reads the events of a file, or those of one kind, in the order of its lines; none without the file.
 
     Leaves out lines that are no events, such as the last line of a process that was killed while it wrote,
     and all except the last 32 MiB, which are some 100,000 events. Raises OSError.
     """
     events: list[RunEvent] = []
     for line in read_last_lines(path, most_bytes=VALUE_BYTES, longest=_LONGEST_LINE_BYTES):
-        if len(line) >= _SHORTEST_LINE_BYTES and line.startswith(b"{") and line.endswith(b"\n"):
+        # A run has thousands of lines of other kinds, which are not parsed.
+        if len(line) >= _SHORTEST_LINE_BYTES and line.endswith(b"\n") and f'"{kind}'.encode() in line:
             with suppress(ValidationError):
                 events.append(RunEvent.model_validate_json(line))
-    return events
+    return [event for event in events if kind in ("", event.event)]
