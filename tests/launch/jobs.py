@@ -122,3 +122,10 @@ class _DiesInStep:
             while not list(self.directory.glob("**/step-*4")):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails_at_once(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Fails in its first step, each time with other numbers in the error."""
+    with Path(run.run.dir, "starts").open("a") as file:
+        file.write("started\n")
+    raise ZeroDivisionError(f"process {os.getpid()} divided by zero")

@@ -4,6 +4,8 @@ import itertools
 import signal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fullshard.errors import (
     INTERRUPTED_EXIT_CODE,
@@ -19,7 +21,13 @@ from fullshard.errors import (
     TrainError,
 )
 from fullshard.launch.outcome import ProcessOutcome
-from fullshard.launch.start import RankOutcome, RestartBudget, find_root_cause_failure
+from fullshard.launch.start import (
+    RankOutcome,
+    RestartBudget,
+    find_root_cause_failure,
+    wait_before_restart,
+)
+from fullshard.system.process import RecordedSignals
 
 
 def ending_with(error: BaseException | None) -> ProcessOutcome:
@@ -119,12 +127,54 @@ def test_a_killed_rank_is_reported_with_the_way_to_resume() -> None:
 )
 def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOutcome]) -> None:
     attempts = RestartBudget(restarts=2)
-    first, second, third = (attempts.decide_restart_or_end(ranks) for _ in range(3))
+    first, second, third = (attempts.decide_restart_or_end(ranks, step=step) for step in (5, 6, 7))
     assert (first.exit_code, second.exit_code) == (None, None)
     assert "restart 1 of 2" in first.messages[-1]
     assert "rank " in first.messages[0]
     assert third.exit_code not in (None, 0)
     assert "2 times" in third.messages[-1]
+
+
+def fail(kind: int, attempt: int) -> BaseException:
+    """Errors of one kind differ in their numbers and their advice."""
+    if kind == 0:
+        return ZeroDivisionError(f"by zero, in process {attempt} at 0x7f{attempt}a")
+    error = TrainError if kind == 1 else DamagedOffloadError
+    return error("it is broken.", got=f"on port {attempt}", why="-", fix=f"another {'x' * attempt}")
+
+
+@given(attempts=st.lists(st.tuples(st.integers(0, 2), st.none() | st.integers(1, 5)), min_size=1))
+def test_restarts_end_if_one_gained_nothing_and_pause_while_no_step_is_new(
+    attempts: list[tuple[int, int | None]],
+) -> None:
+    budget, newest, pause = RestartBudget(restarts=100), -1, 0.0
+    for number, (kind, step) in enumerate(attempts):
+        conclusion = budget.decide_restart_or_end(ranks_with(fail(kind, number)), step=step)
+        # A damaged generation is gone in the next attempt.
+        if number and attempts[number - 1] == (kind, step) and kind != 2:
+            assert conclusion.exit_code not in (None, 0)
+            assert f"after {number} of 100 restarts" in conclusion.messages[-1]
+            assert "no new step" in conclusion.messages[-1]
+            return
+        assert conclusion.exit_code is None
+        expected = 0 if (step or 0) > newest else min(max(1.0, 2 * pause), 300)
+        assert conclusion.pause_seconds == expected
+        assert (f"in {expected:.0f} s" in conclusion.messages[-1]) is (expected > 0)
+        newest, pause = max(newest, step or 0), expected
+
+
+@pytest.mark.parametrize("signal_after", [None, 7])
+def test_a_pause_takes_its_seconds_and_ends_at_a_signal(signal_after: int | None) -> None:
+    signals, slept = RecordedSignals(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == signal_after:
+            signals.arrivals.append((signal.SIGTERM, 0.0))
+
+    wait_before_restart(4.0, signals=signals, sleep=sleep)
+    assert len(slept) == signal_after if signal_after else sum(slept) == pytest.approx(4.0)
+    assert max(slept) <= 0.1
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.checkpoint.manifest import SKIPPED_IN_A_ROW
+from fullshard.checkpoint.save import save
 from fullshard.cli.main import main
-from tests.checkpoint.states import saved
+from tests.checkpoint.states import State, numbers
 
 DOCS = Path(__file__).parents[2] / "docs" / "restarts.md"
 SCRIPTS = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", DOCS.read_text(), flags=re.DOTALL)
@@ -43,6 +45,7 @@ class Case:
     after: tuple[int, ...]
     restarts: int = 1
     torn: int | None = None  # a step whose checkpoint is not whole
+    avoided: int | None = None  # a step whose checkpoint was saved while steps were skipped
     finished: bool = False
     requeued: bool = False
 
@@ -55,14 +58,15 @@ CASES = [
     Case("a later one saves, and prunes", (4, 8), (12,), requeued=True),
     Case("a later one saves nothing", (4,), (4,)),
     Case("a later one saves, and not a whole step", (4,), (4, 8), torn=8),
+    Case("a later one saves, and skipped steps only", (4,), (4, 8), avoided=8),
     Case("a run finishes when it is asked to stop", (4,), (4, 8), finished=True),
 ]
 
 
-def listing(directory: Path, steps: tuple[int, ...], *, torn: int | None, capsys) -> str:
+def listing(directory: Path, steps: tuple[int, ...], *, case: Case, capsys) -> str:
     for step in steps:
-        path = saved(directory, step)
-        if step == torn:
+        path = save(State(step, numbers(step), {SKIPPED_IN_A_ROW: int(step == case.avoided)}), directory)
+        if step == case.torn:
             (path / "__0_0.distcp").unlink()
     capsys.readouterr()
     main(["ckpt", "list", str(directory)])
@@ -78,7 +82,7 @@ def test_a_job_is_requeued_only_if_it_was_interrupted_and_got_further(
         (tmp_path / name).write_text(fake)
         (tmp_path / name).chmod(0o700)
     for name, steps in (("listed", case.before), ("listed_after", case.after)):
-        found = listing(tmp_path / f"run of {name}", steps, torn=case.torn, capsys=capsys)
+        found = listing(tmp_path / f"run of {name}", steps, case=case, capsys=capsys)
         (tmp_path / name).write_text(found)
     trainer = "torchrun" if "torchrun" in script else "fullshard"
     environment = os.environ | {

@@ -100,6 +100,20 @@ def test_a_rank_that_raises_ends_all_and_its_message_is_the_only_one(start: Star
     assert (process.returncode, out) == (DataError.exit_code, "")
 
 
+def test_a_job_that_fails_again_without_a_step_is_not_started_a_third_time(tmp_path: Path) -> None:
+    settings = ("run.restarts=6", "run.ranks=1")
+    command = Command(
+        "tests.launch.command", ["fails_at_once", str(tmp_path), *settings], environment=os.environ
+    )
+    with contextlib.closing(command):
+        _, err = command.communicate(timeout=TIMEOUT)
+    assert command.returncode == 1
+    assert (tmp_path / "starts").read_text() == "started\n" * 2
+    assert "restart 1 of 6, from" in err
+    assert "not restarted, after 1 of 6 restarts" in err
+    assert "twice in a row, in the first step" in err
+
+
 def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start, tmp_path: Path) -> None:
     process = start("leave_early")
     notes(tmp_path)

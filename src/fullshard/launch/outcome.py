@@ -150,11 +150,26 @@ class LaunchEventLog:
         """Appends an event of this moment, or nothing if the newest attempt is not this launch's."""
         path = self._directory / EVENTS
         with suppress(OSError):  # the ranks report a disk that is full
-            starts = [one for one in read_events(path) if one.event == "start"]
+            starts = read_events(path, kind="start")
             if starts and all(starts[-1].details.get(key) == value for key, value in self._own.items()):
-                step = _last_recorded_step(self._directory / METRICS)
+                step = self.read_last_step()
                 made = RunEvent.now(event, attempt=starts[-1].attempt, step=step, details=details)
                 made.append_to(path)
+
+    def read_last_step(self) -> int | None:
+        """Returns the step of the last whole line of metrics.jsonl; None if there is no such line."""
+        try:
+            with open(self._directory / METRICS, "rb", opener=open_regular_file) as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = file.read().split(b"\n")[:-1]
+        except OSError:
+            return None
+        try:
+            fields: Any = json.loads(lines[-1]) if lines else None
+        except ValueError:
+            return None
+        step = fields.get("step") if isinstance(fields, dict) else None
+        return step if isinstance(step, int) else None
 
     def record_fault(self, failure: FailureReport, *, rank: int) -> None:
         """Appends the event of a failed rank."""
@@ -189,19 +204,3 @@ class OwnFaultRecorder(AbstractContextManager["OwnFaultRecorder"]):
             self._log.record("stop", {"saved": False})
         else:
             self._log.record_fault(FailureReport.from_exception(error), rank=int(os.environ["RANK"]))
-
-
-def _last_recorded_step(path: Path) -> int | None:
-    """Returns the step of the last whole line of metrics.jsonl, None without such a line. Raises OSError."""
-    try:
-        with open(path, "rb", opener=open_regular_file) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return None
-    try:
-        fields: Any = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
-    step = fields.get("step") if isinstance(fields, dict) else None
-    return step if isinstance(step, int) else None

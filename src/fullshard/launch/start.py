@@ -1,12 +1,14 @@
 """Running a job on ranks that torchrun or srun started, or on ranks that fullshard starts and restarts."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -26,6 +28,8 @@ from fullshard.system.terminal import escape_control_characters
 # See `RunSetupSection.ranks`. Two show that sharding works; more only compete for the cores.
 CPU_RANKS = 2
 _POLL_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 300.0
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 # After the first failure the others mostly fail at once, because their connections break. Ranks blocked in a
 # collective do not react to SIGTERM, and are killed.
 _GRACE_SECONDS = 3.0
@@ -67,26 +71,45 @@ class RestartOrEnd:
     messages: messages for standard error
     exit_code: exit code of the launch; None to restart the ranks
     fault: number of the rank that failed first, and its failure; None if none failed of itself
+    pause_seconds: time to wait before a restart
     """
 
     messages: tuple[str, ...]
     exit_code: int | None
     fault: tuple[int, FailureReport] | None = None
+    pause_seconds: float = 0.0
 
 
 @dataclass
 class RestartBudget:
-    """Decides whether a launch restarts its ranks: at most `restarts` times, of which `done` are used."""
+    """Decides whether a launch restarts its ranks: at most `restarts` times, of which `done` are used.
+
+    An attempt that fails with the error of the attempt before, after the same step, has gained nothing, and
+    ends the launch. After other attempts without a new step (`idle` of them in a row), a pause grows, so that
+    a fault that comes and goes causes no storm of starts. The first restart is at once.
+
+    newest_step: the newest step that any attempt has recorded; -1 before the first attempt
+    last_end: the error and the last recorded step of the last attempt
+    """
 
     restarts: int
     done: int = 0
+    newest_step: int = -1
+    idle: int = 0
+    last_end: tuple[str, int] | None = None
 
     def decide_restart_or_end(
-        self, ended: list[RankOutcome], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
+        self,
+        ended: list[RankOutcome],
+        *,
+        step: int | None = None,
+        interrupted_by: signal.Signals | None = None,
+        at_once: bool = False,
     ) -> RestartOrEnd:
         """Decides to restart the ranks after an attempt, and counts the restart, or to end the launch.
 
         ended: outcomes of all ranks, in the order of ranks
+        step: the last step that the run has recorded
         interrupted_by: the first signal that the launcher received
         at_once: the ranks were killed without time to save
         """
@@ -106,6 +129,8 @@ class RestartBudget:
         exit_code: int | None = failure.exit_code
         if not self.restarts:
             return RestartOrEnd((text,), exit_code, found)
+        gained_nothing = self._note_attempt_and_compare(failure, step or 0)
+        pause_seconds = 0.0
         if self.done == self.restarts:
             said = f"not restarted: it was already, {self.restarts} times (run.restarts)"
         elif not can_restart_help(failure):
@@ -113,11 +138,33 @@ class RestartBudget:
         elif interrupted_by is not None:
             said = f"{interrupted_by.name}: not restarted; the next start resumes from the newest checkpoint"
             exit_code = errors.INTERRUPTED_EXIT_CODE
+        elif gained_nothing:
+            said = (
+                f"not restarted, after {self.done} of {self.restarts} restarts (run.restarts)\n"
+                f"  got: this error twice in a row, {f'after step {step}' if step else 'in the first step'}\n"
+                "  why: the second attempt made no new step, and nothing suggests that a third one would\n"
+                "  try: mend what the error names, then fullshard train --resume"
+            )
         else:
             self.done += 1
-            said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
+            pause_seconds = min(2.0 ** (self.idle - 1), _LONGEST_PAUSE_SECONDS) if self.idle else 0.0
+            wait = f" in {pause_seconds:.0f} s, since no new step was made" if pause_seconds else ""
+            said = f"restart {self.done} of {self.restarts}{wait}, from this run's newest good checkpoint"
             exit_code = None
-        return RestartOrEnd((text, said), exit_code, found)
+        return RestartOrEnd((text, said), exit_code, found, pause_seconds)
+
+    def _note_attempt_and_compare(self, failure: FailureReport, step: int) -> bool:
+        """Notes how an attempt ended. Returns whether the one before ended with the same error and step.
+
+        Numbers in the error (ranks, processes, ports), and its advice, may differ. An attempt discards a
+        damaged generation, so that the next one differs.
+        """
+        what_and_got = failure.message.partition("\n  why: ")[0]
+        end = (f"{failure.name}: {_NUMBER.sub('#', what_and_got)}", step)
+        is_same, self.last_end = end == self.last_end and failure.name not in _MENDED, end
+        self.idle = 0 if step > self.newest_step else self.idle + 1
+        self.newest_step = max(step, self.newest_step)
+        return is_same
 
 
 def can_restart_help(failure: FailureReport) -> bool:
@@ -235,7 +282,7 @@ def _run_attempts(request: LaunchRequest, *, ranks: int) -> int:
 
     The exit code is 0, 75 if the ranks were interrupted and have saved, or the code of the first rank that
     failed, whose message is printed on standard error. After a failure that may not recur, all ranks are
-    ended and restarted, up to `run.restarts` times: see `can_restart_help`.
+    ended and restarted, up to `run.restarts` times: see `can_restart_help` and `RestartBudget`.
 
     The first SIGINT, SIGTERM or SIGHUP is forwarded to the ranks as SIGTERM; saving may then take any time. A
     second SIGINT kills the ranks at once, with exit code 130. Must be called from the main thread. Raises
@@ -253,14 +300,28 @@ def _run_attempts(request: LaunchRequest, *, ranks: int) -> int:
                 running = _LocalRanks(Path(directory), signals=signals, events=events)
                 ended = running.run_until_all_end(ranks, launch=launch)
             conclusion = attempts.decide_restart_or_end(
-                ended, interrupted_by=signals.first_signal, at_once=running.ended_at_once
+                ended,
+                step=events.read_last_step(),
+                interrupted_by=signals.first_signal,
+                at_once=running.ended_at_once,
             )
             for text in conclusion.messages:
                 _print_to_stderr(text)
             _record_conclusion(conclusion, events, attempts=attempts)
             if conclusion.exit_code is not None:
                 return conclusion.exit_code
+            wait_before_restart(conclusion.pause_seconds, signals=signals)
             request = request.model_copy(update={"command_started": time.time()})
+
+
+def wait_before_restart(
+    seconds: float, *, signals: RecordedSignals, sleep: Callable[[float], object] = time.sleep
+) -> None:
+    """Waits until `seconds` have passed, or a signal has arrived, which the next attempt passes on."""
+    left = seconds
+    while left > 0 and signals.first_signal is None:
+        sleep(min(left, _POLL_SECONDS))
+        left -= _POLL_SECONDS
 
 
 def _record_conclusion(conclusion: RestartOrEnd, events: LaunchEventLog, *, attempts: RestartBudget) -> None:
