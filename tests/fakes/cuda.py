@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.fakes.device_order import DeviceOrder, Event, Stream, place
 
@@ -125,7 +124,7 @@ class FakeCuda(DeviceOrder):
         pins = bool(plain.pop("pin_memory", False)) or (moves and not is_work and not waits)
         result = func(*args, **plain)
         with self._lock:
-            for one in _tensors(result):
+            for one in () if moves and name != "_to_copy" else _tensors(result):
                 if (is_work or pins) and not one.is_meta and self.find(one) is None:
                     self.contexts.add(self.index_of(device))
                     self.add(one, self.current_stream(device) if is_work else None)
@@ -175,7 +174,10 @@ class _Dispatch(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _check_devices(name: str, others: list[Tensor]) -> None:

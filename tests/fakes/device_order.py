@@ -1,7 +1,6 @@
 """The order that streams, events and the host's waits give to the uses of a device's memory."""
 
 import sys
-import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,8 +14,13 @@ Clock = dict["Stream", int]  # by stream, how many of its works are done before
 
 def place() -> str:
     """Returns the line of the package that is being run."""
-    own = [one for one in traceback.extract_stack(sys._getframe(1)) if "/fullshard/" in one.filename]
-    return f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno} in {own[-1].name}" if own else "a test"
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if "/fullshard/" in code.co_filename:
+            return f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return "a test"
 
 
 class Stream:
@@ -130,7 +134,7 @@ class DeviceOrder:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # of a tensor that has none
             return None
-        if (found := self._memory.get(storage._cdata)) is None and self.registered:
+        if (found := self._memory.get(storage._cdata)) is None and self.registered and not tensor.is_meta:
             begin = storage.data_ptr()
             for address, size in self.registered.items():
                 if address <= begin < address + size:

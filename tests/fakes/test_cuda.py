@@ -36,6 +36,8 @@ def test_a_tensor_is_on_the_device_that_it_was_made_on(cuda: FakeCuda) -> None:
         torch.empty_like(one, device="cpu"),
     ):
         assert (str(tensor.device), tensor.is_cuda, tensor.is_cpu) == ("cpu", False, True)
+    here = torch.empty(3).copy_(one.detach())
+    assert here.is_cpu
     with pytest.raises(RuntimeError, match="same device"):
         one + torch.ones(3)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.parallel.materialize import materialize
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
@@ -92,9 +92,11 @@ def unsharded(run: Run, model: type[nn.Module] = Regression) -> nn.Module:
     return materialize(meta(model), seed=run.run.seed)
 
 
-def sharded(run: Run, *, model: type[nn.Module] = Regression, data: Any = None) -> tuple[TrainState, Plan]:
+def sharded(
+    run: Run, *, model: type[nn.Module] = Regression, data: Any = None, device: DeviceType = "cpu"
+) -> tuple[TrainState, Plan]:
     """A fresh state on this world's ranks."""
-    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    plan = Plan.from_run(run, world_size=dist.get_world_size(), device=device)
     module = shard(meta(model), plan)
     return TrainState(module, build_optimizer(module, plan), data=Pairs() if data is None else data), plan
 

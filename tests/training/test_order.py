@@ -1,7 +1,7 @@
 """The order of host and device: no wait between two steps, and the same numbers as with one."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -17,74 +17,30 @@ from fullshard.spec.plan import Plan
 from fullshard.survival.spikes import WINDOW, RecentSteps
 from fullshard.training.gradients import host_waits_before_each_update
 from fullshard.training.loop import train
-from fullshard.training.resume import set_next_row_and_describe_changes
+from tests.fakes.cuda import FakeCuda
 from tests.fakes.data import Rows
 from tests.fakes.device import FakeDevice
 from tests.fakes.models import VOCABULARY, OddModel
 from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
 
-# The fake device notices what it is there for
-
-
-def copy_into_slice(x: Tensor) -> None:
-    x[:2] = torch.tensor([1.0, 2.0])
-
-
-WAITS: dict[str, Callable[[Tensor], object]] = {
-    "item": lambda x: x.sum().item(),
-    "bool": lambda x: bool(x.sum() > 0),
-    "list": lambda x: x.tolist(),
-    "format": lambda x: f"{x[0]:.3f}",
-    "mask": lambda x: x[x > 0],
-    "nonzero": lambda x: x.nonzero(),
-    "equal": lambda x: torch.equal(x, x),
-    "tensor of a list": lambda x: torch.tensor([1.0, 2.0], device=x.device),
-    "to the device": lambda x: torch.ones(3).to(x.device),
-    "into a slice": copy_into_slice,
-    "to the host": lambda x: torch.empty(3).copy_(x),
-    "read before the copy is done": lambda x: torch.empty(3).copy_(x, non_blocking=True).tolist(),
-}
-
-
-@pytest.mark.parametrize("act", WAITS.values(), ids=list(WAITS))
-def test_the_fake_device_notes_each_wait(act: Callable[[Tensor], object]) -> None:
-    x = torch.randn(3)
-    with FakeDevice() as device:
-        act(x)
-    assert len(device.waits) == 1, device.waits
-
-
-def test_the_fake_device_notes_only_waits() -> None:
-    x = torch.randn(3)
-    with FakeDevice() as device:
-        first, second = torch.empty(3), torch.empty(3)
-        first.copy_(x * 2 + torch.tensor(1.0), non_blocking=True)
-        second.copy_(torch.where(x > 0, x, 0.0), non_blocking=True)
-        first.tolist()
-        x[0] = 1.0
-        x.add_(torch.tensor([1.0, 2.0, 3.0]).to(x.device, non_blocking=True))
-        torch.tensor([1, 2]).sum().item()
-    assert device.waits == []
-
 
 # The number of waits in a step #
 def waits_of_steps(more: tuple[str, ...], data: Any = None, loss: Any = mean_square) -> list[list[str]]:
     """The waits of each of six steps: from one `next` to the return of the following one."""
-    state, plan = sharded(run_of("train.microbatch=2", *more), data=data)
-    return _waits(state, plan, loss)
+    with FakeCuda() as cuda:
+        state, plan = sharded(run_of("train.microbatch=2", *more), data=data, device="cuda")
+        return _waits(cuda, state, plan=plan, loss=loss)
 
 
-def _waits(state: Any, plan: Plan, loss: Any) -> list[list[str]]:
+def _waits(cuda: FakeCuda, state: Any, *, plan: Plan, loss: Any) -> list[list[str]]:
     steps, found = train(state, plan, loss=loss), []
-    set_next_row_and_describe_changes(state, plan)  # ranks agree on their settings over gloo, before any step
-    with FakeDevice() as device:
-        for _ in range(plan.run.train.steps):
-            device.waits.clear()
-            assert next(steps, None) is not None
-            found.append([*device.waits])
-    # Ranks compare their first batches before anything is launched.
-    found[0] = [wait for wait in found[0] if "all_gather_object" not in wait]
-    return found
+    for _ in range(plan.run.train.steps):
+        cuda.waits.clear()
+        assert next(steps, None) is not None
+        found.append([*cuda.waits])
+    assert cuda.faults == []
+    # The window of the norms before is moved to the device once.
+    return [[one for one in found[0] if "_move_values_and_count_to" not in one], *found[1:]]
 
 
 DEFAULTS = [
@@ -103,8 +59,9 @@ def test_a_step_never_waits_for_the_device(n: int, more: tuple[str, ...], ranks:
 def waits_of_decoder() -> list[list[str]]:
     """Experts, a scalar, tied and frozen matrices, and the next-token loss."""
     run = run_of("data.sequence_length=9", "train.microbatch=2")
-    state, plan = sharded(run, model=OddModel, data=Rows(VOCABULARY))
-    return _waits(state, plan, next_token_loss)
+    with FakeCuda() as cuda:
+        state, plan = sharded(run, model=OddModel, data=Rows(VOCABULARY), device="cuda")
+        return _waits(cuda, state, plan=plan, loss=next_token_loss)
 
 
 def test_a_step_of_the_next_token_loss_never_waits(ranks: Any) -> None:
