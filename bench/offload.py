@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.distributed.host import allocate_host_memory, as_memoryview
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.drive_store import DriveStore
 from fullshard.offload.state import find_offloaded_state
-from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.optimizer import build_optimizer

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, Self, cast, runtime_checkable
 
@@ -33,10 +34,12 @@ from fullshard.checkpoint.location import CheckpointLocation, location_of
 from fullshard.checkpoint.manifest import Checkpointable
 from fullshard.checkpoint.save import CheckpointSaver, Snapshot, take_snapshot
 from fullshard.distributed.agreement import Group, is_distributed, raise_on_all_ranks
+from fullshard.distributed.host import allocate_host_memory, make_device_thread
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
 from fullshard.errors import CheckpointError
+from fullshard.spec.groups import page_aligned_bytes
 from fullshard.spec.plan import Plan
-from fullshard.system.direct_io import LARGE_BYTES, allocate_aligned_memory
+from fullshard.system.direct_io import LARGE_BYTES
 from fullshard.torch_private.groups import find_default_timeout
 
 _NICENESS = 10  # of the writing thread; see `_lower_thread_priority`
@@ -128,7 +131,7 @@ class BackgroundSaver:
         staged = self._staging.copy_all_but_shards(mine)
         copy_ended = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        thread = make_device_thread("checkpoint")
         running = self._running = thread.submit(self._run_save, staged, copy_ended, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
@@ -185,45 +188,53 @@ class BackgroundSaver:
 
 
 class _StagingBuffers:
-    """This rank's shards during a save, and reusable buffers for their copies."""
+    """This rank's shards during a save, and reusable host memory for their copies."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._memory: Tensor | None = None
         self._sources: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self.leaves_some = False  # whether some shards are not copied: see [Note: not copied at all]
 
     @property
     def total_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return 0 if self._memory is None else self._memory.nbytes
 
     def copy_all_but_shards(self, mine: Snapshot) -> Snapshot:
         """Returns the snapshot to save, whose shards `copy_shards` copies.
 
-        Plain tensors (buffers, random states), which forward changes, are copied now.
+        Plain tensors (buffers, step counts, random states), which forward or the next update may change, are
+        copied now. From a GPU, the host waits for them in `wait_for_copies`.
         """
         shards = {n: detached_local_tensor(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
         self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
         self.leaves_some = len(self._sources) < len(shards)
-        if any(source.is_cuda for source in self._sources.values()):
+        plain = {n: t.detach() for n, t in mine.tensors.items() if n not in shards}
+        copies = {n: t.to("cpu", copy=True, non_blocking=t.is_cuda) for n, t in plain.items()}
+        if any(source.is_cuda for source in (*self._sources.values(), *plain.values())):
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
-        plain = {n: t.detach().to("cpu", copy=True) for n, t in mine.tensors.items() if n not in shards}
-        return replace(mine, tensors=mine.tensors | plain)
+        return replace(mine, tensors=mine.tensors | copies)
 
     def copy_shards(self, mine: Snapshot) -> None:
-        """Copies the shards into buffers, and puts the copies into the snapshot `mine`."""
-        with torch.cuda.stream(self._stream):  # for None it does nothing
-            for name, source in self._sources.items():
-                whole = cast(DTensor, mine.tensors[name])
-                mine.tensors[name] = dtensor_from_local_part(whole, self._copy_to_buffer(name, source))
-        self._sources = {}
+        """Copies the shards into host memory, and puts the copies into the snapshot `mine`.
 
-    def _copy_to_buffer(self, name: str, source: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-            buffer = self._buffers[name] = _allocate_host_buffer(source)
-        return buffer.copy_(source, non_blocking=source.is_cuda)
+        The memory is one slab, pinned for a GPU. Large copies are aligned to pages, for direct I/O.
+        """
+        # Large ones first, which are whole pages, so that all of them are aligned.
+        order = sorted(self._sources.items(), key=lambda item: -item[1].nbytes)
+        sizes = [source.nbytes for _, source in order]
+        *begins, total = accumulate((_aligned_bytes(size) for size in sizes), initial=0)
+        if self._memory is None or self._memory.nbytes < total:
+            self._memory = None  # freed before the new memory is allocated
+            pinned = any(source.is_cuda for source in self._sources.values())
+            self._memory = allocate_host_memory(total, pinned=pinned)
+        with torch.cuda.stream(self._stream):  # for None it does nothing
+            for (name, source), begin in zip(order, begins, strict=True):
+                copy = self._memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
+                copy.copy_(source, non_blocking=True)
+                mine.tensors[name] = dtensor_from_local_part(cast(DTensor, mine.tensors[name]), copy)
+        self._sources = {}
 
     def make_gpu_wait_for_copies(self) -> None:
         """Makes later work on the GPU wait for the copies."""
@@ -236,15 +247,8 @@ class _StagingBuffers:
             self._stream.synchronize()
 
 
-def _allocate_host_buffer(source: Tensor) -> Tensor:
-    """Returns a host tensor for a copy of `source`: pinned for a GPU, else page-aligned if it is large.
-
-    `malloc` would keep large memory for the thread that allocated it: after a few saves, gigabytes that no
-    other thread can use.
-    """
-    if source.is_cuda or source.nbytes < LARGE_BYTES:
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda, device="cpu")
-    return torch.frombuffer(allocate_aligned_memory(source.nbytes), dtype=source.dtype).view(source.shape)
+def _aligned_bytes(size_bytes: int) -> int:
+    return page_aligned_bytes(size_bytes, 1) if size_bytes >= LARGE_BYTES else -(-size_bytes // 64) * 64
 
 
 def _lower_thread_priority() -> None:

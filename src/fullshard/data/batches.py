@@ -6,9 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, Self, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from fullshard.distributed.host import make_device_thread
 from fullshard.spec.plan import Plan
 
 IGNORED_LABEL = -100
@@ -140,7 +140,7 @@ class MicrobatchPrefetcher:
         while self._made and self._made[0][0] != wanted:
             self._made.popleft()[1].cancel()
         # Submit the following steps before waiting for this one, so that the thread is never idle.
-        executor = self._get_or_start_executor(wanted.plan)
+        executor = self._executor = self._executor or make_device_thread("fullshard-data")
         for ahead in range(len(self._made), 1 + self._steps):
             following = wanted._replace(first=wanted.first + ahead * wanted.stride)
             self._made.append((following, executor.submit(self._make_microbatches, following)))
@@ -151,10 +151,3 @@ class MicrobatchPrefetcher:
             return list(self._data.microbatches(request.first, rank=request.rank, plan=request.plan))
         at_row = cast(RowSource, self._data).microbatches_at_row
         return list(at_row(request.first, rank=request.rank, plan=request.plan))
-
-    def _get_or_start_executor(self, plan: Plan) -> ThreadPoolExecutor:
-        if self._executor is None:
-            # Pinned memory belongs to the thread's CUDA device, which is the first one by default.
-            device = torch.cuda.current_device() if plan.device == "cuda" else -1  # -1 sets none
-            self._executor = ThreadPoolExecutor(1, "fullshard-data", torch.cuda.set_device, (device,))
-        return self._executor

@@ -11,6 +11,7 @@ piece begins at a multiple of CUT_ELEMENTS of its group, and segments begin at f
 the results equal those of an update of the whole group.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.host import allocate_host_memory
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import OffloadError
 from fullshard.offload import rounding
 from fullshard.offload.gather_source import ShardCopies, dtensor_like, master_dtype
 from fullshard.offload.state import OffloadedState
-from fullshard.offload.store import MasterAndMoments, allocate_host_memory, master_and_moment_dtypes
+from fullshard.offload.store import MasterAndMoments, master_and_moment_dtypes
 from fullshard.spec.groups import OffloadGroup, ShardSegment, copy_chunk_elements
 from fullshard.torch_private.fsdp import shard_shape
-from fullshard.torch_private.tensors import fused_adamw
+from fullshard.torch_private.tensors import foreach_norm, fused_adamw
 
 _BUFFERS = 2
 
@@ -185,7 +187,8 @@ def _state_and_gradient_dtypes(group: OffloadGroup, moments: torch.dtype | None)
 class HostGradients:
     """Gradients in pinned host memory, in their masters' dtype, copied there when FSDP2 has reduced them.
 
-    Copies run on a stream of their own. Gradients of further microbatches are added on the device.
+    Copies run on a stream of their own. Gradients of further microbatches are added on the device, where the
+    norms are computed too, so that the host need not read the gradients for them.
 
     engine: FSDP2's object of each parameter, by name
     """
@@ -194,40 +197,54 @@ class HostGradients:
         sizes = [shard_shape(one).numel() * master_dtype(one).itemsize for one in engine.values()]
         *begins, total = accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
         memory = allocate_host_memory(total, pinned=True)
-        self._engine, self._there = engine, set[str]()
+        self._engine, self._there, self._norms = engine, set[str](), dict[str, Tensor]()
         self._host = {
             name: memory[begin : begin + size].view(master_dtype(one))
             for (name, one), begin, size in zip(engine.items(), begins, sizes, strict=True)
         }
         self._stream = torch.cuda.Stream()
         for name, one in engine.items():
-            take = cast(Callable[[Tensor], None], partial(self._move_gradient_to_host, name))
+            # A weak reference, since the collector does not see these hooks, which would keep the model too.
+            take = cast(Callable[[Tensor], None], partial(_move_gradient_if_used, weakref.ref(self), name))
             one.sharded_param.register_post_accumulate_grad_hook(take)
 
     def find_gradient(self, name: str) -> Tensor | None:
-        """Returns a parameter's gradient, placed like the parameter, or None if it has no gradient."""
+        """Returns a parameter's gradient, placed like the parameter, or None if it has no gradient.
+
+        Its attribute `norm_on_device` is the L2 norm of this rank's part.
+        """
         if name not in self._there:
             return None
         self._stream.synchronize()
-        return dtensor_like(self._engine[name], self._host[name])
+        gradient: Any = dtensor_like(self._engine[name], self._host[name])
+        gradient.norm_on_device = self._norms[name]
+        return gradient
 
     def clear(self) -> None:
         """Removes all gradients. Their tensors stay unchanged, since an update may still use them."""
         self._there.clear()
 
     @torch.no_grad()
-    def _move_gradient_to_host(self, name: str, parameter: nn.Parameter) -> None:
+    def move_gradient_to_host(self, name: str, parameter: nn.Parameter) -> None:
         """Moves a gradient to host memory, or adds it there. FSDP2 calls this on the reducing stream."""
         assert isinstance(parameter.grad, DTensor), "the engine reduces sharded gradients"
-        gradient, parameter.grad = parameter.grad.to_local(), None
-        host, adds = self._host[name].view(gradient.shape), name in self._there
+        reduced, parameter.grad = parameter.grad.to_local(), None
+        host, adds = self._host[name].view(reduced.shape), name in self._there
         self._there.add(name)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if adds:
-                gradient = host.to(gradient.device, non_blocking=True).add_(gradient)
-            host.copy_(gradient, non_blocking=True)
-            gradient.record_stream(self._stream)
+            total = host.to(reduced.device, non_blocking=True).add_(reduced) if adds else reduced
+            host.copy_(total, non_blocking=True)
+            (self._norms[name],) = foreach_norm([total], 2, dtype=torch.float32)
+        # Nothing else holds it, and FSDP2 may reduce the next unit's gradients into its memory.
+        reduced.record_stream(self._stream)
+
+
+def _move_gradient_if_used(  # signature: bound arguments, and that of torch's hook
+    gradients: "weakref.ref[HostGradients]", name: str, parameter: nn.Parameter
+) -> None:
+    if (own := gradients()) is not None:
+        own.move_gradient_to_host(name, parameter)
 
 
 @dataclass(frozen=True)

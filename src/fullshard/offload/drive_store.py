@@ -10,7 +10,7 @@ Buffers keep their content, so that three groups or fewer are read only once. Wi
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +18,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fullshard.distributed.host import allocate_host_memory, make_device_thread
 from fullshard.distributed.tensors import TRAINED, find_unusable_number
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.generations import Generation, GenerationFiles
-from fullshard.offload.store import (
-    GroupLayout,
-    GroupStream,
-    MasterAndMoments,
-    allocate_host_memory,
-    make_lazy_tensor,
-)
+from fullshard.offload.store import GroupLayout, GroupStream, MasterAndMoments, make_lazy_tensor
 from fullshard.spec.groups import OffloadGroup, ShardSegment
 
 GROUP_BUFFERS = 3
@@ -102,8 +97,8 @@ class DriveStore:
         sizes = [layout.size_bytes for layout in self._layouts.values()]
         self._buffers = _GroupBuffers(min(GROUP_BUFFERS, len(sizes)), max(sizes, default=0), pinned=pinned)
         self._ahead: dict[int, Future[None]] = {}  # reads of groups not yet requested
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-write")
+        self._reader = make_device_thread("offload-read")
+        self._writer = make_device_thread("offload-write")
 
     @property
     def host_bytes(self) -> int:

@@ -21,7 +21,7 @@ thread reads and one writes. A read waits for the last write of its unit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.host import allocate_host_memory, as_memoryview, make_device_thread
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls
-from fullshard.offload.store import allocate_host_memory, as_memoryview, make_lazy_tensor
+from fullshard.offload.store import make_lazy_tensor
 from fullshard.spec.groups import UNIT_BUFFERS, page_aligned_bytes
 from fullshard.torch_private import fsdp
 from fullshard.torch_private.tensors import dtensor_with_placements_of
+
+_STAGED_BYTES = 32 << 20  # of each pinned buffer through which an update writes shards on a GPU
 
 Source = Callable[[torch.dtype], Tensor]
 
@@ -175,6 +178,7 @@ class ShardCopies(_InMemorySource):
     """Copies of the shards on the device, or in (pinned) host memory, from where each gather copies them.
 
     On a GPU, an update writes copies on a stream of its own, and a gather waits for the event of each shard.
+    Values are cast into one of two pinned buffers while the other is copied to the device.
     """
 
     def __init__(
@@ -195,22 +199,31 @@ class ShardCopies(_InMemorySource):
         if home.type != device.type:
             self.host_bytes = sum(one.nbytes for one in self.tensors.values())
         self._engine, self._device = engine, device
-        self._stream = torch.cuda.Stream(device) if home.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if home.type == "cuda" and engine else None
         self._events: dict[str, Any] = {}
-        self._staged = torch.empty(0)
+        if self._stream is not None:
+            size = min(max(one.nbytes for one in self.tensors.values()), _STAGED_BYTES)
+            self._staged = [allocate_host_memory(size, pinned=True) for _ in range(2)]
+            self._staged_events = [self._stream.record_event()] * 2  # of the copies from these
 
     def write_shard_elements(self, name: str, begin: int, *, values: Tensor) -> None:
         target = self.tensors[name][begin : begin + values.numel()]
         if self._stream is None:
             target.copy_(values)
             return
-        if self._staged.nbytes < target.nbytes:
-            self._staged = allocate_host_memory(target.nbytes, pinned=True)
-        staged = self._staged[: target.nbytes].view(target.dtype).copy_(values)
-        with torch.cuda.stream(self._stream):
-            target.copy_(staged, non_blocking=True)
-            self._events[name] = self._stream.record_event()
-        self._stream.synchronize()  # the next copy reuses the staging buffer; only the updating thread waits
+        numel = self._staged[0].nbytes // target.itemsize
+        for part, into in zip(values.split(numel), target.split(numel), strict=True):
+            self._staged.reverse()
+            self._staged_events.reverse()
+            self._staged_events[0].synchronize()  # only the updating thread waits
+            staged = self._staged[0][: into.nbytes].view(into.dtype).copy_(part)
+            with torch.cuda.stream(self._stream):
+                into.copy_(staged, non_blocking=True)
+                self._events[name] = self._staged_events[0] = self._stream.record_event()
+
+    def wait_for_writes(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def read_padded_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         one = self.tensors[name]
@@ -341,8 +354,8 @@ class DriveShards:
         self._due: set[int] = set()  # units that an update has yet to make
         self._writes: dict[int, Future[None]] = {}
         self._last_write: Future[None] | None = None
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-shards-read")
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-shards-write")
+        self._reader = make_device_thread("offload-shards-read")
+        self._writer = make_device_thread("offload-shards-write")
         self._following = NextUnitPredictor()
 
     @property

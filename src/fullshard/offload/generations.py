@@ -23,10 +23,10 @@ from typing import Self
 import xxhash
 from torch import Tensor
 
+from fullshard.distributed.host import allocate_host_memory, as_memoryview
 from fullshard.errors import DamagedOffloadError
 from fullshard.offload import directories
 from fullshard.offload.drive import SYSTEM, DriveFile, DriveSystemCalls, allocate_file, translate_os_errors
-from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.system.direct_io import ALIGNMENT
 from fullshard.system.files import fsync_path, xxh3_digest
 

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.host import make_device_thread
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import OffloadError
 from fullshard.offload import gather_source
@@ -386,7 +387,7 @@ class UpdateThread:
         self._stores = stores
         self.unusable: Lacking | None = None
         self.frozen_unusable: Lacking | None = None
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
+        self.thread = make_device_thread("offload-update")
         self._running: list[Future[None]] = []
         self._pending: dict[int, threading.Event] = {}
         self._error: BaseException | None = None

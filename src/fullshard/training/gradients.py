@@ -40,7 +40,7 @@ from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import engine_parameters, list_units, unsharded_parameter_or_none
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, step_hooks
-from fullshard.training.figures import StepDecision
+from fullshard.training.figures import StepDecision, copy_to_device
 from fullshard.training.low_bit_adamw import StochasticAdamW, local_part_of
 
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
@@ -139,6 +139,7 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
         if not isinstance(one, DTensor) or TENSOR_AXIS not in (one.device_mesh.mesh_dim_names or ()):
             continue
         if one.placements[-1].is_replicate():  # `tp` is the last axis
+            vars(one).pop("norm_on_device", None)
             part, group = one.to_local(), one.device_mesh.get_group(TENSOR_AXIS)
             if part.nbytes >= _ALONE_BYTES and part.is_contiguous():
                 dist.all_reduce(part, group=group)
@@ -154,9 +155,14 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def local_gradient_norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the L2 norm of this rank's part of each gradient, in fp32 even for bf16 gradients."""
-    local = [local_tensor(gradient) for gradient in gradients]
-    return foreach_norm(local, 2, dtype=torch.float32) if local else ()
+    """Returns the L2 norm of this rank's part of each gradient, in fp32 even for bf16 gradients.
+
+    The norm of an offloaded gradient is known, and on the device: see `HostGradients`.
+    """
+    known = [getattr(gradient, "norm_on_device", None) for gradient in gradients]
+    others = [local_tensor(one) for one, norm in zip(gradients, known, strict=True) if norm is None]
+    computed = iter(foreach_norm(others, 2, dtype=torch.float32) if others else ())
+    return [next(computed) if norm is None else norm for norm in known]
 
 
 def select_tensors_counted_on_this_rank(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -180,12 +186,19 @@ def select_tensors_counted_on_this_rank(tensors: Iterable[Tensor]) -> list[Tenso
 
 
 @torch.no_grad()
-def local_share_of_squared_norm(norms_counted_here: Sequence[Tensor]) -> Tensor | float:
+def local_share_of_squared_norm(norms_counted_here: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns this rank's share of the squared global norm, which is the sum of all ranks' shares.
 
     norms_counted_here: L2 norm of this rank's part of each of `select_tensors_counted_on_this_rank`
+    device: the result's; some norms may be on the host
     """
-    return torch.stack(list(norms_counted_here)).double().square().sum() if norms_counted_here else 0.0
+    share = torch.zeros((), dtype=torch.float64, device=device)
+    by_device = defaultdict[torch.device, list[Tensor]](list)
+    for norm in norms_counted_here:
+        by_device[norm.device].append(norm)
+    for norms in by_device.values():
+        share += copy_to_device(torch.stack(norms).double().square().sum(), device)
+    return share
 
 
 @lru_cache(maxsize=64)  # a step asks for each parameter

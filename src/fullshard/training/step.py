@@ -109,7 +109,7 @@ def run_step(
     sum_gradients_over_tensor_axis(gradients)
     with TimedRange("norm"):
         norms = local_gradient_norms(select_tensors_counted_on_this_rank(gradients))
-        sums[2] = local_share_of_squared_norm(norms)
+        sums[2] = local_share_of_squared_norm(norms, device)
     state.wait_for_updates()  # before the all-reduce: after it, no update is running on any rank
     totals = _all_reduce(sums, nominal, state=state, plan=plan, rates=rates, issued=issued, stop=stop)
     where.enter(RunPhase.OPTIMIZER)

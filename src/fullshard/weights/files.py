@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle, groupby
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.distributed.host import make_device_thread
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
 from fullshard.system.small_files import VALUE_BYTES, ForeignErrorTranslator, parse_json, read_bytes
@@ -226,7 +226,7 @@ def copy_from_files(moves: Iterable[StridedCopy], files: PretrainedFiles) -> int
     moves, read_bytes = list(moves), 0
     pieces = _read_pieces(moves, files)
     # The next piece is read on the thread while this one is converted.
-    with torch.no_grad(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="read") as thread:
+    with torch.no_grad(), make_device_thread("read") as thread:
         coming = thread.submit(next, pieces, None)
         while (found := coming.result()) is not None:
             coming = thread.submit(next, pieces, None)

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
+from fullshard.distributed.host import allocate_host_memory, as_memoryview
 from fullshard.errors import OffloadError
 from fullshard.models.document_attention import QueryKeyValue, attend_with_varlen_kernel
 from fullshard.observe.clock import total_seconds_of_calls
 from fullshard.observe.memory import read_memory_and_reset_peaks
 from fullshard.offload.drive import DriveFile
-from fullshard.offload.store import allocate_host_memory, as_memoryview
 from fullshard.spec.machine.catalog import round_to_four_digits
 from fullshard.spec.machine.hardware import (
     ComputeDtype,
