@@ -111,6 +111,8 @@ class FakeCuda(DeviceOrder):
         """Runs an operation on the CPU, and notes what it would do on the device."""
         name, given = func.overloadpacket.__name__, _tensors((args, kwargs))
         here = [self.is_on_device(one) for one in given]
+        if name == "record_grad_output_stream":  # FSDP2's `record_stream` in newer releases
+            return args[0].record_stream(self.streams[args[1]])
         device = kwargs.get("device")
         is_work = any(here) if device is None else torch.device(device).type == "cuda"
         moves = name in ("copy_", "_foreach_copy_") and any(here) and not all(here)
@@ -238,6 +240,8 @@ def _of_torch(cuda: FakeCuda) -> Iterator[tuple[Any, str, Any]]:
     }
     for name, value in functions.items():
         yield torch.cuda, name, value
+    for name, value in (("current_stream", cuda.current_stream), ("current_device_index", cuda.index_of)):
+        yield torch.accelerator, name, value
     for name in ("tensor", "as_tensor"):
         yield torch, name, _made_on_host(getattr(torch, name))
     yield torch._C, _GROUP.__name__, _group_by_device_and_dtype

@@ -28,6 +28,7 @@ class Stream:
 
     def __init__(self, order: "DeviceOrder", device: torch.device) -> None:
         self.order, self.device, self.priority = order, device, 0
+        self.stream_id, self.device_index, self.device_type = len(order.streams), device.index, 1
         self.count, self.done, self.freed = 0, Clock(), list[Use]()
         order.streams.append(self)
 
@@ -41,6 +42,9 @@ class Stream:
         event = event or torch.cuda.Event()
         event.record(self)
         return event
+
+    def is_capturing(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         self.order.wait("Stream.synchronize", self.done)
