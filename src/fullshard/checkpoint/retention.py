@@ -39,5 +39,5 @@ def prune_checkpoints(place: CheckpointLocation, *, keep: int, keep_every: int, 
                     continue
             if not (keep_every and number % keep_every == 0):
                 place.remove_checkpoint(files)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         logger.warning("old checkpoints in %s could not be removed: %s", place, error)
