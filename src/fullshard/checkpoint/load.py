@@ -29,10 +29,17 @@ from fullshard.checkpoint.manifest import (
     read_failure_error,
     read_manifest,
     read_verified_file,
+    sizes_by_name,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.checkpoint.storage import DcpCheckpointReader
-from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
+from fullshard.distributed.agreement import (
+    raise_on_all_ranks,
+    rank,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    run_raising_checkpoint_error,
+)
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -120,7 +127,8 @@ def resolve_checkpoint(
     directory: str | Path | location.CheckpointLocation,
 ) -> tuple[CheckpointFiles, Manifest]:
     """Returns the checkpoint `directory`, or the newest complete one in it, or raises CheckpointError."""
-    found = _find_newest_checkpoint(location.location_of(directory), missing_ok=False, refused={})
+    find = partial(_find_newest_checkpoint, location.location_of(directory), missing_ok=False, refused={})
+    found = run_raising_checkpoint_error(find, doing=f"looking for a checkpoint in {directory}")
     assert found is not None, "missing_ok is False"
     return found
 
@@ -251,7 +259,7 @@ def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]
     except DamagedCheckpointError as error:
         yield Damage(MANIFEST, _damage_text_in_error(error, MANIFEST), ())
         return
-    reader, sizes = DcpCheckpointReader(files, manifest), files.file_sizes_bytes()
+    reader, sizes = DcpCheckpointReader(files, manifest), sizes_by_name(files)
     damaged = False
     for name in manifest.files:
         for damaged in _iterate_file_damage(reader, name, sizes=sizes):

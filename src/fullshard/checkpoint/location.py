@@ -31,6 +31,7 @@ from fullshard.checkpoint.manifest import (
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import (
     check_disk_space,
+    checkpoint_error_from_os_error,
     free_disk_bytes,
     fsync_path,
     hold_exclusive_file_lock,
@@ -237,25 +238,34 @@ def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Ch
 
 
 def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
-    if not place.exists():
-        return
-    for name in place.list_drafts():
-        logger.warning("passing over %s: a save that was not finished", name)
-    seen: set[str] = set()
-    # List again each time: a run that saves there may have removed one checkpoint and added another.
-    while unseen := [files for _, files in place.list_checkpoints() if files.name not in seen]:
-        files = unseen[0]
-        seen.add(files.name)
-        try:
-            manifest = read_manifest_and_check_sizes(files)
-        except CheckpointError as error:
-            if not is_checkpoint_listed(place, files):
-                continue  # removed since it was listed
-            if not isinstance(error, DamagedCheckpointError):
-                raise
-            logger.warning("passing over %s: %s", files, error.got or error.what)
-        else:
-            yield files, manifest
+    with _translate_os_errors(place):
+        if not place.exists():
+            return
+        for name in place.list_drafts():
+            logger.warning("passing over %s: a save that was not finished", name)
+        seen: set[str] = set()
+        # List again each time: a run that saves there may have removed one checkpoint and added another.
+        while unseen := [files for _, files in place.list_checkpoints() if files.name not in seen]:
+            files = unseen[0]
+            seen.add(files.name)
+            try:
+                manifest = read_manifest_and_check_sizes(files)
+            except CheckpointError as error:
+                if not is_checkpoint_listed(place, files):
+                    continue  # removed since it was listed
+                if not isinstance(error, DamagedCheckpointError):
+                    raise
+                logger.warning("passing over %s: %s", files, error.got or error.what)
+            else:
+                yield files, manifest
+
+
+@contextmanager
+def _translate_os_errors(place: CheckpointLocation) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise checkpoint_error_from_os_error(f"{place} cannot be read.", error) from error
 
 
 def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> bool:

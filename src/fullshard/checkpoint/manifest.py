@@ -234,7 +234,7 @@ def read_manifest_and_check_sizes(checkpoint: CheckpointFiles | str | Path) -> M
 
 def check_file_sizes(files: CheckpointFiles, manifest: Manifest) -> None:
     """Raises DamagedCheckpointError unless every file of `manifest` exists with its size."""
-    sizes = _file_sizes_bytes(files)
+    sizes = sizes_by_name(files)
     for name, file in manifest.files.items():
         if sizes.get(name) != file.size_bytes:
             if name in sizes:
@@ -244,7 +244,8 @@ def check_file_sizes(files: CheckpointFiles, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{files} is not whole.", got=found)
 
 
-def _file_sizes_bytes(files: CheckpointFiles) -> dict[str, int]:
+def sizes_by_name(files: CheckpointFiles) -> dict[str, int]:
+    """Returns the size in bytes of each regular file by name. Raises CheckpointError."""
     try:
         return files.file_sizes_bytes()
     except OSError as error:
@@ -257,7 +258,7 @@ def _check_all_nodes_copied(files: CheckpointFiles, manifest: Manifest) -> None:
     An earlier version could save on disks that nodes do not share: each had the files of its ranks, and a
     manifest of the files on all of them.
     """
-    there = _file_sizes_bytes(files)
+    there = sizes_by_name(files)
     if missing := [name for name in manifest.files if name not in there]:
         raise CheckpointError(
             f"{files} is a part of a checkpoint.",
