@@ -138,6 +138,7 @@ class LocalLocation:
     def lock_for_writing(self) -> Generator[None]:
         make_durable_directory(self.path)
         with hold_exclusive_file_lock(self.path / _LOCK, held_error=self._lock_held_error):
+            fsync_path(self.path)  # the rename of a process that was killed before it flushed it
             yield
 
     def _lock_held_error(self, holder: str) -> CheckpointError:

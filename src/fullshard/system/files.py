@@ -121,21 +121,27 @@ def append_to_file(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def fsync_path(path: Path, *, fsync: Callable[[int], object] = os.fsync) -> None:
+def fsync_path(path: Path, *, fsync: Callable[[int], object] | None = None) -> None:
     """Flushes a file or directory to the disk. A rename is durable once its directory is flushed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fsync(descriptor)
+        (fsync or os.fsync)(descriptor)
     finally:
         os.close(descriptor)
 
 
 def make_durable_directory(path: Path) -> None:
-    """Creates `path` and its missing parents, and flushes them to the disk."""
+    """Creates `path` and its missing parents, and flushes each to the disk before the next.
+
+    Also flushes one that exists, as far as possible: a process may have been killed before it flushed it.
+    """
     missing = [one for one in (path, *path.parents) if not one.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for one in missing:
+    with suppress(OSError):
+        fsync_path((missing[-1].parent if missing else path).parent)
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
         fsync_path(one.parent)
+    path.mkdir(exist_ok=True)  # raises FileExistsError for a file
 
 
 def xxh3_digest(data: bytes | bytearray | memoryview) -> str:
