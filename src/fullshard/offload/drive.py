@@ -282,7 +282,10 @@ def _fallocate_or_write_zeros(descriptor: int, size_bytes: int, *, system: Drive
             raise
     zeros, offset = memoryview(bytes(_ZEROS_BYTES)), 0
     while offset < size_bytes:
-        offset += system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
+        count = system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
+        if not count:
+            raise OSError(errno.EIO, "the drive took nothing")
+        offset += count
 
 
 @cache  # once per directory

@@ -137,6 +137,8 @@ class DirectFileWriter:
                     raise OSError(error.errno, error.strerror, str(self.path)) from error
                 clear_o_direct_flag(self._file)
                 continue
+            if not count:
+                raise OSError(errno.EIO, "the disk took nothing", str(self.path))
             parts, offset = _drop_leading_bytes(parts, count), offset + count
         if not has_o_direct_flag(self._file) and hasattr(os, "posix_fadvise"):
             # On Linux this advice starts their writeback, and frees the memory for others.
@@ -152,9 +154,10 @@ def open_atomic_replacement(path: Path) -> Generator[DirectFileWriter]:
 
 
 def open_direct(
-    path: Path, flags: int, *, mode: int = 0o666, opener: Callable[[Path, int, int], int] = os.open
+    path: Path, flags: int, *, mode: int = 0o666, opener: Callable[[Path, int, int], int] | None = None
 ) -> int:
     """Opens a file with direct I/O if the file system supports it. Returns the descriptor."""
+    opener = opener or os.open
     try:
         return opener(path, flags | DIRECT, mode)
     except OSError as error:
