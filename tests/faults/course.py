@@ -172,10 +172,11 @@ def note_outcomes(course: Course, saver: BackgroundSaver) -> None:
 
 def note(course: Course, name: str, line: str) -> None:
     if dist.get_rank() == 0:
-        _note_own(course, name, line)
+        note_own(course, name, line)
 
 
-def _note_own(course: Course, name: str, line: str) -> None:
+def note_own(course: Course, name: str, line: str) -> None:
+    """Adds a line to a file of the record, on whichever rank."""
     with (course.record / name).open("a") as file:
         file.write(f"{line}\n")
         file.flush()
@@ -186,7 +187,7 @@ def _note_commit(course: Course, state: TrainState) -> None:
     """Once this step's state is whole on this rank's drive, beside whatever training does then."""
     offloaded = find_offloaded_state(state.model)
     if offloaded is not None and offloaded.settings.on_drive is not None:
-        line = partial(_note_own, course, f"committed-{dist.get_rank()}", f"{state.step}")
+        line = partial(note_own, course, f"committed-{dist.get_rank()}", f"{state.step}")
         offloaded.updates.submit(line)
 
 

@@ -1,9 +1,11 @@
 """`make torture`: every fault many times over, and the table of what came of it (docs/faults.md).
 
-python -m tests.faults.torture [--trials 300] [--page docs/faults.md] [--only offload]
+python -m tests.faults.torture [--trials 300] [--page docs/faults.md] [--only offload | --only calls]
 """
 
 import argparse
+import errno
+import itertools
 import platform
 import random
 import tempfile
@@ -15,8 +17,14 @@ from pathlib import Path
 import _pytest.outcomes
 import torch
 
+from fullshard.quantities import format_bytes
 from tests.checkpoint.states import saved_sharded
+from tests.faults.calls import ANY_ERROR, ERRORS, KILL, NOTHING, SHORT
+from tests.faults.collectives import fail_at_each_collective
 from tests.faults.damage import ACTS, FILES, damaged_start
+from tests.faults.pairs import PAIRS, two_faults
+from tests.faults.soak import kill_one_run
+from tests.faults.sweeps import LOST_WRITES, SWEEPS, apart, sweep_of_full_logs
 from tests.faults.test_disks import DISK_FAULTS, cut_while_training, disk_fault
 from tests.faults.test_kills import EVERY, VICTIMS, kill_again_and_again
 from tests.ranks import Workers
@@ -48,6 +56,22 @@ which dies with its process.
 | fault | saving | times | what it hit: what the next start went on from |
 |---|---|---|---|
 """
+CALLS = "## Every call, lost writes, two faults, one run for long"
+CALLS_HEAD = f"""{CALLS}
+
+Made by `python -m tests.faults.torture --only calls --trials {{trials}}`, {{day}}, torch {{torch}},
+{{machine}}. The first call of an act to the operating system fails (EIO, ENOSPC, ESTALE, EROFS, a write in
+part, writes of nothing), or the process is killed at it, in the middle of a write; then the second call, and
+so on, until there is no such call. Every error is fullshard's own; what had been acknowledged loads bit for
+bit; what others have in the directory stays; the same act succeeds afterwards, and leaves no draft. A power
+cut may lose any part of what was not flushed: states that the disk can then have are built, and loaded. Of
+two ranks, one has no connection from a collective on, or is killed at it: the other rank ends by itself, and
+the next start resumes with equal losses.
+
+| fault | act | times | what came of it |
+|---|---|---|---|
+"""
+EVERY_ERROR = 100  # trials; with fewer, the calls fail with one of the errors in turn
 TIERS = ("optimizer:nvme", "params+optimizer:nvme", "optimizer:cpu")
 
 
@@ -117,6 +141,47 @@ def offloaded_kills(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Co
                 yield f"SIGKILL of {victims}, `{tier}`", mode, came
 
 
+def calls(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    for how in (*(ERRORS if trials >= EVERY_ERROR else [ANY_ERROR]), SHORT, NOTHING, KILL):
+        name = errno.errorcode[how] if isinstance(how, int) else how
+        for act, sweep in SWEEPS.items():
+            if count := apart(sweep, how):
+                yield f"{name}, each call", act, Counter({"nothing lost": count})
+    yield "no room, each byte", "the log", Counter({"an error": apart(sweep_of_full_logs)})
+    for act, lose in LOST_WRITES.items():
+        yield "lost writes", act, Counter({"nothing lost": apart(lose, max(trials // 50, 1))})
+
+
+def collectives(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    cases = list(itertools.product((False, True), (0, 1), ("sync", "async")))
+    stride = max(len(cases) * 300 // trials, 1)  # with 300, each collective is the last one in a case
+    for i, (kills, victim, mode) in enumerate(cases):
+        with tempfile.TemporaryDirectory() as name:
+            count = fail_at_each_collective(
+                ranks, Path(name), mode=mode, victim=victim, kills=kills, begin=i + 1, stride=stride
+            )
+        how = "is killed at" if kills else "loses its connections at"
+        yield f"rank {victim} {how} a collective", f"training, {mode}", Counter({"resumed": count})
+
+
+def pairs(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    for faults in PAIRS:
+        counted: Counter[str] = Counter()
+        for seed in range(max(trials // 50, 1)):
+            with tempfile.TemporaryDirectory() as name:
+                mode = ("sync", "async")[seed % 2]
+                counted[two_faults(ranks, Path(name), faults=faults, mode=mode, seed=seed) + "; resumed"] += 1
+        yield " and ".join(faults), "training", counted
+
+
+def soaks(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    times = max(2 * trials // 3, 1)
+    with tempfile.TemporaryDirectory() as name:
+        steps, files, size = kill_one_run(ranks, Path(name), times=times, mode="async")
+    left = f"all {steps} steps with the losses of a run without; {files} files of {format_bytes(size)} left"
+    yield "SIGKILL of one or all ranks, of one run", "`fullshard train`, async", Counter({left: times})
+
+
 def _short(outcome: str) -> str:
     return "resumed" if outcome.startswith("resumed") else outcome
 
@@ -125,13 +190,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--page", type=Path, default=Path("docs/faults.md"))
-    parser.add_argument("--only", choices=["checkpoints", "offload"])  # the page's other section stays
+    parser.add_argument("--only", choices=["checkpoints", "offload", "calls"])  # the page's others stay
     asked = parser.parse_args()
     before, found, after = (asked.page.read_text() if asked.page.exists() else "").partition(OFFLOAD)
-    sections = {"checkpoints": before.rstrip("\n"), "offload": (found + after).rstrip("\n")}
+    middle, also_found, end = (found + after).partition(CALLS)
+    texts = {"checkpoints": before, "offload": middle, "calls": also_found + end}
+    sections = {name: text.strip("\n") for name, text in texts.items()}
     parts = {
         "checkpoints": (HEAD, (kills, power_cuts, disks, damages)),
         "offload": (OFFLOAD_HEAD, (offloaded_kills,)),
+        "calls": (CALLS_HEAD, (calls, collectives, soaks, pairs)),
     }
     workers = Workers()
     for section, (head, own) in parts.items():
