@@ -41,6 +41,7 @@ from tests.offload.writer import opened, put, usable
 from tests.ranks.pool import warm
 
 REFUSED = "refused"
+LOG = "a start of the log"
 LOST = errno.EIO  # the errno after which the bytes of a file count as lost, and an older checkpoint serves
 
 
@@ -262,7 +263,7 @@ SWEEPS: dict[str, Callable[..., int]] = {
     "a list, a verification": sweep_of_reads,
     "a start on a drive, a generation": sweep_of_generations,
     "a removal from a drive": sweep_of_discards,
-    "a start of the log": sweep_of_logs,
+    LOG: sweep_of_logs,
 }
 
 
