@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu.record import Figures, Record
+from fullshard.distributed.sequence_parts import flatten_document_ends_to_bounds
 from fullshard.jobs.calibrate.device import RateMeter
+from fullshard.models.document_attention import QueryKeyValue, attend_within_documents
 from fullshard.spec.machine.hardware import ComputeDtype, Curve, Hardware, interpolate_rate
 
 # (output channels, input channels) of linear layers.
@@ -76,6 +78,29 @@ class KernelBench:
         with torch.no_grad():
             self.add_rate(f"{name}, forward", forward, flops, rates.attention)
         self.add_rate(f"{name}, backward", backward, 2.5 * flops, rates.attention_backward)
+        self._add_names(name, lambda: torch.autograd.grad(forward(), needed, gradient))
+
+    def time_documents(self, name: str, *, heads: tuple[int, int], length: int, documents: int) -> None:
+        """Records the FLOP/s of attention within documents of equal lengths, whose own pairs count."""
+        queries, keys = heads
+        needed = [
+            self.meter.random_tensor(1, count, length, HEAD_DIM, dtype=torch.bfloat16).requires_grad_()
+            for count in (queries, keys, keys)
+        ]
+        each = length // documents
+        ends = torch.arange(each, length + 1, each, device=self.meter.device, dtype=torch.int32)[None]
+        bounds = flatten_document_ends_to_bounds(ends, sequence_length=length)
+
+        def forward() -> torch.Tensor:
+            return attend_within_documents(QueryKeyValue(*needed), bounds)
+
+        out = forward()
+        gradient = torch.ones_like(out)
+        flops = 4 * HEAD_DIM * queries * documents * each * (each + 1) / 2
+        with torch.no_grad():
+            self.add_rate(f"{name}, forward", forward, flops, self.hardware.rates.attention)
+        backward = lambda: torch.autograd.grad(out, needed, gradient, retain_graph=True)  # noqa: E731
+        self.add_rate(f"{name}, backward", backward, 2.5 * flops, self.hardware.rates.attention_backward)
         self._add_names(name, lambda: torch.autograd.grad(forward(), needed, gradient))
 
     def time_matmuls(self, name: str, *, tokens: int, out: int, into: int) -> None:
@@ -150,6 +175,9 @@ def measure_kernels(record: Record, hardware: Hardware, *, device: torch.device)
         for masked in (False, True):
             title = f"{name} attention × {length:,}{', mask' if masked else ''}"
             bench.time_attention(title, heads=heads, length=length, masked=masked)
+        for count in (1, 4):
+            title = f"{name} attention × {length:,}, {count} document{'s' if count > 1 else ''}"
+            bench.time_documents(title, heads=heads, length=length, documents=count)
     shrink = 1 if on_cuda else 128
     for tokens in (length, 2 * length):
         for name, sizes in MATMULS.items():

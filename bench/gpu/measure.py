@@ -17,24 +17,27 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.gpu.items import ITEMS, Item, Kind, toy
+from bench.gpu.checks import check_generate, check_rounding, measure_groups, measure_waits
+from bench.gpu.items import ONCE, Card, Item, Kind
 from bench.gpu.kernels import measure_kernels
 from bench.gpu.peers import PeerLoop, plain_loop, torchtitan_loop, transformers_loop
+from bench.gpu.programme_items import ITEMS, find_item
 from bench.gpu.record import Figures, Record, predicted_figures
+from bench.gpu.runs import RunsBench
 from bench.gpu.split_kernels import (
     measure_context_parallel,
     measure_grouped_matmuls,
     measure_tensor_parallel,
 )
+from bench.gpu.task import RandomTokens, Task, start_training, vocabulary_of
 from fullshard.data.build import build_data
 from fullshard.errors import LaunchError, MissingExtraError, PlanError, SpecError
-from fullshard.launch.detect import detect_hardware
 from fullshard.models.build import build_model
 from fullshard.models.loss import choose_loss
 from fullshard.observe.clock import find_matmul_peak, total_seconds_of_calls
@@ -42,43 +45,17 @@ from fullshard.observe.memory import measure_peak_memory
 from fullshard.observe.profiles import StepProfiler
 from fullshard.parallel.mesh import RankInfo, process_group
 from fullshard.planner.describe.describe_run import describe_run
-from fullshard.planner.predict.offload import with_infinitely_fast_drive
 from fullshard.planner.search.search import plan as fastest_plan
 from fullshard.planner.search.search import predict
-from fullshard.spec.machine.hardware import Hardware
-from fullshard.spec.plan import DeviceType, Plan
-from fullshard.spec.run import LogSection, Run
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import LogSection
 from fullshard.training.loop import Step, train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import close_offloaded_state, shard
 from fullshard.training.state import TrainState
 
-NOT_AVAILABLE = (SpecError, PlanError, MissingExtraError, LaunchError, ModuleNotFoundError)
+NOT_AVAILABLE = (SpecError, PlanError, MissingExtraError, LaunchError, ImportError)
 WARMUP_STEPS, WINDOWS = 3, 3
-
-
-@dataclass(frozen=True)
-class Task:
-    """An item, the ranks that measure it, where its figures go, and a directory for files of the run."""
-
-    item: Item
-    ranks: RankInfo
-    record: Record
-    work: Path
-    is_toy: bool
-
-    @property
-    def device(self) -> DeviceType:
-        return "cuda" if self.ranks.device.type == "cuda" else "cpu"
-
-    @property
-    def window_seconds(self) -> float:
-        """Approximate duration of one of the timed windows."""
-        return 0.1 if self.is_toy else 2.0
-
-    def hardware(self) -> Hardware:
-        found = detect_hardware(self.device, ranks=self.ranks.world_size)
-        return found if found.disk_bytes_per_second is not None else with_infinitely_fast_drive(found)
 
 
 @dataclass(frozen=True)
@@ -93,39 +70,29 @@ class PlannedSteps:
         return f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
 
 
-class RandomTokens:
-    """Microbatches of random tokens, made on the host as a loader's are."""
+def choose_plans(task: Task, *, is_peer: bool = False) -> list[PlannedSteps]:
+    """Returns the planner's choice for the largest number of microbatches that fits, and the same for fewer.
 
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
-
-    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(step * plan.world_size + rank)
-        shape = (plan.microbatch, plan.run.data.sequence_length + 1)
-        for _ in range(plan.accumulation):
-            tokens = torch.randint(self.vocabulary, shape, generator=generator)
-            yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-
-
-def choose_plans(task: Task) -> list[PlannedSteps]:
-    """Returns the planner's choice for the largest number of microbatches, and the same plan for all numbers.
-
-    Records each prediction. Raises SpecError for settings that this fullshard does not know, and PlanError if
-    nothing fits.
+    Records each prediction, and which numbers do not fit. A peer gets the settings alone if nothing fits:
+    then it shows whether the planner is right. Raises SpecError for settings that this fullshard does not
+    know, and PlanError if nothing fits.
     """
-    item, world = task.item, task.ranks.world_size
-    where = f"run.dir={task.work / 'run'}"
-
-    def batch(count: int) -> str:
-        return f"train.global_batch={count * world}"
-
-    hardware = task.hardware()
-    asked = Run.load(overrides=[*item.settings, where, batch(max(item.microbatches))])
-    spec = describe_run(asked, task.device)
-    best = fastest_plan(spec, hardware, asked)
+    item, world, hardware = task.item, task.ranks.world_size, task.hardware()
+    spec = describe_run(task.load_run(max(item.microbatches)), task.device)
+    best, fitting = None, list(item.microbatches)
+    while best is None:
+        try:
+            best = fastest_plan(spec, hardware, task.load_run(fitting[-1])).run
+        except PlanError as error:
+            task.record.details[f"× {fitting[-1]} does not fit"] = str(error).splitlines()[1].strip()
+            fitting.pop()
+            if not fitting and not is_peer:
+                raise
+            best = None if fitting else task.load_run(1)
     found = list[PlannedSteps]()
-    for count in item.microbatches:
-        run = best.run.with_overrides([batch(count)])
+    for count in item.microbatches if is_peer else fitting:
+        batch = task.load_run(count).train.global_batch
+        run = best.with_overrides([f"train.global_batch={batch}"])
         plan = predict(spec, Plan.from_run(run, world_size=world, device=task.device), hardware)
         found.append(PlannedSteps(count, plan))
         task.record.add_row(found[-1].name, predicted=predicted_figures(plan))
@@ -149,34 +116,57 @@ def measure_training(task: Task) -> None:
     """Measures fullshard's own steps."""
     planned = choose_plans(task)
     plan = planned[-1].plan
-    model = build_model(plan.run)
-    loss, vocabulary = choose_loss(plan.run, model), vocabulary_of(plan)
-    model = shard(model, plan)
-    state = TrainState(model, build_optimizer(model, plan), data=RandomTokens(vocabulary))
-    metered = {"model": model, "optimizer": state.optimizer}
-    for one in planned:
+    state, loss = start_training(plan, documents=task.item.documents)
+    metered = {"model": state.model, "optimizer": state.optimizer}
+
+    def measure(one: PlannedSteps) -> None:
         with closing(cast(Generator[Step], train(state, one.plan, loss=loss))) as steps:
             measure_steps(task, one, partial(next, steps), metered=metered)
-    close_offloaded_state(model, plan=plan, finished=True)
+
+    measure_each(task, planned, measure)
+    close_offloaded_state(state.model, plan=plan, finished=True)
 
 
 def measure_peer(task: Task, build: Callable[[Plan, Iterator[dict[str, Tensor]]], PeerLoop]) -> None:
     """Measures a loop of `bench.gpu.peers`. Its prediction is that of fullshard with the same settings."""
-    planned = choose_plans(task)
+    planned = choose_plans(task, is_peer=True)
     plan = planned[-1].plan
     source, rank, device = RandomTokens(vocabulary_of(plan)), task.ranks.rank, task.ranks.device
     every = (source.microbatches(step, rank=rank, plan=plan) for step in range(10**9))
-    moved = ({key: value.to(device) for key, value in batch.items()} for batch in chain.from_iterable(every))
-    loop = build(plan, moved)
+    moved = (
+        {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        for batch in chain.from_iterable(every)
+    )
+    try:
+        loop = build(plan, moved)
+    except torch.OutOfMemoryError as error:
+        task.record.details["out of memory"] = f"before the first step: {str(error).splitlines()[0]}"
+        return
+    metered = {"model": loop.model, "optimizer": loop.optimizer}
+
+    def measure(one: PlannedSteps) -> None:
+        measure_steps(task, one, partial(loop.step, one.microbatches), metered=metered)
+
+    measure_each(task, planned, measure)
+
+
+def measure_each(task: Task, planned: list[PlannedSteps], measure: Callable[[PlannedSteps], None]) -> None:
+    """Measures each number of microbatches, from an empty cache, up to one that is out of memory.
+
+    That is a result, too: it stands beside what was predicted. Ranks that wait for the one that is out of
+    memory cannot go on, so there it is raised.
+    """
     for one in planned:
-        step = partial(loop.step, one.microbatches)
-        measure_steps(task, one, step, metered={"model": loop.model, "optimizer": loop.optimizer})
-
-
-def vocabulary_of(plan: Plan) -> int:
-    """Returns the number of tokens of the run's model."""
-    head: Any = build_model(plan.run)
-    return head.get_output_embeddings().out_features
+        if task.device == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            measure(one)
+        except torch.OutOfMemoryError as error:
+            task.record.details["out of memory"] = f"{one.name}: {str(error).splitlines()[0]}"
+            task.record.save()
+            if task.ranks.world_size > 1:
+                raise
+            return
 
 
 def measure_steps(
@@ -292,8 +282,12 @@ def calibrate(task: Task) -> None:
     """Runs `fullshard calibrate`, and leaves its hardware.toml beside the results."""
     seconds, out = ("2" if task.is_toy else "36"), task.work / "hardware.toml"
     options = ("--device", task.device, "--seconds", seconds, "--out", str(out), "--drive", str(task.work))
-    ranks = str(task.ranks.world_size)
-    run_command(task, "fullshard", "calibrate", "--ranks", ranks, *options)
+    run_command(task, "fullshard", "calibrate", "--ranks", str(task.asked_ranks), *options)
+
+
+def measure_runs(task: Task) -> None:
+    """Runs the item's variants, and compares them."""
+    RunsBench(task.record, task.work, task.item.settings, task.is_toy).measure(task.item.variants)
 
 
 def run_cuda_tests(task: Task) -> None:
@@ -302,7 +296,8 @@ def run_cuda_tests(task: Task) -> None:
 
 
 def measure_on_device(task: Task, *, measure: Callable[..., None]) -> None:
-    measure(task.record, task.hardware(), device=task.ranks.device)
+    with process_group(task.device) as ranks:
+        measure(task.record, task.hardware(), device=ranks.device)
 
 
 KERNELS: dict[Kind, Callable[..., None]] = {
@@ -320,6 +315,11 @@ KINDS: dict[Kind, Callable[[Task], None]] = {
     "torchtitan": partial(measure_peer, build=torchtitan_loop),
     "calibrate": calibrate,
     "tests": run_cuda_tests,
+    "runs": measure_runs,
+    "waits": measure_waits,
+    "generate": check_generate,
+    "rounding": check_rounding,
+    "groups": measure_groups,
 }
 
 
@@ -346,12 +346,19 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--card", choices=get_args(Card), default="h200")
+    parser.add_argument("--ranks", type=int, default=1, help="of the kinds that start their own")
     asked = parser.parse_args()
-    item = next(item for item in ITEMS if item.name == asked.name)
-    item = toy(item) if asked.toy else item
+    item = find_item(asked.name, card=asked.card, is_toy=asked.toy)
+    if item.kind in ONCE:
+        # Without a context on a GPU, whose memory the item's own processes need.
+        device = torch.device("cuda" if torch.cuda.is_available() and not asked.toy else "cpu")
+        alone = RankInfo(0, 1, 0, 1, device)
+        measure_item(Task(item, alone, Record(asked.result), asked.work, asked.toy, asked.ranks))
+        return
     with process_group("cpu" if asked.toy else "auto") as ranks:
         record = Record(asked.result, writes=ranks.rank == 0)
-        measure_item(Task(item, ranks, record, asked.work, asked.toy))
+        measure_item(Task(item, ranks, record, asked.work, asked.toy, ranks.world_size))
 
 
 if __name__ == "__main__":

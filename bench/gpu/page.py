@@ -16,7 +16,11 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_second": ("tokens/s", format_count),
     "mfu": ("MFU", lambda value: f"{100 * value:.1f} %"),
     "flops_per_second": ("TFLOP/s", lambda value: f"{value / 1e12:,.4g}"),
-    "last_loss": ("loss of the last 20 steps", lambda value: f"{value:.4f}"),
+    "last_loss": ("last loss", lambda value: f"{value:.4f}"),
+    "difference": ("difference", lambda value: f"{value:.2g}"),
+    "seconds": ("seconds", format_seconds),
+    "waits": ("waits", format_count),
+    "group_bytes": ("device memory", format_bytes),
 }
 _PEER = "peer:"
 

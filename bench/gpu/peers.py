@@ -1,8 +1,11 @@
 """Training loops that a user would write without fullshard, with the settings of a Plan."""
 
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
@@ -92,8 +95,14 @@ def transformers_loop(plan: Plan, batches: Batches) -> PeerLoop:
 def torchtitan_loop(plan: Plan, batches: Batches) -> PeerLoop:
     """Returns a loop of torchtitan 0.2's Llama 3 with its own compilation, units and loss.
 
-    Its head is never tied to the embedding.
+    Its head is never tied to the embedding. Its package imports readers and trackers, of which this loop uses
+    none, so those that are not installed are replaced by mocks.
     """
+    for name in ("torch.utils.tensorboard", "datasets", "datasets.distributed", "einops", "PIL"):
+        try:
+            import_module(name)
+        except ImportError:
+            sys.modules[name] = MagicMock()
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config.job_config import Compile
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -153,6 +162,7 @@ def _loop(
     plan: Plan,
 ) -> PeerLoop:
     device, clip_norm = torch.device(plan.device), plan.run.optimizer.clip_norm
+    reads_figures = plan.run.fault_tolerance.on_spike == "rollback"
 
     def step(microbatches: int) -> None:
         total = torch.zeros((), device=device)
@@ -163,7 +173,8 @@ def _loop(
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        # Figures that any training log shows.
-        _ = total.item(), norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+        # Figures that any training log shows. torchtitan reads them only in the steps that it logs.
+        if reads_figures:
+            _ = total.item(), norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
 
     return PeerLoop(step, model, optimizer)

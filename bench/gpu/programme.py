@@ -7,12 +7,14 @@ output of the item that runs).
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +22,17 @@ from typing import Any, BinaryIO
 
 from bench.gpu.items import Item
 from bench.gpu.page import render_page
+from bench.gpu.processes import find_processes, used_gpu_memory
 from fullshard.system.files import write_file_atomically
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE, LOG = "results.jsonl", "page.md", "items.log"
 CURRENT, CURRENT_LOG = "current.json", "current.log"
+_MARK = "BENCH_GPU_ITEM"
+# Variables of the launcher that started this programme, if any: an item's process is none of its ranks.
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_")
 _GRACE_SECONDS = 5.0
+_FREE_SECONDS, _FREE_MIB = 20.0, 1500
 _LAST_LINES = 15
 
 
@@ -37,13 +44,15 @@ class Programme:
     ends: when the time is over, on the clock `time.monotonic`
     command: of an item's process, which gets the item's name and `--result`, `--work` with a path each
     again: whether items that have a result are measured once more
+    used_memory: returns the MiB in use on each GPU
     """
 
     items: Sequence[Item]
     out: Path
     ends: float
-    command: Sequence[str]
+    command: Callable[[Item], Sequence[str]]
     again: bool = False
+    used_memory: Callable[[], list[int]] = used_gpu_memory
 
     def seconds_left(self) -> float:
         return self.ends - time.monotonic()
@@ -89,9 +98,11 @@ def run_item(programme: Programme, item: Item) -> dict[str, Any]:
     limit = min(item.limit_seconds, programme.seconds_left())
     current, current_log = out / CURRENT, out / CURRENT_LOG
     write_file_atomically(current, json.dumps({"rows": [], "details": {}, "unavailable": ""}))
+    left = _wait_for_free_memory(programme.used_memory)
     with tempfile.TemporaryDirectory(prefix="bench-gpu-", ignore_cleanup_errors=True) as work:
         with current_log.open("wb") as log:
-            arguments = [*programme.command, item.name, "--result", str(current), "--work", work]
+            command = programme.command(item)
+            arguments = [*command, item.name, "--result", str(current), "--work", work]
             exit_code = _run_with_limit(arguments, log, environment=item.environment, limit_seconds=limit)
         for file in Path(work).glob("*.toml"):
             shutil.copy(file, out)
@@ -116,34 +127,50 @@ def run_item(programme: Programme, item: Item) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
         "environment": dict(item.environment),
         "rows": found["rows"],
-        "details": found["details"],
+        "details": found["details"] | ({"MiB in use before": left} if left else {}),
     }
 
 
 def _run_with_limit(
     command: Sequence[str], log: BinaryIO, *, environment: Mapping[str, str], limit_seconds: float
 ) -> int | None:
-    """Returns the exit code of a command, or None if it was killed at the limit, with all its processes."""
-    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    own = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    """Returns the exit code of a command, or None if it was killed at the limit.
+
+    All its processes are killed at its end, also those in sessions of their own, as torchrun's ranks are:
+    they have inherited a variable.
+    """
+    paths, mark = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")], {_MARK: uuid.uuid4().hex}
+    inherited = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+    own = {**inherited, **environment, **mark, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = subprocess.Popen(
         command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT, process_group=0
     )
     try:
         return process.wait(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
-        _signal_group(process.pid, signal.SIGTERM)  # torchrun ends its ranks
+        process.terminate()  # torchrun ends its ranks
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_GRACE_SECONDS)
         return None
     finally:
-        _signal_group(process.pid, signal.SIGKILL)
+        process.kill()
+        while found := find_processes(mark):
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.05)
         process.wait()
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
+def _wait_for_free_memory(used_memory: Callable[[], list[int]]) -> list[int]:
+    """Waits until the processes of the item before have left the GPUs. Returns what they still use."""
+    deadline = time.monotonic() + _FREE_SECONDS
+    while max(used := used_memory(), default=0) > _FREE_MIB:
+        if time.monotonic() > deadline:
+            return used
+        time.sleep(0.5)
+    return []
 
 
 def append_result(directory: Path, result: dict[str, Any]) -> None:

@@ -4,14 +4,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
-from bench.gpu.__main__ import main
-from bench.gpu.items import ITEMS, Item, toy
+from bench.gpu.__main__ import item_command, main
+from bench.gpu.items import ONCE, Card, Item, Variant, at_card, total_seconds, toy
+from bench.gpu.one_gpu import ONE_GPU, is_later
 from bench.gpu.programme import (
     LOG,
     PAGE,
@@ -22,6 +24,14 @@ from bench.gpu.programme import (
     read_results,
     run_programme,
 )
+from bench.gpu.programme_items import ITEMS, choose_items, find_item
+from bench.gpu.record import Record
+from bench.gpu.runs import greatest_difference
+from bench.gpu.task import Task
+from fullshard.planner.predict.offload import with_infinitely_fast_drive
+from fullshard.spec.machine.catalog import hardware_on
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrecisionMode, Run
 
 # What an item's process does, by the item's name.
@@ -37,7 +47,9 @@ elif name == "fails":
     print("first line")
     sys.exit("out of memory")
 elif name == "hangs":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    # As torchrun's ranks: in a session of its own, and deaf to the signal that ends its parent.
+    sleeps = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", sleeps], start_new_session=True)
     print("child", child.pid, flush=True)
     save()
     time.sleep(600)
@@ -52,7 +64,7 @@ def items(*names: str, most_seconds: float = 60) -> list[Item]:
 
 
 def run(out: Path, chosen: Sequence[Item], *, seconds: float = 100, again: bool = False) -> dict[str, Any]:
-    programme = Programme(chosen, out, time.monotonic() + seconds, COMMAND, again=again)
+    programme = Programme(chosen, out, time.monotonic() + seconds, lambda _: COMMAND, again=again)
     return {result["item"]: result for result in run_programme(programme)}
 
 
@@ -127,11 +139,15 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 def test_the_settings_of_all_items_are_valid_at_both_sizes() -> None:
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     known = {f"precision.mode={mode}" for mode in get_args(PrecisionMode)}
-    for item in (sized for full in ITEMS for sized in (full, toy(full)) if sized.settings):
-        if any(setting.startswith("precision.mode=") and setting not in known for setting in item.settings):
-            continue
-        run = Run.load(overrides=[*item.settings, f"train.global_batch={max(item.microbatches)}"])
-        assert run.train.microbatch == 1
+    for full in ITEMS:
+        for item in (at_card(full, "h200"), at_card(full, "h100"), toy(full)):
+            assert known >= {setting for setting in item.settings if setting.startswith("precision.mode=")}
+            names = [variant.name for variant in item.variants]
+            for variant in item.variants or (Variant("none"),):
+                before = names[: names.index(variant.name)] if names else []
+                assert {variant.like, variant.continues} <= {"", *before}
+                run = Run.load(overrides=[*item.settings, *variant.settings])
+                Plan.from_run(run, world_size=max(item.ranks, variant.ranks), device="cuda")
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,8 +164,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def measured_on_this_rank(name: str, directory: str) -> list[dict[str, Any]]:
-    from bench.gpu.measure import Task, measure_item
-    from bench.gpu.record import Record
+    from bench.gpu.measure import measure_item
     from fullshard.parallel.mesh import process_group
 
     item = toy(next(item for item in ITEMS if item.name == name))
@@ -181,8 +196,88 @@ def test_an_item_is_predicted_and_measured_at_toy_size(
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_the_whole_programme_runs_at_toy_size(tmp_path: Path) -> None:
-    assert main(["--toy", "--minutes", "100", "--out", str(tmp_path)]) == 0
+    assert main(["--toy", "--minutes", "110", "--out", str(tmp_path)]) == 0
     results = read_results(tmp_path)
     assert len(results) == len(ITEMS)
     missing = {result["item"] for result in results if result["status"] == "not available"}
-    assert missing <= {"3b/torchtitan"}
+    assert missing <= {"3b/torchtitan", "dp/torchtitan"}
+
+
+def plan_on_card(item: Item, card: Card) -> list[int]:
+    """Returns the numbers of microbatches that the planner has a plan for, on the catalog's card."""
+    from bench.gpu.measure import choose_plans
+    from fullshard.parallel.mesh import RankInfo
+
+    @dataclass(frozen=True)
+    class OnCard(Task):
+        def hardware(self) -> Hardware:
+            return with_infinitely_fast_drive(hardware_on(f"{self.ranks.world_size}x{card}"))
+
+    world = max(item.ranks, 8 if item.ranks > 1 else 1)
+    ranks = RankInfo(0, world, 0, world, torch.device("cuda"))
+    record = Record(Path("unwritten"), writes=False)
+    return [
+        one.microbatches for one in choose_plans(OnCard(at_card(item, card), ranks, record, Path("x"), False))
+    ]
+
+
+TIGHTEST = ("3b/eager", "8b/chunked-loss")
+
+
+@pytest.mark.parametrize("card", get_args(Card))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(item.name, marks=[] if item.name in TIGHTEST else [pytest.mark.long])
+        for item in ITEMS
+        if item.kind in ("train", "losses")
+    ],
+)
+def test_every_training_item_fits_on_both_cards(name: str, card: Card) -> None:
+    assert plan_on_card(next(item for item in ITEMS if item.name == name), card)
+
+
+def test_the_first_items_for_one_gpu_take_less_than_forty_minutes_and_tests_come_early() -> None:
+    first = [item for item in ONE_GPU if not is_later(item)]
+    assert total_seconds(first) <= 36 * 60
+    assert [item.name for item in first[:4]] == ["kernels", "smoke/train", "smoke/generate", "tests"]
+    assert ONE_GPU[: len(first)] == tuple(first)
+
+
+def test_an_item_that_starts_its_own_ranks_is_one_process_and_has_no_variables_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for item in ITEMS:
+        command = item_command(item, ranks=8, card="h100", is_toy=False)
+        assert ("torch.distributed.run" in command) == (item.kind not in ONCE)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    seen = """import json, os, sys
+json.dump({'rows': [], 'details': dict(os.environ), 'unavailable': ''}, open(sys.argv[3], 'w'))"""
+    programme = Programme(items("a"), tmp_path, time.monotonic() + 60, lambda _: (sys.executable, "-c", seen))
+    [result] = run_programme(programme)
+    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & result["details"].keys()
+
+
+def test_memory_that_is_still_in_use_is_recorded(tmp_path: Path) -> None:
+    answers = iter([[9000, 0], [0, 0]])
+    ends = time.monotonic() + 60
+    programme = Programme(items("a"), tmp_path, ends, lambda _: COMMAND, used_memory=lambda: next(answers))
+    [result] = run_programme(programme)
+    assert "MiB in use before" not in result["details"], "the programme waited until it was free"
+    assert next(answers, None) is None
+
+
+def test_runs_that_differ_are_wrong(tmp_path: Path) -> None:
+    steps = {1: {"loss": 2.0, "grad_norm": 1.0}, 2: {"loss": 1.0, "grad_norm": 1.0}}
+    assert greatest_difference(steps, steps) == 0
+    assert greatest_difference({2: {"loss": 1.1}}, steps) == pytest.approx(0.1)
+    assert greatest_difference({2: {"grad_norm": 2.0}}, steps) == pytest.approx(0.1)
+    assert greatest_difference({3: {"loss": 2.0}}, steps) == float("inf"), "nothing was compared"
+
+
+def test_items_for_several_ranks_are_chosen_by_their_number() -> None:
+    assert {item.ranks for item in choose_items(None, ranks=1, is_toy=False)} == {1}
+    assert {item.ranks for item in choose_items(None, ranks=4, is_toy=False)} == {2, 4}
+    assert choose_items(None, ranks=8, is_toy=True) == list(ITEMS)
+    assert find_item("3b/eager", card="h100", is_toy=False).settings.count("data.sequence_length=4096") == 1
