@@ -1,4 +1,4 @@
-"""Items that look at one thing: host waits, `generate`, rounding, the memory of communicators."""
+"""Items that look at one thing: host waits, `generate`, the memory of communicators."""
 
 import gc
 import warnings
@@ -13,11 +13,6 @@ import torch.distributed as dist
 
 from bench.gpu.task import Task, start_training
 from fullshard.models.build import build_model
-from fullshard.offload.rounding import (
-    AdamOptions,
-    RoundingSeed,
-    adamw_with_stochastic_rounding,
-)
 from fullshard.parallel.mesh import process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -100,25 +95,6 @@ def check_generate(task: Task) -> None:
             if not torch.equal(found, expected):
                 raise SystemExit(f"attempt {attempt}: generated {found.tolist()}, not {expected.tolist()}")
     task.record.details["tokens"] = expected.tolist()
-
-
-def check_rounding(task: Task) -> None:
-    """Compares the kernel that updates and rounds with torch's operations on the CPU, bit for bit."""
-    options = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    cases = ((2501, torch.bfloat16), (1 << 20, torch.bfloat16), (1 << 20, torch.float32))
-    for count, dtype in cases[: 1 if task.is_toy else None]:
-        values = torch.randn(4, count, generator=torch.Generator().manual_seed(3))
-        cpu = [values[0].to(dtype), *(values[at].abs().mul(1e-2).bfloat16() for at in (1, 2, 3))]
-        device = [one.to(task.device, copy=True) for one in cpu]
-        seed = RoundingSeed(2**62 + 12345, 64)
-        for one in (cpu, device):
-            adamw_with_stochastic_rounding(
-                (one[0], one[1], one[2]), one[3], step=7, options=options, seed=seed
-            )
-        same = [torch.equal(one, other.cpu()) for one, other in zip(cpu, device, strict=True)]
-        task.record.details[f"{count} elements, {dtype}"] = same
-        if not all(same):
-            raise SystemExit(f"{count} elements, {dtype}: value, m, v, gradient are the same: {same}")
 
 
 def measure_groups(task: Task) -> None:

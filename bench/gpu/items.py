@@ -8,15 +8,11 @@ from typing import Literal, NamedTuple
 from fullshard.spec.pretrained import read_presets
 
 Kind = Literal[
-    *("kernels", "tensor_parallel", "grouped_matmuls", "context_parallel"),
-    *("train", "losses", "plain", "transformers", "torchtitan", "calibrate", "tests"),
-    *("runs", "waits", "generate", "rounding", "groups"),
+    *("kernels", "train", "plain", "transformers", "torchtitan", "calibrate", "tests"),
+    *("runs", "waits", "generate", "groups"),
 ]
 # Kinds that one process measures, which starts ranks of its own if it needs some.
-ONCE: frozenset[Kind] = frozenset(
-    ("kernels", "tensor_parallel", "grouped_matmuls", "context_parallel")
-    + ("calibrate", "tests", "runs", "generate", "rounding")
-)
+ONCE: frozenset[Kind] = frozenset(("kernels", "calibrate", "tests", "runs", "generate"))
 Card = Literal["h100", "h200"]
 
 SEGMENTS = {False: "expandable_segments:False", True: "expandable_segments:True"}
@@ -139,14 +135,13 @@ def toy(item: Item) -> Item:
     own = tuple(map(_toy_setting, item.settings))
     sizes = _TOY_TRANSFORMERS if f"model.hf={SMOLLM3}" in own else _TOY_DECODER
     if item.kind == "runs":
-        sizes = (*_TOY_DECODER, "model.layers=2", "data.sequence_length=64")
+        sizes = (*_TOY_DECODER, "model.layers=2", "data.sequence_length=64", "run.compile=false")
     mixture = _TOY_EXPERTS if any(one.startswith("model.experts=") for one in own) else ()
     length = ("data.sequence_length=32",) if item.kind != "runs" else ()
-    steps = ("train.steps=8",) if item.kind == "losses" else ()
     # fp8 is emulated there, and takes minutes to compile.
     in_fp8 = any(one.startswith("precision.mode=fp8") for one in own)
     smallest = ("precision.fp8_min_features=32", "run.compile=false") if in_fp8 else ()
-    always = (*length, *steps, *smallest, "run.device=cpu")
+    always = (*length, *smallest, "run.device=cpu")
     return replace(
         item,
         settings=(*own, *sizes, *mixture, *always) if own else (),
@@ -170,7 +165,7 @@ def _toy_variant(variant: Variant, *, halves: bool) -> Variant:
 def _toy_setting(setting: str) -> str:
     for pattern, value in (
         (r"(sharding\.(?:shard_degree|\w+_parallel)=)[48]$", r"\g<1>2"),
-        (r"(train\.steps=)400$", r"\g<1>40"),
+        (r"(train\.steps=)[24]00$", r"\g<1>40"),
         (r"(train\.loss_chunk=)auto$", r"\g<1>16"),
         (r"(precision\.fp8_min_features=)256$", r"\g<1>32"),
         (r"(data\.sequence_length=)250$", r"\g<1>62"),

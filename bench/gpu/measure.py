@@ -23,23 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.gpu.checks import check_generate, check_rounding, measure_groups, measure_waits
+from bench.gpu.checks import check_generate, measure_groups, measure_waits
 from bench.gpu.items import ONCE, Card, Item, Kind
 from bench.gpu.kernels import measure_kernels
 from bench.gpu.peers import PeerLoop, plain_loop, torchtitan_loop, transformers_loop
 from bench.gpu.programme_items import ITEMS, find_item
 from bench.gpu.record import Figures, Record, predicted_figures
 from bench.gpu.runs import RunsBench
-from bench.gpu.split_kernels import (
-    measure_context_parallel,
-    measure_grouped_matmuls,
-    measure_tensor_parallel,
-)
 from bench.gpu.task import RandomTokens, Task, start_training, vocabulary_of
-from fullshard.data.build import build_data
 from fullshard.errors import LaunchError, MissingExtraError, PlanError, SpecError
-from fullshard.models.build import build_model
-from fullshard.models.loss import choose_loss
 from fullshard.observe.clock import find_matmul_peak, total_seconds_of_calls
 from fullshard.observe.memory import measure_peak_memory
 from fullshard.observe.profiles import StepProfiler
@@ -50,9 +42,7 @@ from fullshard.planner.search.search import predict
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import LogSection
 from fullshard.training.loop import Step, train
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import close_offloaded_state, shard
-from fullshard.training.state import TrainState
+from fullshard.training.shard import close_offloaded_state
 
 NOT_AVAILABLE = (SpecError, PlanError, MissingExtraError, LaunchError, ImportError)
 WARMUP_STEPS, WINDOWS = 3, 3
@@ -245,23 +235,6 @@ def compiler_details() -> dict[str, Any]:
     return {"compiled_graphs": graphs, "graph_breaks": breaks, "recompiles": dict(counters["recompiles"])}
 
 
-def measure_losses(task: Task) -> None:
-    """Trains on the standard library's source, and records the losses."""
-    [planned] = choose_plans(task)
-    run = planned.plan.run
-    model = build_model(run)
-    loss = choose_loss(run, model)
-    model = shard(model, planned.plan)
-    state = TrainState(model, build_optimizer(model, planned.plan), data=build_data(run))
-    losses = list[float]()
-    for step in train(state, planned.plan, loss=loss):
-        losses.append(step.loss)
-        if step.index % 10 == 0 or step.index == run.train.steps:
-            task.record.details["losses"] = [round(one, 4) for one in losses]
-            last = losses[-20:]
-            task.record.add_row(planned.name, measured={"last_loss": sum(last) / len(last)})
-
-
 def run_command(task: Task, *command: str) -> None:
     """Runs a module of this environment in a process of its own, and records the end of its output."""
     done = subprocess.run(
@@ -295,21 +268,14 @@ def run_cuda_tests(task: Task) -> None:
     run_command(task, "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests")
 
 
-def measure_on_device(task: Task, *, measure: Callable[..., None]) -> None:
+def measure_kernel_rates(task: Task) -> None:
     with process_group(task.device) as ranks:
-        measure(task.record, task.hardware(), device=ranks.device)
+        measure_kernels(task.record, task.hardware(), device=ranks.device)
 
 
-KERNELS: dict[Kind, Callable[..., None]] = {
-    "kernels": measure_kernels,
-    "tensor_parallel": measure_tensor_parallel,
-    "grouped_matmuls": measure_grouped_matmuls,
-    "context_parallel": measure_context_parallel,
-}
 KINDS: dict[Kind, Callable[[Task], None]] = {
-    **{kind: partial(measure_on_device, measure=measure) for kind, measure in KERNELS.items()},
+    "kernels": measure_kernel_rates,
     "train": measure_training,
-    "losses": measure_losses,
     "plain": partial(measure_peer, build=plain_loop),
     "transformers": partial(measure_peer, build=transformers_loop),
     "torchtitan": partial(measure_peer, build=torchtitan_loop),
@@ -318,7 +284,6 @@ KINDS: dict[Kind, Callable[[Task], None]] = {
     "runs": measure_runs,
     "waits": measure_waits,
     "generate": check_generate,
-    "rounding": check_rounding,
     "groups": measure_groups,
 }
 

@@ -62,6 +62,12 @@ def ladder_items(group: str, model: tuple[str, ...], *, rungs: Sequence[Rung]) -
     return items
 
 
+_FP8 = ("fp8", "fp8_rowwise")
+_MIXTURE = (
+    *(*SHARED, *FAST, "model.vocabulary=50304", "model.d_model=2048", "model.layers=8", "model.heads=16"),
+    *("model.kv_heads=16", "model.d_ff=1024", "model.max_sequence=8192"),
+    *("model.experts=64", "model.experts_per_token=8", "model.expert_d_ff=1024"),
+)
 _TOGETHER = (
     Variant("cpu", ("run.device=cpu",)),
     Variant("fp32", like="cpu"),
@@ -101,7 +107,7 @@ _IN_BF16 = (
             like="250 rows",
             within=5e-2,
         )
-        for mode in ("fp8", "fp8_rowwise")
+        for mode in _FP8
     ),
 )
 _SMOKE = (
@@ -126,7 +132,6 @@ def _first_and_correct() -> list[Item]:
             *("waits", "where the host waits for the device in three steps", "waits", SMALL, 60),
             microbatches=(2,),
         ),
-        Item("correct/rounding", "the kernel that rounds equals torch's operations", "rounding", seconds=25),
         Item("correct/fp32", "the same losses and norms", "runs", SMALL, 150, variants=_TOGETHER),
         Item(
             *("correct/bf16", "strict order, documents, fp8 of odd rows", "runs", (*SMALL, BF16), 120),
@@ -160,7 +165,7 @@ def _memory_documents_and_fp8() -> list[Item]:
     smallest = (*fast, "precision.mode=bf16_pure", "recompute.mode=full")
     low_bits = (*smallest, BF16, "optimizer.name=adamw8bit")
     outside = (*fast, "recompute.mode=full", "offload.tier=params+optimizer:cpu")
-    texts = (*fast, "train.steps=200", "optimizer.learning_rate=3e-4")
+    texts = (*fast, "data.source=stdlib", "train.steps=200", "train.global_batch=1")
     fixed = Item("memory/fixed-segments", "without expandable segments", "train", fast, 45)
     return [
         Item("memory/adamw", "the lowest memory of SmolLM3-3B: all in bf16", "train", smallest, 45),
@@ -172,10 +177,14 @@ def _memory_documents_and_fp8() -> list[Item]:
             for count in (0, 1, 4)
         ),
         Item("fp8/3b-rowwise", "rowwise scales at 3B", "train", (*fast, "precision.mode=fp8_rowwise")),
-        *(
-            Item(f"losses/{mode}", "200 steps on text", "losses", (*texts, f"precision.mode={mode}"), 120)
-            for mode in ("bf16", "fp8", "fp8_rowwise")
+        Item(
+            *("losses", "200 steps of SmolLM3-3B on text", "runs", texts, 420),
+            variants=(
+                Variant("bf16"),
+                *(Variant(one, (f"precision.mode={one}",), 1, "bf16", 0.05) for one in _FP8),
+            ),
         ),
+        Item("experts", "a mixture of 64 experts, of 8 for each token", "train", _MIXTURE),
     ]
 
 
@@ -208,18 +217,13 @@ def _strategies_and_offload() -> list[Item]:
             for name in ("zero2", "no_shard")
             for strategy in [f"sharding.strategy={name}"]
         ),
-        Item("split/tensor-parallel", "kernels of one rank of 2, 4 and 8", "tensor_parallel", seconds=60),
-        Item("split/experts", "grouped matmuls of mixtures", "grouped_matmuls", seconds=30),
-        Item(
-            "split/context-parallel", "attention of one rank, 131,072 tokens", "context_parallel", seconds=90
-        ),
     ]
 
 
 # Items that follow all others, which take less than 40 minutes. For more time, or `--resume`.
 LATER = (
-    *("8b/eager", "8b/compile", "guide/*", "memory/adamw8bit", "memory/fixed*", "documents/1", "losses/*"),
-    *("fp8/*", "offload/*nvme", "offload/update-*", "zero/*", "split/*"),
+    *("8b/eager", "8b/compile", "guide/*", "memory/adamw8bit", "memory/fixed*", "documents/1", "losses"),
+    *("fp8/*", "offload/*nvme", "offload/update-*", "zero/*", "experts"),
 )
 
 

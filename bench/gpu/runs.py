@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.items import Variant
+from bench.gpu.items import SMALL, Variant
 from bench.gpu.processes import find_processes
 from bench.gpu.record import Record
 
 _MARK = "BENCH_GPU_VARIANT"
 _POLL_SECONDS = 0.1
-_MOST_SECONDS = 150.0
+_MOST_SECONDS = 240.0
 _AT_ONCE = 4  # runs of one rank that share a GPU
 _COMPARED = {"loss": 1, "validation_loss": 1, "grad_norm": 10}  # how many times `within` each may differ
 
@@ -46,7 +46,8 @@ class RunsBench:
         """Runs all variants, records each, and raises SystemExit if any failed or differs from its like."""
         (self.work / "logs").mkdir(parents=True)
         finished, wrong = dict[str, Finished](), list[str]()
-        for group in _groups_that_run_at_once(variants, most=1 if self.is_toy else _AT_ONCE):
+        at_once = _AT_ONCE if not self.is_toy and set(SMALL) <= {*self.settings} else 1
+        for group in _groups_that_run_at_once(variants, most=at_once):
             with ThreadPoolExecutor(len(group)) as threads:
                 finished |= zip((one.name for one in group), threads.map(self.run, group), strict=True)
             for one in group:
@@ -85,7 +86,7 @@ class RunsBench:
 
     def _wait_and_strike(self, process: subprocess.Popen[bytes], variant: Variant, directory: Path) -> str:
         """Waits for the run. Returns a text if it did not end in time."""
-        deadline = time.monotonic() + _MOST_SECONDS * (4 if self.is_toy else 1)
+        deadline = time.monotonic() + _MOST_SECONDS * (2 if self.is_toy else 1)
         is_due, is_sampled = bool(variant.fault), variant.ranks == 1
         while process.poll() is None:
             if time.monotonic() > deadline:

@@ -230,7 +230,7 @@ TIGHTEST = ("3b/eager", "8b/chunked-loss")
     [
         pytest.param(item.name, marks=[] if item.name in TIGHTEST else [pytest.mark.long])
         for item in ITEMS
-        if item.kind in ("train", "losses")
+        if item.kind == "train"
     ],
 )
 def test_every_training_item_fits_on_both_cards(name: str, card: Card) -> None:

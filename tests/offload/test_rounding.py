@@ -121,7 +121,12 @@ def test_the_triton_kernel_has_the_cpus_results_bit_for_bit():
     subprocess.run(command, env=environment, check=True)
 
 
-def compare() -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_triton_kernel_has_the_cpus_results_on_a_gpu():
+    compare("cuda")
+
+
+def compare(device: str = "cpu") -> None:
     """Updates in both ways: an odd number of elements, in several programs, from within a shard."""
     from fullshard.offload.rounding_kernel import launch_update
 
@@ -137,10 +142,12 @@ def compare() -> None:
     ):
         ours, kernel = ([*state_and_gradient(count, (count,))] for _ in range(2))
         ours[0], kernel[0] = ours[0].to(master), kernel[0].to(master)
+        kernel = [one.to(device) for one in kernel]
         seed = RoundingSeed(key, begin)
         adamw_with_stochastic_rounding(ours[:3], ours[3], factors=factors, seed=seed)
-        launch_update(kernel[:3], kernel[3], **factors._asdict(), **seed._asdict())
-        for name, one, other in zip(("value", "m", "v"), ours, kernel, strict=False):
+        moved = {k: one.to(device) if isinstance(one, Tensor) else one for k, one in factors._asdict().items()}
+        launch_update(kernel[:3], kernel[3], **moved, **seed._asdict())
+        for name, one, other in zip(("value", "m", "v"), ours, (one.cpu() for one in kernel), strict=False):
             assert one.isnan().equal(other.isnan()), name
             assert torch.equal(one[~one.isnan()], other[~one.isnan()]), name
 
