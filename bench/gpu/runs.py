@@ -19,7 +19,7 @@ from bench.gpu.record import Record
 _MARK = "BENCH_GPU_VARIANT"
 _POLL_SECONDS = 0.1
 _MOST_SECONDS = 240.0
-_AT_ONCE = 4  # runs of one rank that share a GPU
+_AT_ONCE = 4  # small runs of one rank that share a GPU
 _COMPARED = {"loss": 1, "validation_loss": 1, "grad_norm": 10}  # how many times `within` each may differ
 
 
@@ -46,8 +46,8 @@ class RunsBench:
         """Runs all variants, records each, and raises SystemExit if any failed or differs from its like."""
         (self.work / "logs").mkdir(parents=True)
         finished, wrong = dict[str, Finished](), list[str]()
-        at_once = _AT_ONCE if not self.is_toy and set(SMALL) <= {*self.settings} else 1
-        for group in _groups_that_run_at_once(variants, most=at_once):
+        at_once = _AT_ONCE if set(SMALL) <= {*self.settings} else 1
+        for group in _groups_that_run_at_once(variants, most=2 if self.is_toy else at_once):
             with ThreadPoolExecutor(len(group)) as threads:
                 finished |= zip((one.name for one in group), threads.map(self.run, group), strict=True)
             for one in group:
@@ -120,8 +120,8 @@ class RunsBench:
             self.record.add_row(variant.name, measured={"difference": worst})
             if not worst <= variant.within:
                 return f"differs from {variant.like} by {worst:.3g}, over {variant.within:g}"
-        directory = self._directory(variant.continues or variant.name)
-        if (directory / "checkpoints").exists():
+        if variant.continues or any(one.startswith("checkpoint.every=") for one in variant.settings):
+            directory = self._directory(variant.continues or variant.name)
             command = [sys.executable, "-m", "fullshard", "ckpt", "verify", str(directory)]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             return "" if done.returncode == 0 else f"a checkpoint is damaged: {done.stdout}{done.stderr}"
