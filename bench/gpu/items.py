@@ -28,6 +28,7 @@ class Variant(NamedTuple):
     like: the variant that it should agree with; empty: none
     within: greatest relative difference of a loss; of a norm, ten times as much; 0: bit for bit
     continues: the variant whose run it resumes
+    begins_as: the variant whose run it resumes in a copy: random values of a GPU are not those of a CPU
     fault: what befalls rank 1 after step `fault_step`; one that is stopped must be named by the watchdog
     """
 
@@ -37,6 +38,7 @@ class Variant(NamedTuple):
     like: str = ""
     within: float = 1e-3
     continues: str = ""
+    begins_as: str = ""
     fault: Literal["", "kill", "stop"] = ""
     fault_step: int = 12
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from bench.gpu.items import SMALL, Variant
@@ -61,11 +63,12 @@ class RunsBench:
     def run(self, variant: Variant) -> Finished:
         """Runs a variant, lets its fault befall it, and returns how it ended."""
         directory = self._directory(variant.continues or variant.name)
-        # An offloaded run resumes from its drive, so each run has a directory of its own for it.
         asked = [*self.settings, *variant.settings, f"run.ranks={variant.ranks}", f"run.dir={directory}"]
         options = [part for setting in asked for part in ("--set", setting)]
         command = [sys.executable, "-m", "fullshard", "train", "--no-plan", *options]
-        command += ["--resume"] if variant.continues else []
+        command += ["--resume"] if variant.continues or variant.begins_as else []
+        if variant.begins_as:
+            shutil.copytree(self._directory(variant.begins_as), directory)
         log, began = self.work / "logs" / variant.name.replace(" ", "-"), time.monotonic()
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -120,7 +123,8 @@ class RunsBench:
             self.record.add_row(variant.name, measured={"difference": worst})
             if not worst <= variant.within:
                 return f"differs from {variant.like} by {worst:.3g}, over {variant.within:g}"
-        if variant.continues or any(one.startswith("checkpoint.every=") for one in variant.settings):
+        asked = (*self.settings, *variant.settings)
+        if variant.continues or any(one.startswith("checkpoint.every=") for one in asked):
             directory = self._directory(variant.continues or variant.name)
             command = [sys.executable, "-m", "fullshard", "ckpt", "verify", str(directory)]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -139,16 +143,15 @@ class RunsBench:
 
 
 def _groups_that_run_at_once(variants: tuple[Variant, ...], *, most: int) -> Iterator[list[Variant]]:
-    """Yields the variants in their order. Those of one rank that follow each other run at the same time."""
-    group = list[Variant]()
-    for one in variants:
-        is_alone = one.ranks > 1 or one.continues != "" or bool(one.fault)
-        if group and (is_alone or len(group) == most or group[0].ranks > 1):
-            yield group
-            group = []
-        group.append(one)
-    if group:
-        yield group
+    """Yields the variants in their order: those of one rank that begin a run of their own, `most` at once."""
+    awaited = {one.begins_as for one in variants}
+    alone = [one for one in variants if one.ranks > 1 or one.continues or one.name in awaited]
+    for is_alone, members in groupby(variants, lambda one: one in alone):
+        rest = [*members]
+        while rest:
+            count = 1 if is_alone else most
+            yield rest[:count]
+            rest = rest[count:]
 
 
 def read_steps(directory: Path) -> dict[int, dict[str, float]]:
