@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     like: the variant that it should agree with; empty: none
     within: greatest relative difference of a loss; of a norm, ten times as much; 0: bit for bit
     continues: the variant whose run it resumes
-    begins_as: the variant whose run it resumes in a copy: random values of a GPU are not those of a CPU
+    begins_as: the variant whose run it resumes in a copy: random values differ between devices
     fault: what befalls rank 1 after step `fault_step`; one that is stopped must be named by the watchdog
     """
 
@@ -103,7 +103,9 @@ SMALL = (
     *("schedule.kind=constant", "schedule.warmup_steps=0", "optimizer.learning_rate=1e-3"),
     *("sharding.strategy=full_shard", "run.compile=false", "recompute.mode=none"),
 )
-FP32, BF16 = "precision.mode=fp32", "precision.mode=bf16"
+BF16 = "precision.mode=bf16"
+# Long enough that some of the 80 sequences of five steps have several files of the standard library.
+DOCUMENTS = ("data.document_mask=true", "data.sequence_length=2048")
 
 _LENGTHS: dict[Card, dict[str, str]] = {"h200": {}, "h100": {"=8192": "=4096", "=16384": "=6144"}}
 
@@ -137,7 +139,7 @@ def toy(item: Item) -> Item:
     own = tuple(map(_toy_setting, item.settings))
     sizes = _TOY_TRANSFORMERS if f"model.hf={SMOLLM3}" in own else _TOY_DECODER
     if item.kind == "runs":
-        sizes = (*_TOY_DECODER, "model.layers=2", "data.sequence_length=64")
+        sizes = (*_TOY_DECODER, "model.layers=2", "model.max_sequence=512", "data.sequence_length=64")
     mixture = _TOY_EXPERTS if any(one.startswith("model.experts=") for one in own) else ()
     length = ("data.sequence_length=32",) if item.kind != "runs" else ()
     in_fp8 = any(one.startswith("precision.mode=fp8") for one in own)
@@ -172,6 +174,7 @@ def _toy_setting(setting: str) -> str:
         (r"(train\.loss_chunk=)auto$", r"\g<1>16"),
         (r"(precision\.fp8_min_features=)256$", r"\g<1>32"),
         (r"(data\.sequence_length=)250$", r"\g<1>62"),
+        (r"(data\.sequence_length=)2048$", r"\g<1>512"),
     ):
         setting = re.sub(pattern, value, setting)
     return setting

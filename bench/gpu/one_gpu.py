@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bench.gpu.items import (
     BF16,
+    DOCUMENTS,
     FAST,
     SEGMENTS,
     SHARED,
@@ -99,10 +100,10 @@ _IN_BF16 = (
     ),
     Variant("on the cpu", ("run.device=cpu",), begins_as=_BEGUN.name),
     Variant("on the device", like="on the cpu", within=2e-2, begins_as=_BEGUN.name),
-    Variant("documents on the cpu", ("run.device=cpu", "data.document_mask=true"), begins_as=_BEGUN.name),
+    Variant("documents on the cpu", ("run.device=cpu", *DOCUMENTS), begins_as=_BEGUN.name),
     Variant(
         "documents",
-        ("data.document_mask=true",),
+        DOCUMENTS,
         like="documents on the cpu",
         within=2e-2,
         begins_as=_BEGUN.name,

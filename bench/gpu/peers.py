@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
@@ -96,13 +96,13 @@ def torchtitan_loop(plan: Plan, batches: Batches) -> PeerLoop:
     """Returns a loop of torchtitan 0.2's Llama 3 with its own compilation, units and loss.
 
     Its head is never tied to the embedding. Its package imports readers and trackers, of which this loop uses
-    none, so those that are not installed are replaced by mocks.
+    none, so something stands for those that are not installed.
     """
     for name in ("torch.utils.tensorboard", "datasets", "datasets.distributed", "einops", "PIL"):
         try:
             import_module(name)
         except ImportError:
-            sys.modules[name] = MagicMock()
+            sys.modules[name] = _Unused(name)
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config.job_config import Compile
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -139,6 +139,15 @@ def torchtitan_loop(plan: Plan, batches: Batches) -> PeerLoop:
         return loss_function(model(batch["tokens"]), batch["labels"]) / batch["labels"].numel()
 
     return _loop(model, optimizer, loss_of=loss_of, batches=batches, plan=plan)
+
+
+class _Unused(ModuleType):
+    """Stands for a package that is not installed: every name in it is `object`."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
 
 
 def _shard_blocks(model: nn.Module, blocks: nn.ModuleList, plan: Plan, *, policy: OffloadPolicy) -> None:

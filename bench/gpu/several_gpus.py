@@ -1,6 +1,8 @@
 """The items for several GPUs of one machine, in order of worth. Each names the ranks that it needs."""
 
-from bench.gpu.items import BF16, FAST, SHARED, SMALL, WAITS, Item, Variant, preset_settings
+from dataclasses import replace
+
+from bench.gpu.items import BF16, DOCUMENTS, FAST, SHARED, SMALL, WAITS, Item, Variant, preset_settings
 from bench.gpu.one_gpu import LLAMA3_8B
 
 _8B = (*SHARED, *preset_settings("llama3-8b"), *FAST)
@@ -27,10 +29,8 @@ def _axes(within: float) -> tuple[Variant, ...]:
         Variant("hybrid 2 x 4", ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4"), 8, **options),
         Variant("no_shard 8", ("sharding.strategy=no_shard",), 8, **options),
         Variant("zero1 2", ("sharding.strategy=zero1",), 2, **options),
-        Variant("documents, 1 rank", ("data.document_mask=true",)),
-        Variant(
-            "documents, cp 2", (*_DIVIDED[1:], "data.document_mask=true"), 2, "documents, 1 rank", within
-        ),
+        Variant("documents, 1 rank", DOCUMENTS),
+        Variant("documents, cp 2", (*_DIVIDED[1:], *DOCUMENTS), 2, "documents, 1 rank", within),
         Variant("experts, 1 rank", _EXPERTS),
         Variant("experts, ep 2", (*_EXPERTS, "sharding.expert_parallel=2"), 2, **mixture),
     )
@@ -58,91 +58,55 @@ _SURVIVAL = (
 )
 
 
-def _items() -> list[Item]:
-    saved = (*LLAMA3_8B, "train.global_batch=8", "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1")
+def _checks_and_8b() -> list[Item]:
+    hybrid = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", "recompute.mode=full")
+    peer = (*_8B, "train.loss_chunk=0")
+    equal, eight = "losses and norms of one rank", "8B, data parallel"
     return [
-        Item("axes/fp32", "losses and norms of one rank", "runs", SMALL, 240, ranks=8, variants=_axes(1e-3)),
-        Item(
-            *("axes/bf16", "losses and norms of one rank", "runs", (*SMALL, BF16), 240),
-            ranks=8,
-            variants=_axes(2e-2)[:4],
-        ),
+        Item("axes/fp32", equal, "runs", SMALL, 240, ranks=8, variants=_axes(1e-3)),
+        Item("axes/bf16", equal, "runs", (*SMALL, BF16), 100, ranks=8, variants=_axes(2e-2)[:4]),
         Item("groups", "device memory of each communicator", "groups", seconds=30, ranks=2),
         Item("waits/ranks", "host waits by strategy", "waits", SMALL, 60, (2,), ranks=2),
         Item("links", "collectives of all ranks, as hardware.toml", "calibrate", seconds=120, ranks=2),
         *(
-            Item(f"dp/{name}", "8B, data parallel", kind, (*_8B, *settings), 90, (1, 4), ranks=2)
-            for name, kind, settings in (
-                ("full_shard", "train", ("sharding.strategy=full_shard",)),
-                ("shard_grad_op", "train", ("sharding.strategy=shard_grad_op",)),
-                ("fp8", "train", ("precision.mode=fp8",)),
+            Item(f"dp/{name}", eight, "train", (*_8B, one), 90, (1, 4), ranks=2)
+            for name, one in (
+                ("full_shard", "sharding.strategy=full_shard"),
+                ("shard_grad_op", "sharding.strategy=shard_grad_op"),
+                ("fp8", "precision.mode=fp8"),
             )
         ),
-        Item(
-            *("dp/hybrid", "8B, sharded over 4 of the ranks", "train"),
-            settings=(
-                *_8B,
-                "sharding.strategy=hybrid_shard",
-                "sharding.shard_degree=4",
-                "recompute.mode=full",
-            ),
-            seconds=90,
-            ranks=8,
-        ),
-        *(
-            Item(
-                f"dp/{name}", f"peer: {what}", kind, (*_8B, "train.loss_chunk=0", *waits), 90, (1, 4), ranks=2
-            )
-            for name, what, kind, waits in (
-                ("plain", "a plain fully_shard loop", "plain", (WAITS,)),
-                ("plain-no-waits", "that reads no figures", "plain", ()),
-                ("torchtitan", "torchtitan's Llama", "torchtitan", ()),
-            )
-        ),
+        Item("dp/hybrid", "8B, sharded over 4 ranks", "train", (*_8B, *hybrid), 90, ranks=8),
+        Item("dp/plain", "peer: a plain fully_shard loop", "plain", (*peer, WAITS), 90, (1, 4), ranks=2),
+        Item("dp/plain-no-waits", "peer: reads no figures", "plain", peer, 90, (1, 4), ranks=2),
+        Item("dp/torchtitan", "peer: torchtitan's Llama", "torchtitan", peer, 90, (1, 4), ranks=2),
+    ]
+
+
+def _divided_and_survival() -> list[Item]:
+    saved = (*LLAMA3_8B, "train.global_batch=8", "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1")
+    modes = (Variant("sync", (), 8), Variant("async", ("checkpoint.mode=async",), 8, "sync"))
+    faults = "a killed rank, a stopped rank, other numbers of ranks"
+    long = Item("cp/2", "131,072 tokens, divided", settings=_LONG, seconds=90, ranks=2)
+    return [
         *(
             Item(f"ep/{n}", "experts divided over ranks", "train", (*_MIXTURE, one), 120, ranks=n)
             for n in (2, 4, 8)
             for one in [f"sharding.expert_parallel={n}"]
         ),
         *(
-            Item(
-                f"cp/{n}{'-documents' if count else ''}",
-                "131,072 tokens, divided",
-                "train",
-                own,
-                90,
-                ranks=n,
-                documents=count,
-            )
-            for n, count in ((2, 0), (4, 0), (8, 0), (8, 4))
-            for own in [(*_LONG, f"sharding.context_parallel={n}")]
+            replace(long, name=f"cp/{name}", settings=(*_LONG, one), ranks=n, documents=documents)
+            for name, n, documents in (("2", 2, 0), ("4", 4, 0), ("8", 8, 0), ("8-documents", 8, 4))
+            for one in [f"sharding.context_parallel={n}"]
         ),
         *(
-            Item(
-                f"tp/{n}{'-eager' if not compiles else ''}",
-                "matmuls divided over ranks",
-                "train",
-                own,
-                75,
-                ranks=n,
-            )
-            for n, compiles in ((2, True), (4, True), (8, True), (8, False))
-            for own in [(*_8B, f"sharding.tensor_parallel={n}", f"run.compile={str(compiles).lower()}")]
+            Item(f"tp/{name}", "matmuls divided over ranks", "train", (*_8B, *own), 75, ranks=n)
+            for name, n, compiles in (("2", 2, True), ("4", 4, True), ("8", 8, True), ("8-eager", 8, False))
+            for own in [(f"sharding.tensor_parallel={n}", f"run.compile={str(compiles).lower()}")]
         ),
-        Item(
-            *("survival", "a killed rank, a stopped rank, other numbers of ranks", "runs", SMALL, 240),
-            ranks=8,
-            variants=_SURVIVAL,
-        ),
-        Item(
-            *("save/8b", "seconds of saves of 8B, both modes, and verified", "runs", saved, 180),
-            ranks=8,
-            variants=(
-                Variant("sync", (), 8),
-                Variant("async", ("checkpoint.mode=async",), 8, "sync", within=1e-3),
-            ),
-        ),
+        Item("survival", faults, "runs", SMALL, 240, ranks=8, variants=_SURVIVAL),
+        Item("save/8b", "saves of 8B in both modes, verified", "runs", saved, 180, ranks=8, variants=modes),
     ]
 
 
-SEVERAL_GPUS = tuple(_items())
+SEVERAL_GPUS = (*_checks_and_8b(), *_divided_and_survival())
