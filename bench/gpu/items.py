@@ -1,4 +1,4 @@
-"""What an item of the programme is, and its size on a card and on CPU ranks."""
+"""An item of the programme, and its size on a card and on CPU ranks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Item:
     most_seconds: after which its process is killed; 0: 2.5 times `seconds` and half a minute
     ranks: the least number that it needs
     variants: of an item that compares runs
-    documents: of each sequence, which do not attend to each other; 0: attention is not told of any
+    documents: of each sequence, which do not attend to each other; 0: attention knows of none
     """
 
     name: str
@@ -140,7 +140,7 @@ def toy(item: Item) -> Item:
     sizes = _TOY_TRANSFORMERS if f"model.hf={SMOLLM3}" in own else _TOY_DECODER
     if item.kind == "runs":
         sizes = (*_TOY_DECODER, "model.layers=2", "model.max_sequence=512", "data.sequence_length=64")
-    mixture = _TOY_EXPERTS if any(one.startswith("model.experts=") for one in own) else ()
+    mixture = _TOY_EXPERTS if any(re.match(r"model\.experts=[1-9]", one) for one in own) else ()
     length = ("data.sequence_length=32",) if item.kind != "runs" else ()
     in_fp8 = any(one.startswith("precision.mode=fp8") for one in own)
     smallest = ("precision.fp8_min_features=32",) if in_fp8 else ()

@@ -144,7 +144,7 @@ def measure_each(task: Task, planned: list[PlannedSteps], measure: Callable[[Pla
     """Measures each number of microbatches, from an empty cache, up to one that is out of memory.
 
     That is a result, too: it stands beside what was predicted. Ranks that wait for the one that is out of
-    memory cannot go on, so there it is raised.
+    memory would hang, so there the error is raised.
     """
     for one in planned:
         if task.device == "cuda":

@@ -1,4 +1,4 @@
-"""What an item's process works on: item, ranks and record, and a model that trains on random tokens."""
+"""The task of an item's process: item, ranks and record; and a model that trains on random tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
