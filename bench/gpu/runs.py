@@ -49,7 +49,7 @@ class RunsBench:
         (self.work / "logs").mkdir(parents=True)
         finished, wrong = dict[str, Finished](), list[str]()
         at_once = _AT_ONCE if set(SMALL) <= {*self.settings} else 1
-        for group in _groups_that_run_at_once(variants, most=2 if self.is_toy else at_once):
+        for group in groups_that_run_at_once(variants, most=2 if self.is_toy else at_once):
             with ThreadPoolExecutor(len(group)) as threads:
                 finished |= zip((one.name for one in group), threads.map(self.run, group), strict=True)
             for one in group:
@@ -142,7 +142,7 @@ class RunsBench:
             self.record.details[f"processes on GPUs: {name}"] = sorted(found)
 
 
-def _groups_that_run_at_once(variants: tuple[Variant, ...], *, most: int) -> Iterator[list[Variant]]:
+def groups_that_run_at_once(variants: tuple[Variant, ...], *, most: int) -> Iterator[list[Variant]]:
     """Yields the variants in their order: those of one rank that begin a run of their own, `most` at once."""
     awaited = {one.begins_as for one in variants}
     alone = [one for one in variants if one.ranks > 1 or one.continues or one.name in awaited]

@@ -90,9 +90,9 @@ def _divided_and_survival() -> list[Item]:
     long = Item("cp/2", "131,072 tokens, divided", settings=_LONG, seconds=90, ranks=2)
     return [
         *(
-            Item(f"ep/{n}", "experts divided over ranks", "train", (*_MIXTURE, one), 120, ranks=n)
-            for n in (2, 4, 8)
-            for one in [f"sharding.expert_parallel={n}"]
+            Item(f"ep/{name}", "experts divided over ranks", "train", (*_MIXTURE, *own), 120, ranks=n)
+            for name, n, compiles in (("2", 2, False), ("8", 8, False), ("8-compiled", 8, True))
+            for own in [(f"sharding.expert_parallel={n}", f"run.compile={str(compiles).lower()}")]
         ),
         *(
             replace(long, name=f"cp/{name}", settings=(*_LONG, one), ranks=n, documents=documents)

@@ -26,7 +26,7 @@ from bench.gpu.programme import (
 )
 from bench.gpu.programme_items import ITEMS, choose_items, find_item
 from bench.gpu.record import Record
-from bench.gpu.runs import greatest_difference
+from bench.gpu.runs import greatest_difference, groups_that_run_at_once
 from bench.gpu.task import Task
 from fullshard.planner.predict.offload import with_infinitely_fast_drive
 from fullshard.spec.machine.catalog import hardware_on
@@ -268,7 +268,14 @@ def test_memory_that_is_still_in_use_is_recorded(tmp_path: Path) -> None:
     assert next(answers, None) is None
 
 
-def test_runs_that_differ_are_wrong(tmp_path: Path) -> None:
+def test_a_run_that_others_begin_as_ends_before_they_start() -> None:
+    begun, copies = Variant("begun"), [Variant(name, begins_as="begun") for name in "abc"]
+    variants = (begun, *copies, Variant("two", ranks=2), Variant("last"))
+    groups = [[one.name for one in group] for group in groups_that_run_at_once(variants, most=2)]
+    assert groups == [["begun"], ["a", "b"], ["c"], ["two"], ["last"]]
+
+
+def test_runs_that_differ_are_wrong() -> None:
     steps = {1: {"loss": 2.0, "grad_norm": 1.0}, 2: {"loss": 1.0, "grad_norm": 1.0}}
     assert greatest_difference(steps, steps) == 0
     assert greatest_difference({2: {"loss": 1.1}}, steps) == pytest.approx(0.1)
