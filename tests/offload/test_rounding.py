@@ -145,7 +145,10 @@ def compare(device: str = "cpu") -> None:
         kernel = [one.to(device) for one in kernel]
         seed = RoundingSeed(key, begin)
         adamw_with_stochastic_rounding(ours[:3], ours[3], factors=factors, seed=seed)
-        moved = {k: one.to(device) if isinstance(one, Tensor) else one for k, one in factors._asdict().items()}
+        moved = {
+            name: one.to(device) if isinstance(one, torch.Tensor) else one
+            for name, one in factors._asdict().items()
+        }
         launch_update(kernel[:3], kernel[3], **moved, **seed._asdict())
         for name, one, other in zip(("value", "m", "v"), ours, (one.cpu() for one in kernel), strict=False):
             assert one.isnan().equal(other.isnan()), name
