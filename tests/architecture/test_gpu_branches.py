@@ -3,6 +3,7 @@
 import ast
 import re
 
+from bench.gpu.programme_items import ITEMS
 from tests.architecture.source import PACKAGE, ROOT
 
 TABLE = (ROOT / "docs" / "design" / "gpu-branches.md").read_text(encoding="utf-8")
@@ -14,6 +15,13 @@ def test_the_named_tests_exist() -> None:
     for path, name in named:
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name
+
+
+def test_fewer_than_20_parts_have_no_test_and_each_has_an_item_of_the_programme() -> None:
+    items = re.findall(r"\| none: `([^`]+)`", TABLE)
+    assert items
+    assert len(items) == TABLE.count("| none") < 20
+    assert {*items} <= {item.name for item in ITEMS}
 
 
 def test_the_named_modules_exist() -> None:
