@@ -20,7 +20,7 @@ from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.plan import Plan
 from fullshard.spec.records import run_files
 from fullshard.spec.value import FrozenModel
-from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock
+from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock, write_file_atomically
 from fullshard.system.process import read_stat_fields_after_comm
 
 # Names that torchrun gives to a launch without a name.
@@ -63,7 +63,7 @@ class LastAttemptRecord(FrozenModel):
 
     def save(self, path: Path) -> None:
         """Writes the record atomically. Without the record, the directory is not recognised as a run's."""
-        self.write_json(path)
+        write_file_atomically(path, self.model_dump_json() + "\n")
 
     def resume_message(self, world_size: int, *, step: int, steps: int) -> str:
         """Returns the message that an attempt on `world_size` ranks, after this one, resumes after `step`."""

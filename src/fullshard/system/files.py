@@ -107,11 +107,15 @@ def write_file_atomically(path: Path, text: str | bytes) -> None:
 
 
 def write_file_or_stream(path: Path, text: str | bytes) -> None:
-    """Writes `text` into the pipe or device `path`, or else replaces the file atomically. Raises OSError."""
+    """Writes `text` into the pipe or device `path`, or else replaces the file atomically.
+
+    Raises OSError, also for a pipe that nobody reads.
+    """
     if os.path.isfile(path) or not os.path.exists(path):
         write_file_atomically(path, text)
     else:
-        with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb") as stream:
+        with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK), "wb") as stream:
+            os.set_blocking(stream.fileno(), True)
             stream.write(text.encode() if isinstance(text, str) else text)
 
 

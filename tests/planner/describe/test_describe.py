@@ -246,9 +246,10 @@ def test_offloaded_activations_leave_the_gpu() -> None:
     plain, moved = on_gpu("recompute.mode=none"), on_gpu("recompute.mode=offload")
     sizes = {p.unit: sum(line.value_at(2) for line in p.out) for p in moved.phases if p.out}
     assert list(sizes) == [1, 2, 3, 4, 5]
-    assert len(set(sizes.values())) == 1
+    tables = 2 * 64 * 8 * 2  # of rotary angles in bf16, which all blocks share
+    assert len({sizes[1] - tables, *list(sizes.values())[1:]}) == 1
     ends = [next(p.end for p in one.phases if p.event == "end_forward") for one in (plain, moved)]
-    assert at(ends[0], 2) - at(ends[1], 2) == sum(sizes.values())
+    assert at(ends[0], 2) - at(ends[1], 2) == sum(sizes.values()) - tables  # the last block keeps them
     assert sum(line.value_at(2) for p in moved.phases for line in p.back) == sum(sizes.values())
 
 

@@ -12,6 +12,7 @@ from fullshard.spec.machine.hardware import ComputeDtype
 from fullshard.spec.prediction import SecondsByCause
 from fullshard.spec.run import Strategy
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from fullshard.system.files import write_file_atomically
 
 
 def none_if_not_finite(value: Any) -> Any:
@@ -336,4 +337,4 @@ class Measurement(FrozenModel):
 
     def save(self, path: str | Path) -> None:
         """Writes JSON atomically. Raises OSError."""
-        self.write_json(path, indent=2)
+        write_file_atomically(Path(path), self.model_dump_json(indent=2) + "\n")
