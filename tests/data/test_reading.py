@@ -36,7 +36,7 @@ def cut_at(kind: Kind, path: Path, cuts: list[int]) -> list[FilePart]:
 
 
 def parts_of(kind: RecordKind, path: Path) -> list[FilePart]:
-    return split_file(kind, SourceFile(str(path), path.stat().st_size))
+    return [*split_file(kind, SourceFile(str(path), path.stat().st_size))]
 
 
 def read(shards: list[FilePart]) -> list[SourceRecord | CorruptRecord]:

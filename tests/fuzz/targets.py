@@ -29,11 +29,13 @@ from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import Conversation
+from fullshard.data.files import SourceFile
 from fullshard.data.memmaps import open_memmap_stores
+from fullshard.data.readers import CorruptRecord, RecordKind, read_records, split_file
 from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.token_store import make_cache_directory, no_heartbeat
 from fullshard.data.tokenizer import open_tokenizer
-from fullshard.errors import SpecError
+from fullshard.errors import DataError, SpecError
 from fullshard.models.huggingface import build_hf_model
 from fullshard.planner.search.search import search
 from fullshard.spec.machine.catalog import hardware_on
@@ -46,6 +48,7 @@ from fullshard.system.files import xxh3_digest
 from fullshard.weights.export import export
 from fullshard.weights.files import open_pretrained_files
 from tests.checkpoint.states import saved
+from tests.data import hostile
 from tests.data.samples import CHAT, save_tokenizer, texts_file
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
@@ -56,6 +59,7 @@ from tests.report import runs
 from tests.report.profiles import made_step
 
 SHAPE = Shape(layers=4, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
+MEMORY_TEMPLATES = ("product", "center", "format", "indent", "recursion")  # those without end take seconds
 LONG = 1 << 40  # bytes of a file that is too long to be read
 CONVERTED = Path(__file__).parents[1] / "convert" / "configs"
 
@@ -362,6 +366,70 @@ def read_texts(directory: Path) -> None:
     build_data(Run.parse({"data": data | settings}, source="fuzz"))
 
 
+def make_array(seeds: Path, directory: Path, rng: Random) -> None:
+    """Writes a packed JSON array, most of them broken before or after they were packed."""
+    rows = [json.loads(line) for line in (seeds / "texts.jsonl").read_text().splitlines()]
+    data = mutated_json(rows, rng)
+    name = f"texts.json.{rng.choice(('gz', 'bz2', 'xz'))}"
+    packed = hostile.PACKED[name.rpartition(".")[2]](data)
+    (directory / name).write_bytes(mutated_bytes(packed, rng) if rng.random() < 0.4 else packed)
+
+
+def make_parquet(seeds: Path, directory: Path, rng: Random) -> None:
+    path = directory / "texts.parquet"
+    hostile.write_parquet_of_one_text(path, rows=rng.choice((30, 3000)), characters=rng.choice((9, 9000)))
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice((0, 1, 1, 3))):  # mostly in the footer, which is most of the file
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    path.write_bytes(data)
+
+
+def make_sparse(seeds: Path, directory: Path, rng: Random) -> None:
+    """Writes a long line, packed or with a hole, or an array with a header of its own."""
+    match rng.randrange(3):
+        case 0:
+            place = directory / f"texts.jsonl.{rng.choice(('gz', 'bz2', 'xz'))}"
+            unit = rng.choice((b"x", b"[", b"[],", b'{"text":'))
+            hostile.write_packed(place, mebibytes=130, unit=unit, head=rng.choice((b"", b'{"text": "a"}\n')))
+        case 1:
+            head = rng.choice((b"", b'{"text": "a"}\n'))
+            hostile.write_sparse(directory / "texts.jsonl", 1 << 28, head=head)
+        case _:
+            shape = rng.choice(("(-5,)", "(8, 8)", "(2,)", "()", f"({2**62},)", f"({2**31}, {2**31})"))
+            kind = rng.choice(("<u2", "|u1", "|O", "<f8"))
+            header = f"{{'descr': '{kind}', 'fortran_order': {rng.random() < 0.2}, 'shape': {shape}, }}"
+            hostile.write_npy(directory / "tokens.npy", header)
+
+
+def make_bomb(seeds: Path, directory: Path, rng: Random) -> None:
+    """Writes a template or a tokenizer that writes too much."""
+    if rng.random() < 0.98:
+        settings = hostile.hostile_template(rng.choice(MEMORY_TEMPLATES), directory)
+    else:
+        settings = hostile.hostile_tokenizer("replace", directory)
+    (directory / "settings.json").write_text(
+        json.dumps({**settings, "sequence_length": rng.randrange(1, 99)})
+    )
+
+
+def read_bomb(directory: Path) -> None:
+    settings = json.loads((directory / "settings.json").read_text())
+    build_data(Run.parse({"data": {**settings, "cache": str(directory / "cache")}}, source="fuzz"))
+
+
+def read_records_of_any_file(directory: Path) -> None:
+    """Reads a file as a worker does, but in this process, whose limits are those of the fuzzing."""
+    (path,) = directory.iterdir()
+    if path.suffix == ".npy":
+        read_tokens(directory)
+        return
+    kind: RecordKind = "parquet" if path.suffix == ".parquet" else "jsonl"
+    for part in split_file(kind, SourceFile(str(path), path.stat().st_size)):
+        for record in read_records(part, DataSourceFields()):
+            if isinstance(record, CorruptRecord):
+                raise DataError(record.where())
+
+
 # --- records of a run, hardware ----------------------------------------------------------------------------
 
 
@@ -383,7 +451,7 @@ def make_records(seeds: Path, directory: Path, rng: Random) -> None:
         path.write_bytes(mutated_json(json.loads(path.read_bytes()), rng))
 
 
-def read_records(directory: Path) -> None:
+def read_run_records(directory: Path) -> None:
     run = directory / "run"
     commands = (["report"], ["report", "--json"], ["report", "--html", f"{run}.html"])
     for words in (*commands, ["trace", "--out", f"{run}.json"]):
@@ -417,6 +485,10 @@ TARGETS = {
     "tokenizer": Target(make_tokenizer, read_tokenizer),
     "memmaps": Target(make_tokens, read_tokens),
     "texts": Target(make_texts, read_texts),
-    "records of a run": Target(make_records, read_records),
+    "records of a run": Target(make_records, read_run_records),
     "hardware.toml": Target(make_hardware, read_hardware),
+    "packed arrays": Target(make_array, read_records_of_any_file),
+    "parquet": Target(make_parquet, read_records_of_any_file),
+    "long lines": Target(make_sparse, read_records_of_any_file),
+    "bombs": Target(make_bomb, read_bomb),
 }

@@ -13,7 +13,7 @@ from fullshard.data import packing, token_store
 from fullshard.data.batches import TrainingData
 from fullshard.data.packed import PackedData, ShufflePool
 from fullshard.data.sources import open_token_stores
-from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer_safely
 from fullshard.errors import DataError
 from fullshard.spec.run import Run
 from fullshard.spec.settings.data_section import DataSection
@@ -79,7 +79,7 @@ def tokenizer_vocabulary_size(section: DataSection) -> int | None:
     """
     if section.tokenizer is None and "other program" in section.token_makers:
         return None
-    return open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary_size
+    return open_tokenizer_safely(section.tokenizer, eos_token=section.eos_token).vocabulary_size
 
 
 def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no_heartbeat) -> PackedData:
@@ -123,7 +123,7 @@ def _open_and_check_tokenizer(
                 fix="data.tokenizer = the one that the tokens were made with",
             )
         return None if "other program" in section.token_makers else ByteTokenizer()
-    tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)
+    tokenizer = open_tokenizer_safely(section.tokenizer, eos_token=section.eos_token)
     for store in stores:
         if store.vocabulary_size > tokenizer.vocabulary_size:
             raise DataError(

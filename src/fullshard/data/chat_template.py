@@ -115,8 +115,7 @@ class ChatTemplate:
                 fix="a tokenizer's directory whose tokenizer_config.json or chat_template.jinja has one, or "
                 'data.chat_template = "<file>.jinja"',
             )
-        parameters = signature(self._tokenizer.apply_chat_template).parameters
-        self._reserved_names = parameters.keys() - {"documents"}
+        self._reserved = signature(self._tokenizer.apply_chat_template).parameters.keys() - {"documents"}
         special = {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self._special_tokens = np.array(sorted(special | {*self._tokenizer.all_special_ids}))
         self._templates = dict[bool, str]()  # by whether a conversation has tools
@@ -129,7 +128,7 @@ class ChatTemplate:
         Raises UntokenizableRecordError if the template rejects it or does not write content that is trained
         on, if the words of a message cannot be found, and for `template_kwargs` with a reserved name.
         """
-        if reserved := sorted(self._reserved_names.intersection(conversation.template_kwargs)):
+        if reserved := sorted(self._reserved.intersection(conversation.template_kwargs)):
             raise UntokenizableRecordError(f"chat_template_kwargs cannot have {', '.join(reserved)}")
         conversation, text = self._render_conversation(conversation)
         unwritten = self._check_and_list_unwritten_content(conversation, train_on=train_on)
@@ -154,12 +153,13 @@ class ChatTemplate:
         has_end = self._has_end_of_turn(conversation.messages[-1], text=text, tokens=tokens)
         return EncodedConversation(tokens, trained, has_end, unwritten)
 
-    def find_trained_end_of_turn_token(self) -> int | None:
-        """Returns the special token at the end of an answer if it is trained on, else None."""
+    @classmethod
+    def find_trained_end_of_turn_token(cls, path: str, template: str | None = None) -> list[int]:
+        """Returns the special token at the end of an answer if it is trained on, in a list."""
+        chat = cls(path, template=template)
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        found = self.encode_conversation(Conversation(messages), train_on="assistant")
-        ends = [one for one in found.tokens[found.trained] if one in self._special_tokens]
-        return int(ends[-1]) if ends else None
+        found = chat.encode_conversation(Conversation(messages), train_on="assistant")
+        return [int(one) for one in found.tokens[found.trained] if one in chat._special_tokens][-1:]
 
     def _check_and_list_unwritten_content(
         self, conversation: Conversation, *, train_on: Literal["all", "assistant"]

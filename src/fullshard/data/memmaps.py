@@ -119,7 +119,13 @@ def _max_token_and_document_ends(
         largest = max(largest, int(block.max()))
         if eod_token is not None:
             ends.append(np.flatnonzero(block == eod_token) + first + 1)
+            _check_document_count(path, sum(map(len, ends)), token_count=first + len(block))
     return largest, np.unique(np.concatenate(ends)).astype(np.int64)
+
+
+def _check_document_count(path: str, count: int, *, token_count: int) -> None:
+    if count > max(1 << 22, token_count // 8):  # their bounds would take many times the file's bytes
+        raise DataError(f"{path} has too many documents.", got=f"{count:,} in {token_count:,} tokens")
 
 
 def _open_npy_tokens(path: str) -> tuple[token_store.Integers, Bounds | None]:
@@ -140,6 +146,7 @@ def _open_npy_tokens(path: str) -> tuple[token_store.Integers, Bounds | None]:
             )
     if array.ndim == 1:
         return array, None
+    _check_document_count(path, len(array), token_count=array.size)
     ends = np.arange(1, len(array) + 1, dtype=np.int64) * array.shape[1]
     return array.reshape(-1), (ends - array.shape[1], ends)
 
@@ -179,6 +186,7 @@ def _open_megatron_tokens(path: str, index: str) -> tuple[token_store.Integers, 
     if len(data) < head + 12 * sequences + 8 * documents or documents < 1:
         raise DataError(f"{index} is cut off.", got=f"{len(data)} bytes for {sequences} sequences")
     tokens = _open_bin_tokens(path, _DTYPES[code])
+    _check_document_count(index, max(sequences, documents), token_count=len(tokens))
     sizes = np.frombuffer(data, "<i4", sequences, head).astype(np.int64)
     places = np.frombuffer(data, "<i8", sequences, head + 4 * sequences) // tokens.itemsize
     first = np.frombuffer(data, "<i8", documents, head + 12 * sequences)

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Literal
 from fullshard.data import files
 from fullshard.data.conversation import drop_null_members
 from fullshard.data.row_fields import UntokenizableRecordError, find_arrow_columns_to_read
+from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.small_files import ForeignErrorTranslator
@@ -18,7 +19,7 @@ from fullshard.system.small_files import ForeignErrorTranslator
 SHARD_BYTES = 1 << 20
 """Approximate size of a part: large enough to be worth a message to a worker, small enough for balance."""
 
-_ROWS_AT_ONCE = 1000
+_ROWS_AT_ONCE, _BYTES_AT_ONCE, _PIECE_BYTES = 1000, 32 << 20, 128 << 20
 # Around a part of a text, so that it is tokenized as within the text: a tokenizer may join blanks of two
 # lines, or put a blank before the first word.
 _CONTEXT_BYTES = 256
@@ -80,7 +81,7 @@ def split_file(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
     """
     path, size = file.path, file.size
     if kind == "parquet":
-        groups = open_parquet_file(path).metadata.num_row_groups
+        (groups,) = call_in_worker(partial(_count_row_groups, path), what=f"{path} cannot be read.")
         return [FilePart(kind, path, i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
     if kind == "jsonl" and _is_json_array(path):
         return [FilePart("json_array", path, 0, size, size, last=True)]
@@ -91,6 +92,10 @@ def split_file(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
         FilePart(kind, path, begin, end, end - begin, end == size)
         for begin, end in zip(cuts, cuts[1:], strict=False)
     ]
+
+
+def _count_row_groups(path: str) -> list[int]:
+    return [open_parquet_file(path).metadata.num_row_groups]
 
 
 def read_records(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
@@ -121,7 +126,7 @@ def open_parquet_file(path: str) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path, buffer_size=SHARD_BYTES)  # not a column of a group at once
     except OSError as error:
         raise files.unreadable_path_error(path, error) from error
     except pyarrow.ArrowInvalid as error:
@@ -171,7 +176,7 @@ def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord | CorruptRec
     before = after = text = ""
     with files.open_source_file(part.path) as file:
         if files.is_compressed(part.path):
-            data, begin = file.read(), 0
+            data, begin = _read(file.read, part.path), 0
         else:
             data, begin = _read_lines_beginning_in_part(file, part)
             behind = begin + len(data)
@@ -208,7 +213,7 @@ def _read_json_lines(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
 def _read_json_array(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
     with files.open_source_file(part.path) as file:
         try:
-            values = json.loads(file.read())
+            values = json.loads(_read(file.read, part.path))
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{part.path} is not a JSON array of objects.",
@@ -237,8 +242,10 @@ def _read_parquet_rows(part: FilePart, fields: DataSourceFields) -> Iterator[Sou
 
     paths = find_arrow_columns_to_read(file.schema_arrow, fields, where=part.path, first_row=read_first_row)
     columns = [".".join(path) for path in paths.values()]
+    group = file.metadata.row_group(part.begin)
+    at_once = min(_BYTES_AT_ONCE * max(group.num_rows, 1) // max(group.total_byte_size, 1) + 1, _ROWS_AT_ONCE)
     try:
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[part.begin], columns=columns):
+        for batch in file.iter_batches(at_once, row_groups=[part.begin], columns=columns):
             for value in _iterate_arrow_rows(batch, paths if fields.records == "tokens" else None):
                 yield _record_of_row(value, lambda row=row: f"{place} row {row}", fields=fields)
                 row += 1
@@ -309,7 +316,7 @@ def _iterate_lines(part: FilePart) -> Iterator[tuple[int, bytes]]:
     with files.open_source_file(part.path) as file:
         if files.is_compressed(part.path):
             begin = 0
-            for line in file:
+            while line := _read(file.readline, part.path):
                 yield begin, line
                 begin += len(line)
             return
@@ -324,14 +331,22 @@ def _read_lines_beginning_in_part(file: BinaryIO, part: FilePart) -> tuple[bytes
     begin = part.begin
     if begin:
         file.seek(begin - 1)
-        begin += len(file.readline()) - 1
+        begin += len(_read(file.readline, part.path)) - 1
     count = part.end - begin
     if count <= 0:  # the part lies within one long line
         return b"", begin
     data = file.read(count)
     if len(data) < count:
         raise DataError(f"{part.path} changed while it was read.", got=f"{count - len(data)} bytes fewer")
-    return (data if data.endswith(b"\n") else data + file.readline()), begin
+    return (data if data.endswith(b"\n") else data + _read(file.readline, part.path)), begin
+
+
+def _read(read: Callable[[int], bytes], path: str) -> bytes:
+    """Returns a line or a whole file. Raises DataError if it is longer than _PIECE_BYTES."""
+    if len(data := read(_PIECE_BYTES + 1)) > _PIECE_BYTES:
+        fix = "shorter lines; a text that is not compressed; for an array, one object per line (jq -c '.[]')"
+        raise DataError(f"{path} has {_PIECE_BYTES >> 20} MiB in a line, an array or a packed text.", fix=fix)
+    return data
 
 
 def _read_text_without_cut_characters(file: BinaryIO, begin: int, *, end: int) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +24,10 @@ from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_ta
 from fullshard.data.tokenizer import (
     list_tokenizer_files,
     locate_tokenizer_file,
-    open_tokenizer,
+    open_tokenizer_safely,
     read_tokenizer_text,
 )
+from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.spec.settings.data_section import DataSection, DataSource, DataSourceFields
@@ -101,7 +103,9 @@ def open_token_stores(
         return open_memmap_stores(fields, root=root, alive=alive)
     check_reader_installed(kind)
     files = _list_dataset_files(fields) if kind == "datasets" else _list_source_files(kind, fields)
-    tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)  # before anything is read
+    tokenizer = open_tokenizer_safely(
+        section.tokenizer, eos_token=section.eos_token
+    )  # before anything is read
     foreign = fields.records == "tokens"
     largest = (TOKEN_LIMIT if foreign and section.tokenizer is None else tokenizer.vocabulary_size) - 1
     settings = TokenizeSettings(
@@ -117,7 +121,7 @@ def open_token_stores(
     vocabulary = None if foreign else tokenizer.vocabulary_size
     if section.tokenizer is None and files.is_small_text:
         tasks: list[TokenizedTask] = []
-        offsets, facts = _tokenize_and_write(files, settings, processes=1, write=tasks.append)
+        offsets, facts = _tokenize_and_write(files, settings, processes=0, write=tasks.append)
         tokens = np.concatenate([task.tokens for task in tasks])
         facts |= {"vocabulary": vocabulary}
         store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
@@ -177,6 +181,14 @@ def _list_source_files(source: Source, fields: DataSourceFields) -> _FileSet:
 
 
 def _list_dataset_files(fields: DataSourceFields) -> _FileSet:
+    name = fields.name or ", ".join(Path(path).name for path in fields.paths)
+    what, find = f"the dataset {name} cannot be read.", partial(_list_dataset_parts, fields)
+    parts, files, fingerprints = call_in_worker(find, what=what) if fields.paths else find()  # a download
+    return _FileSet(name=name, kind="datasets", files=files, split=lambda: parts, fingerprints=fingerprints)
+
+
+def _list_dataset_parts(fields: DataSourceFields) -> tuple[list[FilePart], list[SourceFile], list[str]]:
+    """Returns (parts, files and fingerprints of a dataset)."""
     parts, files, fingerprints = list[FilePart](), list[SourceFile](), list[str]()
     for path in fields.paths or ("",):
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
@@ -192,13 +204,7 @@ def _list_dataset_files(fields: DataSourceFields) -> _FileSet:
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             parts.append(FilePart("datasets", place, begin, end, size * (end - begin) // rows, end == rows))
-    return _FileSet(
-        name=fields.name or ", ".join(Path(path).name for path in fields.paths),
-        kind="datasets",
-        files=files,
-        split=lambda: parts,
-        fingerprints=fingerprints,
-    )
+    return parts, files, fingerprints
 
 
 def _tokenize_into_draft(

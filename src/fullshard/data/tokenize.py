@@ -1,20 +1,13 @@
-"""Converts records to tokens, one task at a time, in this process or in worker processes.
+"""Converts records to tokens, one task at a time, in this process or in worker processes."""
 
-A worker is a Python process that reads pickled tasks from stdin and writes pickled results to stdout. It is
-started as a command because multiprocessing would import the user's script again.
-"""
-
-import os
-import pickle
-import subprocess
-import sys
+import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import islice
-from queue import SimpleQueue
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -26,19 +19,19 @@ from fullshard.data.conversation import read_conversation
 from fullshard.data.readers import CorruptRecord, FilePart, SourceRecord, read_records
 from fullshard.data.token_store import TokenizeNotes
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
-from fullshard.errors import DataError, FullshardError
+from fullshard.data.worker import LIMITS, NO_LIMITS, Limits, Worker, borrow_worker
+from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.small_files import ForeignErrorTranslator
 
-Worker = subprocess.Popen[bytes]
 Task = Sequence[FilePart]
 Tokens = NDArray[Any]
 Mask = NDArray[np.bool_]
 
-_BATCH_RECORDS = 256
+_BATCH_RECORDS, _BATCH_CHARACTERS = 256, 1 << 20
+_FEW_TOKENS, _TOKENS_PER_BYTE = 1 << 24, 64  # of a file as stored; texts are compressed to a tenth
 _REPORTED_RECORDS = 5  # of a task's skipped records, the first ones have a message
 _TASKS_AHEAD = 8  # per worker: bounds the results that wait for an earlier task
-_SERVE = "from fullshard.data.tokenize import serve_tasks_on_stdin; serve_tasks_on_stdin()"
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,7 @@ class TokenizeSettings:
     chat_template: see `DataSection`
     dtype: dtype of the tokens
     trust_remote_code: see `DataSection`
+    limits: limits of each worker; not used with `trust_remote_code`
     """
 
     fields: DataSourceFields
@@ -58,6 +52,7 @@ class TokenizeSettings:
     dtype: str
     trust_remote_code: bool = False
     chat_template: str | None = None
+    limits: Limits = LIMITS
 
     @property
     def needs_loss_mask(self) -> bool:
@@ -91,11 +86,11 @@ class EncodedRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """Tokens of one task.
+    """Tokens of one task, or of a part of a large one.
 
     size: bytes of the source that were read
     tokens: tokens of all documents, joined
-    ends: index behind the last token of each document that ends in this task
+    ends: index behind the last token of each document that ends in these tokens
     loss_mask: mask of the tokens that are trained on; None if all are
     """
 
@@ -120,29 +115,31 @@ class TaskTokenizer:
             template, trust = settings.chat_template, settings.trust_remote_code
             self._chat = ChatTemplate(settings.tokenizer, template=template, trust_remote_code=trust)
 
-    def tokenize_task(self, task: Task) -> TokenizedTask:
-        """Returns the tokens of `task`, a run of file parts.
+    def tokenize_task(self, task: Task) -> Iterator[TokenizedTask]:
+        """Yields the tokens of `task`, a run of file parts, in pieces.
 
         A record that is corrupt, or that the tokenizer or the chat template rejects, is skipped and counted;
-        if `on_error` is "stop", it raises DataError.
+        if `on_error` is "stop", it raises DataError. So do far more tokens than bytes.
         """
+        size = sum(part.size for part in task)
+        most = max(_FEW_TOKENS, _TOKENS_PER_BYTE * size)
         self._notes = TokenizeNotes()
-        tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
-        ends, count = list[int](), 0
-        records = self._read_task_records(task)
-        while batch := list(islice(records, _BATCH_RECORDS)):
-            for found in self._tokenize_records(batch):
-                tokens.append(found.tokens.astype(self.settings.dtype))
-                masks.append(found.trained)
-                ends += [count + end for end in found.ends]
-                count += len(found.tokens)
-        return TokenizedTask(
-            size=sum(part.size for part in task),
-            tokens=np.concatenate(tokens),
-            ends=np.array(ends, dtype=np.int64),
-            loss_mask=np.concatenate(masks) if self.settings.needs_loss_mask else None,
-            notes=self._notes,
-        )
+        for batch in _batches(self._read_task_records(task)):
+            found = [*self._tokenize_records(batch)]
+            begins = np.cumsum([0, *(len(one.tokens) for one in found)]).tolist()
+            ends = [begin + end for begin, one in zip(begins, found, strict=False) for end in one.ends]
+            tokens = [one.tokens.astype(self.settings.dtype) for one in found]
+            masks = [np.empty(0, np.bool_), *(one.trained for one in found)]
+            if (most := most - begins[-1]) < 0:
+                raise DataError(f"{task[0].path} has over {_TOKENS_PER_BYTE} tokens for each of its bytes.")
+            yield TokenizedTask(
+                size=size,
+                tokens=np.concatenate([np.empty(0, self.settings.dtype), *tokens]),
+                ends=np.array(ends, dtype=np.int64),
+                loss_mask=np.concatenate(masks) if self.settings.needs_loss_mask else None,
+                notes=self._notes,
+            )
+            size, self._notes = 0, TokenizeNotes()
 
     def _read_task_records(self, task: Task) -> Iterator[SourceRecord]:
         for part in task:
@@ -167,6 +164,8 @@ class TaskTokenizer:
         """Yields the tokens of each record, without the records that are skipped."""
         texts: list[tuple[SourceRecord, RowText]] = []
         for record in batch:
+            if signal.getitimer(signal.ITIMER_PROF)[0]:  # in a worker
+                signal.setitimer(signal.ITIMER_PROF, self.settings.limits.seconds)
             try:
                 with ForeignErrorTranslator(row_fields.UntokenizableRecordError):
                     if self.settings.fields.records in ("text", "completion"):
@@ -294,85 +293,71 @@ def _tokens_outside_context(encoded: EncodedText, row: RowText) -> tuple[Tokens,
     return encoded.tokens[own], trained[own]
 
 
+def _batches(records: Iterable[SourceRecord]) -> Iterator[list[SourceRecord]]:
+    batch, characters = list[SourceRecord](), 0
+    for record in records:
+        batch.append(record)
+        characters += len(str(record.value))
+        if len(batch) >= _BATCH_RECORDS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch  # perhaps of none, for the notes about records that were skipped
+
+
 def tokenize_tasks(
     tasks: Sequence[Task], settings: TokenizeSettings, *, processes: int
 ) -> Generator[TokenizedTask]:
-    """Yields the tokens of each task, in order. Uses up to `processes` workers, or for one task this process.
+    """Yields the tokens of each task, in order, by up to `processes` workers; by this process for 0.
 
-    Raises the error of a task that failed, and DataError for a worker that died.
+    Raises the error of a task that failed, and DataError for one that goes beyond the limits.
     """
-    if processes <= 1 or len(tasks) <= 1:
-        yield from map(TaskTokenizer(settings).tokenize_task, tasks)
+    if not processes:
+        for one in map(TaskTokenizer(settings).tokenize_task, tasks):
+            yield from one
         return
-    count = min(processes, len(tasks))
-    workers = [_start_worker(settings) for _ in range(count)]
-    idle_workers = SimpleQueue[Worker]()
-    for worker in workers:
-        idle_workers.put(worker)
-    threads = ThreadPoolExecutor(count)
-    waiting = deque[Future[TokenizedTask]]()
-    try:
+    limits = NO_LIMITS if settings.trust_remote_code else settings.limits
+    maker = f"the tokenizer or chat template {settings.chat_template or settings.tokenizer or 'of bytes'}"
+    count, free = min(processes, len(tasks) or 1), list[Worker]()
+    waiting = deque[Future[list[TokenizedTask]]]()
+
+    def open_in(worker: Worker) -> None:
+        if settings.fields.records == "messages":
+            worker.call(_import_transformers, what="transformers cannot be loaded.", limits=NO_LIMITS)
+        worker.call(partial(_open_task_tokenizer, settings), what=f"{maker} cannot be opened.", limits=limits)
+        free.append(worker)
+
+    def run(task: Task) -> list[TokenizedTask]:
+        worker = free.pop()  # there is one for each thread, until a task fails
+        what = (
+            f"{task[0].path} from {task[0].begin} to {task[-1].end} is unreadable, or too much for {maker}."
+        )
+        found = worker.call(partial(_tokenize_task, task), what=what, limits=limits)
+        free.append(worker)
+        return found
+
+    with ThreadPoolExecutor(count) as threads, ExitStack() as stack:
+        workers = [stack.enter_context(borrow_worker()) for _ in range(count)]
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # first, if a task fails
+        list(threads.map(open_in, workers))
         for task in tasks:
-            waiting.append(threads.submit(_tokenize_in_worker, task, idle_workers))
+            waiting.append(threads.submit(run, task))
             if len(waiting) >= _TASKS_AHEAD * count:
-                yield waiting.popleft().result()
+                yield from waiting.popleft().result()
         while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for worker in workers:  # some still work if a task failed or this process is interrupted
-            worker.kill()
-        threads.shutdown(cancel_futures=True)
-        for worker in workers:
-            with suppress(OSError), worker:  # closes the pipes; an unread answer is dropped
-                pass
+            yield from waiting.popleft().result()
 
 
-def _start_worker(settings: TokenizeSettings) -> Worker:
-    # The tokenizers' own threads are as many as the cores, in each process.
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    pipe = subprocess.PIPE
-    worker = subprocess.Popen([sys.executable, "-P", "-c", _SERVE], env=environment, stdin=pipe, stdout=pipe)
-    with suppress(OSError):  # the first task reports a worker that died
-        pickle.dump(settings, cast(Any, worker.stdin))
-    return worker
+_OPENED: list[TaskTokenizer] = []  # in a worker, one for the tasks that follow
 
 
-def _tokenize_in_worker(task: Task, idle_workers: SimpleQueue[Worker]) -> TokenizedTask:
-    worker = idle_workers.get()
-    assert worker.stdin is not None, "it is a pipe"
-    assert worker.stdout is not None, "it is a pipe"
-    try:
-        pickle.dump(task, worker.stdin)
-        worker.stdin.flush()
-        answer = pickle.load(worker.stdout)
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        code = worker.wait()
-        raise DataError(
-            "a process that made tokens died.",
-            got=f"signal {-code}" if code < 0 else f"exit code {code}",
-            why="the machine may have no memory left" if code == -9 else None,
-            fix="data.processes = 1 shows its error",
-        ) from error
-    finally:
-        idle_workers.put(worker)
-    if isinstance(answer, FullshardError):
-        raise answer
-    return answer
+def _import_transformers() -> None:
+    with suppress(ImportError):  # a ChatTemplate reports it
+        resolve_name("transformers:AutoTokenizer")
 
 
-def serve_tasks_on_stdin() -> None:
-    """Runs a worker: reads settings and tasks from stdin, writes each task's tokens or error to stdout."""
-    settings = pickle.load(sys.stdin.buffer)
-    tokenizer: TaskTokenizer | None = None
-    while True:
-        try:
-            task = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            tokenizer = tokenizer or TaskTokenizer(settings)
-            answer: TokenizedTask | FullshardError = tokenizer.tokenize_task(task)
-        except FullshardError as error:
-            answer = error
-        pickle.dump(answer, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+def _open_task_tokenizer(settings: TokenizeSettings) -> None:
+    _OPENED[:] = [TaskTokenizer(settings)]
+
+
+def _tokenize_task(task: Task) -> Iterator[TokenizedTask]:
+    return _OPENED[0].tokenize_task(task)

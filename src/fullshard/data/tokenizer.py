@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.system.small_files import ForeignErrorTranslator, parse_json, read_text
 
@@ -128,6 +130,14 @@ class FileTokenizer:
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def open_tokenizer_safely(path: str | None, *, eos_token: str | None = None) -> Tokenizer:
+    """Calls `open_tokenizer` after a worker could do so. Raises DataError if that goes beyond its limits."""
+    if path is not None:
+        attempt = partial(open_tokenizer, path, eos_token=eos_token)
+        call_in_worker(attempt, what=f"the tokenizer {path} cannot be opened.")
+    return open_tokenizer(path, eos_token=eos_token)
 
 
 def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokenizer:

@@ -18,7 +18,8 @@ from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.data.chat_template import ChatTemplate
-from fullshard.data.tokenizer import MORE_TEMPLATES, open_tokenizer
+from fullshard.data.tokenizer import MORE_TEMPLATES, open_tokenizer_safely
+from fullshard.data.worker import call_in_worker
 from fullshard.errors import CheckpointError, DataError, MissingExtraError, SpecError
 from fullshard.models.adapters import ADAPTER, has_transposed_weight, insert_adapters, iterate_adapted_layers
 from fullshard.models.decoder import DecoderModel
@@ -329,11 +330,11 @@ def find_end_tokens(run: Run | None) -> dict[int, str]:
     kinds = {one.records for one in data.sources or (data,) if one.source not in ("memmap", "python")}
     try:
         if kinds & {"text", "completion"}:
-            ends = open_tokenizer(tokenizer, eos_token=data.eos_token).tokens_after_document
+            ends = open_tokenizer_safely(tokenizer, eos_token=data.eos_token).tokens_after_document
             found[ends[-1]] = "documents end"
         if "messages" in kinds:  # no code beside the tokenizer is run: the checkpoint may be anybody's
-            turn = ChatTemplate(tokenizer, template=data.chat_template).find_trained_end_of_turn_token()
-            if turn is not None:
+            find = partial(ChatTemplate.find_trained_end_of_turn_token, tokenizer, data.chat_template)
+            for turn in call_in_worker(find, what=f"the chat template of {tokenizer} cannot be used."):
                 found.setdefault(turn, "turns end")
     except (DataError, MissingExtraError) as error:
         logger.warning("how the training data ends is not known, so eos_token_id is the model's: %s", error)
