@@ -33,13 +33,13 @@ CHOICES = """
 * 0.1B 8xH100 1024: full_shard 1x8, microbatch 64x2, recompute none, eager
 * tinyllama-1.1b 1xRTX4090 2048: full_shard 1x1, microbatch 4x128, recompute full
 * tinyllama-1.1b 8xA100 2048: shard_grad_op 1x8, microbatch 8x8, recompute none
-  smollm2-1.7b 8xRTX4090 8192: shard_grad_op 1x8, microbatch 1x16, recompute selective
+  smollm2-1.7b 8xRTX4090 8192: full_shard 1x8, microbatch 1x16, recompute selective
 * smollm2-1.7b 8xH100 8192: shard_grad_op 1x8, microbatch 2x8, recompute none
 * llama3.2-1b 1xH100 8192: shard_grad_op 1x1, microbatch 4x32, recompute none
   llama3.2-1b 8xH100 8192: shard_grad_op 1x8, microbatch 4x4, recompute none
 * llama3.2-3b 8xA100 8192: full_shard 1x8, microbatch 2x8, recompute none
   smollm3-3b 1xH200 8192: shard_grad_op 1x1, microbatch 2x64, recompute none
-* smollm3-3b 4xRTX4090 8192: full_shard 1x4, microbatch 2x16, recompute full
+* smollm3-3b 4xRTX4090 8192: full_shard 1x4, microbatch 1x32, recompute full
   smollm3-3b 8xH100 8192: full_shard 1x8, microbatch 2x8, recompute none
   llama2-7b 8xA100 4096: shard_grad_op 1x8, microbatch 2x16, recompute none
 * llama2-7b 8x8xA100 4096: shard_grad_op 1x64, microbatch 2x2, recompute none
