@@ -73,6 +73,10 @@ class FakeCuda(DeviceOrder):
             undo: Any = (setattr, owner, name, vars(owner)[name]) if here else (delattr, owner, name)
             self._undo.callback(*undo)
             setattr(owner, name, value)
+        loaded = sys.modules.get("triton")  # its kernels cannot run, so it counts as not installed
+        undo = (sys.modules.__setitem__, "triton", loaded) if loaded else (sys.modules.pop, "triton")
+        self._undo.callback(*undo)
+        sys.modules["triton"] = None  # pyright: ignore[reportArgumentType]
         self.set_device(self.index)
         self._undo.enter_context(_Dispatch(self))
         return self
