@@ -9,7 +9,7 @@ from tests.faults.pairs import CLOCK, DAMAGE, FULL, KILLED, PAIRS, two_faults
 from tests.faults.soak import kill_one_run
 
 CASES = list(itertools.product((False, True), (0, 1), ("sync", "async")))
-HERE = {(False, 0, "async"), (True, 1, "sync")}
+HERE = {(False, 0, "sync"), (True, 1, "sync")}
 PAIRS_HERE = {(FULL, CLOCK), (KILLED, DAMAGE)}
 
 
