@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS, PAGE, LOG = "results.jsonl", "page.md", "items.log"
 CURRENT, CURRENT_LOG = "current.json", "current.log"
 _MARK = "BENCH_GPU_ITEM"
-# Variables of the launcher that started this programme, if any: an item's process is none of its ranks.
+# Variables of a launcher that may have started this programme: an item's process must not take
+# itself for one of its ranks.
 _OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_")
 _GRACE_SECONDS = 5.0
 _FREE_SECONDS, _FREE_MIB = 20.0, 1500

@@ -1,4 +1,4 @@
-"""All items, and those of a call: by number of ranks, card and name."""
+"""Lists all items, and finds those of a call by number of ranks, card and name."""
 
 from fnmatch import fnmatch
 

@@ -27,7 +27,7 @@ _COMPARED = {"loss": 1, "validation_loss": 1, "grad_norm": 10}  # how many times
 
 @dataclass(frozen=True)
 class Finished:
-    """How a run ended, and the figures of its steps: the last attempt's, where a step was repeated."""
+    """Contains how a run ended, and the figures of each step, of the last attempt that made it."""
 
     exit_code: int
     seconds: float

@@ -51,7 +51,7 @@ class Task:
         return found if found.disk_bytes_per_second is not None else with_infinitely_fast_drive(found)
 
     def load_run(self, microbatches: int, *settings: str) -> Run:
-        """Returns the item's run, of so many microbatches on each group of ranks with its own sequences."""
+        """Returns the item's run with `microbatches` for each group of ranks that has its own sequences."""
         asked = Run.load(overrides=[*self.item.settings, *settings, f"run.dir={self.work / 'run'}"])
         groups = self.ranks.world_size // asked.sharding.ranks_per_sequence
         batch = microbatches * groups * (asked.train.microbatch or 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.faults.calls import WRITES, Call
 
-FEW = 4  # of so many changes that may be lost, every part is tried
+FEW = 4  # changes that may be lost: up to this number, each subset of them is tried
 
 
 class Killed(BaseException):

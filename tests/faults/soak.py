@@ -33,7 +33,7 @@ Files = dict[str, int]  # size by path, without those that grow by a line a step
 
 
 def trained(directory: str, steps: int, mode: str, victims: tuple[int, ...], seconds: float) -> None:
-    """Trains, or resumes. The victims are killed after so many seconds, most of them after a step."""
+    """Trains, or resumes. Each victim is killed after its number of seconds, most of them after a step."""
     if dist.get_rank() in victims:
         log = None if seconds < STARTING * MOST_SECONDS else Path(directory, "metrics.jsonl")
         threading.Thread(target=_die, args=(seconds, log), daemon=True).start()

@@ -82,7 +82,7 @@ def saved_at(directory: Path, step: int, *, background: bool = False, keep: int 
 
 
 def loaded_step(directory: Path) -> int:
-    """The step of the newest checkpoint, whose bits are compared; 0 if there is none."""
+    """Compares the bits of the newest checkpoint, and returns its step; 0 if there is none."""
     state = state_of(0)
     if not load(state, directory, missing_ok=True):
         return 0
@@ -237,7 +237,7 @@ def sweep_of_logs(root: Path, how: int | str) -> int:
 
 
 def sweep_of_full_logs(root: Path) -> int:
-    """A log that may grow to so many bytes, and no further."""
+    """Writes a log whose file cannot grow beyond a limit of bytes."""
     directory, (soft, hard) = root / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
     _logged(directory, after=0, to=3)
     whole = (directory / "metrics.jsonl").stat().st_size

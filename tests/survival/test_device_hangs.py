@@ -1,4 +1,4 @@
-"""Who is named when ranks hang whose collectives run on devices, from what NCCL's ranks would report."""
+"""A diagnosis names the ranks that hang, from reports as ranks with NCCL would make them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

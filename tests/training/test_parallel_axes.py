@@ -296,7 +296,7 @@ def test_a_rank_that_gets_no_token_takes_part_and_runs_no_kernel_of_experts(rank
 
 
 def count_collectives_and_choices(axes: Axes, recompute: str) -> dict[str, int]:
-    """How often each operation that only some ranks can repeat runs in a forward and backward."""
+    """Counts the collectives and choices of experts of a forward and backward, by operation."""
     state, plan = state_of(axes, f"recompute.mode={recompute}")
     with CountOperations() as counting:
         next(iter(train(state, plan)))

@@ -103,9 +103,8 @@ def open_token_stores(
         return open_memmap_stores(fields, root=root, alive=alive)
     check_reader_installed(kind)
     files = _list_dataset_files(fields) if kind == "datasets" else _list_source_files(kind, fields)
-    tokenizer = open_tokenizer_safely(
-        section.tokenizer, eos_token=section.eos_token
-    )  # before anything is read
+    # Before anything is read.
+    tokenizer = open_tokenizer_safely(section.tokenizer, eos_token=section.eos_token)
     foreign = fields.records == "tokens"
     largest = (TOKEN_LIMIT if foreign and section.tokenizer is None else tokenizer.vocabulary_size) - 1
     settings = TokenizeSettings(

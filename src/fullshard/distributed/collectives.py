@@ -133,7 +133,7 @@ def reduce_parts(parts: Tensor, group: str, *, direct: bool) -> Tensor:
 def exchange_row_parts(
     rows: Tensor, sent: list[int], *, received: list[int], group: str, direct: bool
 ) -> Tensor:
-    """Sends `rows` (rows, ...), so many to each rank as in `sent`; returns those `received`. Collective."""
+    """Exchanges rows (rows, ...), of which each rank gets its number in `sent`. Returns those `received`."""
     if not direct:
         exchanged = _FUNCTIONAL.all_to_all_single(rows.contiguous(), received, sent, group)
         return _FUNCTIONAL.wait_tensor(exchanged)

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TextIO
@@ -302,8 +303,9 @@ def _drop_lines_after_step(path: Path, last_step: int) -> None:
         return isinstance(step, int) and step <= last_step
 
     with open(path, "rb", opener=open_regular_file) as old:
-        if all(map(is_kept, iter(lambda: old.readline(LONGEST_LINE_BYTES), b""))):
+        lines = partial(iter, partial(old.readline, LONGEST_LINE_BYTES), b"")
+        if all(map(is_kept, lines())):
             return
         old.seek(0)
         with atomic_replace_context(path) as draft, open_new_file(draft) as new:
-            new.writelines(filter(is_kept, iter(lambda: old.readline(LONGEST_LINE_BYTES), b"")))
+            new.writelines(filter(is_kept, lines()))

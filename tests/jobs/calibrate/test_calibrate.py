@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fullshard.jobs.calibrate.device import (
 from fullshard.jobs.calibrate.job import measure_hardware
 from fullshard.parallel.mesh import process_group
 from fullshard.spec.machine.catalog import default_gpu_rates, read_catalog_chips
-from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware import Hardware, RatePoint
 
 
 def calibrate(seconds: float) -> Hardware:
@@ -101,9 +102,11 @@ def test_attention_within_documents_is_measured_against_the_preferred_kernel():
     meter = RateMeter(torch.device("cpu"))
     known = default_gpu_rates(read_catalog_chips()[0], "cudnn_256")
     assert known.flash_by_head_dim is not None
-    found = measure_flash_factors(meter, known, seconds=0.02, attend=attend_by_preferred_kernel)
+    preferred = ((RatePoint(1e6, 1e9),), (RatePoint(1e6, 1e9),))
+    measure = partial(measure_flash_factors, meter, preferred=preferred, seconds=0.02)
+    found = measure(known, attend=attend_by_preferred_kernel)
     curve = found["flash_by_head_dim"]
     factors = {new.rate / old.rate for new, old in zip(curve, known.flash_by_head_dim, strict=True)}
     assert max(factors) == pytest.approx(min(factors)), "only one width is measured"
     none = known.model_copy(update={"flash_by_head_dim": None, "flash_backward_by_head_dim": None})
-    assert measure_flash_factors(meter, none, seconds=0.02) == {}
+    assert measure(none) == {}

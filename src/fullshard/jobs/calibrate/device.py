@@ -188,23 +188,29 @@ def attend_within_one_document(inputs: QueryKeyValue) -> Tensor:
 
 
 def measure_flash_factors(
-    meter: RateMeter, known: Rates, *, seconds: float, attend: Attend = attend_within_one_document
+    meter: RateMeter,
+    known: Rates,
+    *,
+    preferred: tuple[Curve, Curve],
+    seconds: float,
+    attend: Attend = attend_within_one_document,
 ) -> dict[str, Curve]:
-    """Returns `flash_by_head_dim` and `flash_backward_by_head_dim` as measured with one document.
+    """Returns `flash_by_head_dim` and `flash_backward_by_head_dim` as measured with one long document.
 
     Only the width of the measurement is measured; the rest of `known` is scaled. Empty if `known` has none.
+
+    preferred: measured rates of bf16 by the kernel that torch prefers, for forward and for backward
     """
     curves = {name: getattr(known, name) for name in ("flash_by_head_dim", "flash_backward_by_head_dim")}
     if None in curves.values():
         return {}
     long, width = (_LONG_SEQUENCE[meter.kind],), _HEAD_DIM[meter.kind]
-    preferred, flash = (
-        measure_attention(meter, "bf16", seconds=seconds / 2, sequences=long, attend=one)
-        for one in (attend_by_preferred_kernel, attend)
-    )
+    flash = measure_attention(meter, "bf16", seconds=seconds, sequences=long, attend=attend)
     return {
-        name: curve_with_slowdown(curve, interpolate_rate(curve, width) * usual[0].rate / own[0].rate)
-        for (name, curve), usual, own in zip(curves.items(), preferred, flash, strict=True)
+        name: curve_with_slowdown(
+            curve, interpolate_rate(curve, width) * interpolate_rate(usual, own.size) / own.rate
+        )
+        for (name, curve), usual, (own,) in zip(curves.items(), preferred, flash, strict=True)
     }
 
 

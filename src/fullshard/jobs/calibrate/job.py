@@ -59,9 +59,8 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
     at_start = meters.measure_bytes_outside_allocator(ranks.device)
     rates = _measure_rates(meter, known.rates, seconds_per_share=seconds_per_share)
     is_gpu = meter.kind == "cuda"  # its kernels are loaded by now; a host's bytes include memory freed since
-    own_bytes = meters.max_over_ranks(
-        meters.measure_bytes_outside_allocator(ranks.device) if is_gpu else at_start
-    )
+    now = meters.measure_bytes_outside_allocator(ranks.device) if is_gpu else at_start
+    own_bytes = meters.max_over_ranks(now)
     updated: dict[str, object] = {
         "rates": rates,
         "context_bytes": int(own_bytes),
@@ -117,7 +116,8 @@ def _measure_rates(meter: RateMeter, known: hardware.Rates, *, seconds_per_share
             meter, dtypes[-1], seconds=_UNALIGNED * seconds_per_share
         ),
     }
-    measured |= meters.measure_flash_factors(meter, known, seconds=_ATTENTION * seconds_per_share / 5)
+    preferred, part = (forward[dtypes[-1]], backward[dtypes[-1]]), _ATTENTION * seconds_per_share / 10
+    measured |= meters.measure_flash_factors(meter, known, preferred=preferred, seconds=part)
     return known.model_copy(update=measured)
 
 
