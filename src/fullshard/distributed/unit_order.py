@@ -5,6 +5,7 @@ and reduce different units together. If the units are of one size, nothing fails
 parts of two units' weights, and their gradients are mixed (fairscale#796).
 """
 
+import weakref
 import zlib
 from array import array
 from collections import deque
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _ATTRIBUTE = "_fullshard_unit_order"
 # In a loop that never takes the events, the oldest are dropped.
@@ -67,12 +68,12 @@ class UnitOrderRecorder:
     is_evaluated: whether the model is evaluated by this package, which reshards it once, at the end
     is_trained: whether the model is that of a loop, whose backward runs within a step
     awaits_backward: whether a forward with gradients came after the last reduction
-    shards: sharded parameter -> its storage, the id of its local part, and whether it was trained then
+    shards: sharded parameter -> its storage, its local part, and whether it was trained then
     """
 
     def __init__(self, names: Sequence[UnitAndParameterNames]) -> None:
         self.is_in_loss = self.is_evaluated = self.is_trained = self.awaits_backward = False
-        self.shards = dict[Any, tuple[torch.UntypedStorage, int, bool]]()
+        self.shards = dict[Any, tuple[torch.UntypedStorage, weakref.ref[Tensor], bool]]()
         self._names = names
         self._numbers = deque[int](maxlen=_MOST_NUMBERS)
 

@@ -311,7 +311,8 @@ def _log_changed_buffers_once(model: nn.Module, forward: Callable[..., Any]) -> 
         if not (is_first and model.training):
             return forward(*args, **kwargs)
         is_first = False
-        before = {name: (id(one), version(one)) for name, one in persistent_buffers(model).items()}
+        own = persistent_buffers(model)  # kept alive, so that no id is used twice
+        before = {name: (id(one), version(one)) for name, one in own.items()}
         result = forward(*args, **kwargs)
         now = persistent_buffers(model).items()
         if changed := [name for name, one in now if before.get(name) != (id(one), version(one))]:

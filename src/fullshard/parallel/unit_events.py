@@ -13,6 +13,7 @@ would be lost, and an optimizer would get the copies. So such a forward reshards
 of a step, and unless a backward is still to come, which may need the gathered units.
 """
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -46,10 +47,10 @@ def check_parameters_not_replaced(model: nn.Module) -> None:
     known = {} if (order := find_unit_order_recorder(model)) is None else order.shards
     changed = list[str]()
     for name, one in model.named_parameters() if known else ():
-        storage, local, _ = known.get(one, (None, 0, False))
+        storage, local, _ = known.get(one, (None, lambda: None, False))
         # `data = …` replaces the storage and leaves the local part; `model.to(…)` replaces both.
         is_kept = storage is not None and (
-            storage_id(storage) == storage_key(one) or id(local_part(cast(DTensor, one))) != local
+            storage_id(storage) == storage_key(one) or local() is not local_part(cast(DTensor, one))
         )
         changed += [] if one.ndim == 0 or is_kept else [name]
     if changed:
@@ -67,7 +68,7 @@ def install_reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder)
     Notes the shards for `check_parameters_not_replaced`, which these forwards call.
     """
     sharded = [one for one in model.parameters() if isinstance(one, DTensor)]
-    order.shards = {one: (one.untyped_storage(), id(local_part(one)), one.requires_grad) for one in sharded}
+    order.shards = {one: (one.untyped_storage(), weakref.ref(local_part(one)), one.requires_grad) for one in sharded}
 
     def reshard(_model: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's hook
         if torch.is_grad_enabled():
