@@ -17,6 +17,7 @@ from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded, loaded_sharded, numbers, ones_own, sharded
+from tests.faults.collectives import last_collective
 
 
 @dataclass
@@ -119,3 +120,23 @@ def test_a_rank_that_fails_fails_all(ranks, tmp_path):
     for (message,) in ranks(2).run(refused_on_one_rank, tmp_path):
         assert message.startswith("rank 1: model.uneven is not saved.")
     assert not list(tmp_path.glob("step-*"))
+
+
+def errors_of_a_lost_connection(directory: Path) -> list[str]:
+    """The errors of a save whose thread loses its connection on rank 1, and of the next save."""
+    saver, at = BackgroundSaver(directory), 3 if dist.get_rank() == 1 else 10**6  # the first of the thread
+    state = State(1, sharded(1, (2,)))
+    with last_collective(at, kills=False):
+        saver.save(state)
+        saver.wait()
+    (outcome,) = saver.outcomes()
+    with pytest.raises(CheckpointError) as raised:
+        saver.save(state)
+    return [str(outcome.error), str(raised.value)]
+
+
+def test_a_thread_that_loses_its_connection_ends_those_of_other_ranks(ranks, tmp_path):
+    """Also where the rank itself goes on, and at once, not after the group's timeout."""
+    own, next_own = ranks(2, timeout_seconds=60.0).run(errors_of_a_lost_connection, tmp_path)[1]
+    assert "saving step 1 in the background failed" in own
+    assert own == next_own

@@ -98,6 +98,7 @@ class BackgroundSaver:
         if is_distributed():
             self._group = cast(Group, dist.new_group(backend="gloo", timeout=find_default_timeout()))
         self._staging = _StagingBuffers()
+        self._lost: CheckpointError | None = None  # the connection with another rank
         self._running: Future[SaveResult] | None = None
         self._stalled = 0.0
         self._outcomes: list[SaveResult] = []
@@ -122,10 +123,13 @@ class BackgroundSaver:
         """Waits for a save that is still running, then starts to save `state`.
 
         Also waits for the copy, unless `state` is an `UpdateNotifier`. See [Note: staged before the update].
-        Raises CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
+        Raises CheckpointError if the state cannot be saved at all, or the save before lost the connection with
+        another rank; other failures are in `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
+        if self._lost is not None:
+            raise self._lost
         with raise_on_all_ranks("taking the state to save"):
             mine = take_snapshot(state)
         staged = self._staging.copy_all_but_shards(mine)
@@ -181,9 +185,12 @@ class BackgroundSaver:
             path = self._saving.save_snapshot(mine, group=self._group)
         except CheckpointError as failed:
             error = failed
-        except (OSError, RuntimeError) as failed:  # another rank has gone
+        except (OSError, RuntimeError) as failed:  # outside of what ranks agree on: another rank has gone
             got = f"{type(failed).__name__}: {failed}"
-            error = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
+            error = self._lost = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
+            if self._group is not None:  # without it, the connections close that other ranks' threads wait for
+                dist.destroy_process_group(self._group)
+                self._group = None
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
 
 
