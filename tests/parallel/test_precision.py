@@ -95,3 +95,36 @@ def test_inputs_are_left_as_they_are_where_casting_is_off(ranks: Any) -> None:
     assert seen["input"] == BF16
     with pytest.raises(RuntimeError, match="dtype"):
         ranks(1).run(dtypes, FP32, "precision.mode=bf16", "precision.cast_inputs=false")
+
+
+class Weighted(Block):
+    """Computes with a weight of each row, and notes its dtype."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        self.noted = [*getattr(self, "noted", []), weights.dtype]
+        return super().forward(x) * weights
+
+
+class WithUnitInside(nn.Module):
+    """The backward of its last module, a unit, begins its recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = Block(), Weighted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.inner(x, x.float().softmax(-1).max(-1, keepdim=True).values)
+
+
+def dtypes_of_first_and_recomputed_forward() -> list[torch.dtype]:
+    with torch.device("meta"):
+        model = nn.Sequential(WithUnitInside(), WithUnitInside())
+    units = 'sharding.units={names=["*", "*.inner"]}'
+    shard(model, plan_of(dist.get_world_size(), "precision.mode=bf16", "recompute.mode=full", units))
+    model(torch.ones(2, WIDTH)).float().sum().backward()
+    return model[0].inner.noted
+
+
+def test_inputs_are_cast_in_the_recomputed_forward_as_in_the_first(ranks: Any) -> None:
+    assert ranks(2).run(dtypes_of_first_and_recomputed_forward) == [[torch.bfloat16] * 2] * 2

@@ -123,8 +123,8 @@ class BackgroundSaver:
         """Waits for a save that is still running, then starts to save `state`.
 
         Also waits for the copy, unless `state` is an `UpdateNotifier`. See [Note: staged before the update].
-        Raises CheckpointError if the state cannot be saved at all, or the save before lost the connection with
-        another rank; other failures are in `outcomes`.
+        Raises CheckpointError if the state cannot be saved at all, or the save before lost its connection
+        with a rank; other failures are in `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
@@ -185,10 +185,11 @@ class BackgroundSaver:
             path = self._saving.save_snapshot(mine, group=self._group)
         except CheckpointError as failed:
             error = failed
-        except (OSError, RuntimeError) as failed:  # outside of what ranks agree on: another rank has gone
+        except (OSError, RuntimeError) as failed:  # not agreed on: another rank has gone
             got = f"{type(failed).__name__}: {failed}"
-            error = self._lost = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
-            if self._group is not None:  # without it, the connections close that other ranks' threads wait for
+            error = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
+            self._lost = error
+            if self._group is not None:  # closed, so that other ranks' threads do not wait for this one
                 dist.destroy_process_group(self._group)
                 self._group = None
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)

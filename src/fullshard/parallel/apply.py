@@ -244,6 +244,8 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
         ) from error
     gather_before_backward_of_each_module(modules)
     engine_module = cast(FSDPModule, modules[0])
+    if dtypes.cast_inputs:
+        fsdp.cast_recomputed_inputs(modules, TORCH_DTYPE[dtypes.param])
     if plan.tensor_parallel > 1 or (plan.expert_parallel > 1 and unit.has_experts):
         compute_with_local_parts(engine_module)
     if not settings.gathers_in_backward:

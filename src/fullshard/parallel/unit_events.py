@@ -68,7 +68,9 @@ def install_reshard_after_evaluation(model: nn.Module, order: UnitOrderRecorder)
     Notes the shards for `check_parameters_not_replaced`, which these forwards call.
     """
     sharded = [one for one in model.parameters() if isinstance(one, DTensor)]
-    order.shards = {one: (one.untyped_storage(), weakref.ref(local_part(one)), one.requires_grad) for one in sharded}
+    order.shards = {
+        one: (one.untyped_storage(), weakref.ref(local_part(one)), one.requires_grad) for one in sharded
+    }
 
     def reshard(_model: nn.Module, _args: Any, output: Any) -> None:  # signature: torch's hook
         if torch.is_grad_enabled():

@@ -4,8 +4,8 @@ FSDP2 keeps one state per unit, shared by the unit's modules; the state has one 
 for a unit without parameters; the group has an object for each parameter ("engine parameter" elsewhere).
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.torch_private.names import require_names, torch_names
+from fullshard.torch_private.tensors import tree_map_only
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_PACKAGE}._fsdp_state.FSDPState"
@@ -24,6 +25,9 @@ NAMES = require_names(
     torch_names(f"{_STATE}._fsdp_param_group _modules", "finds the parts of a unit"),
     # of units with several meshes
     torch_names(f"{_STATE}._fsdp_param_groups", "finds the parts of a unit", is_optional=True),
+    torch_names(  # since torch 2.13, in recomputed forwards too
+        f"{_STATE}._cast_forward_inputs", "casts inputs of recomputed forwards", is_optional=True
+    ),
     torch_names(f"{_STATE}._pre_backward", "gathers a unit before the backward of each of its modules"),
     torch_names(f"{_GROUP}.fsdp_params", "finds the parts of a unit"),
     torch_names(f"{_GROUP}.is_unsharded", "gathers a unit before the backward of each of its modules"),
@@ -86,6 +90,22 @@ def gather_now_for_backward(module: FSDPModule, gradient: Tensor) -> None:
     # FSDP2 has gathered a unit whose last module has a backward, and its own order of events stays.
     if any(not group.is_unsharded for group in parameter_groups(module)):
         unit_state(module)._pre_backward(gradient)
+
+
+def cast_recomputed_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Makes recomputed forwards of a unit cast their inputs to `dtype`, as the first forward does.
+
+    Before 2.13, torch leaves them as they are where the backward of the unit itself begins the recompute.
+    """
+    if hasattr(unit_state(cast(FSDPModule, modules[0])), "_cast_forward_inputs"):
+        return
+
+    def cast_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:  # signature: torch's hook
+        cast_one = lambda value: value.to(dtype) if value.is_floating_point() else value  # noqa: E731
+        return tree_map_only(Tensor, cast_one, (args, kwargs))
+
+    for module in modules:
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
 
 
 def reduce_missing_gradients_as_zeros(module: FSDPModule) -> None:
