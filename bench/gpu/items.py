@@ -142,11 +142,9 @@ def toy(item: Item) -> Item:
         sizes = (*_TOY_DECODER, "model.layers=2", "model.max_sequence=512", "data.sequence_length=64")
     mixture = _TOY_EXPERTS if any(re.match(r"model\.experts=[1-9]", one) for one in own) else ()
     length = ("data.sequence_length=32",) if item.kind != "runs" else ()
-    in_fp8 = any(one.startswith("precision.mode=fp8") for one in own)
-    smallest = ("precision.fp8_min_features=32",) if in_fp8 else ()
     # Compiling takes a minute and more of a busy core: only the items that are named for it do.
     compiles = () if item.name.endswith("compile") else ("run.compile=false",)
-    always = (*length, *smallest, *compiles, "run.device=cpu")
+    always = (*length, *_toy_fp8(own), *compiles, "run.device=cpu")
     return replace(
         item,
         settings=(*own, *sizes, *mixture, *always) if own else (),
@@ -164,7 +162,13 @@ def toy(item: Item) -> Item:
 
 def _toy_variant(variant: Variant, *, halves: bool) -> Variant:
     ranks = max(2, variant.ranks // 2) if halves and variant.ranks > 1 else variant.ranks
-    return variant._replace(settings=tuple(map(_toy_setting, variant.settings)), ranks=ranks)
+    own = tuple(map(_toy_setting, variant.settings))
+    return variant._replace(settings=(*own, *_toy_fp8(own)), ranks=ranks)
+
+
+def _toy_fp8(settings: Sequence[str]) -> tuple[str, ...]:
+    in_fp8 = any(one.startswith("precision.mode=fp8") for one in settings)
+    return ("precision.fp8_min_features=32",) if in_fp8 else ()
 
 
 def _toy_setting(setting: str) -> str:

@@ -19,12 +19,13 @@ shift 2
 
 case $command in
 collect)
-  # Exactly the versions that pydantic and tyro need, and of the others the package alone: torch is there.
+  # Exactly the versions that pydantic, tyro and transformers need, and of the others the package alone: torch is there.
   download() {
     "$PYTHON" -m pip download --quiet --disable-pip-version-check --only-binary :all: -d "$wheels" \
       --python-version "${PYTHON_VERSION:-3.12}" --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 "$@"
   }
-  download "pydantic>=2.12" tyro hypothesis pytest-timeout xxhash pyyaml typer safetensors
+  download "pydantic>=2.12" tyro hypothesis pytest-timeout xxhash pyyaml typer safetensors "transformers>=4.57"
+  rm -f "$wheels"/numpy-*.whl  # torch's own
   download --no-deps "torchao>=0.18" "torchtitan==0.2.*" torchdata
   ls "$wheels"
   ;;
