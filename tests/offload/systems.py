@@ -50,18 +50,13 @@ def after_leaving(system: DriveSystemCalls) -> DriveSystemCalls:
 
 
 def with_short_transfers(seed: int) -> DriveSystemCalls:
-    """Every transfer moves a part of what was asked for, or is interrupted.
+    """Every transfer moves a part of what was asked for.
 
     Of a write, whole sectors: that is what a drive can take. Of a read, any number: the rest is garbage.
     """
     rng = random.Random(seed)
 
-    def interrupted() -> None:
-        if rng.random() < 0.2:
-            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-
     def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        interrupted()
         (buffer,) = buffers
         count = os.preadv(descriptor, buffers, offset)
         short = rng.randint(1, count) if count else 0
@@ -69,7 +64,6 @@ def with_short_transfers(seed: int) -> DriveSystemCalls:
         return short
 
     def pwritev(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        interrupted()
         (buffer,) = buffers
         short = rng.randint(1, buffer.nbytes)
         return os.pwritev(descriptor, [buffer[: short + -short % 512]], offset)

@@ -186,11 +186,3 @@ def write_file(files: CheckpointFiles, name: str, *, data: bytes) -> None:
     """Writes a new file, and flushes it to the disk."""
     with files.create_file(name) as file:
         file.write(data)
-
-
-def is_data_loss_error(error: OSError) -> bool:
-    """Returns whether an error shows that a file's bytes are lost, or that it is a link, directory or device.
-
-    A missing file does not count: other ranks may find it.
-    """
-    return error.errno in (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO)

@@ -33,14 +33,9 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.checkpoint.storage import DcpCheckpointReader
-from fullshard.distributed.agreement import (
-    raise_on_all_ranks,
-    rank,
-    run_on_all_ranks,
-    run_on_rank_zero,
-    run_raising_checkpoint_error,
-)
+from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system.files import os_errors_as_checkpoint_errors
 
 T = TypeVar("T")
 
@@ -127,8 +122,8 @@ def resolve_checkpoint(
     directory: str | Path | location.CheckpointLocation,
 ) -> tuple[CheckpointFiles, Manifest]:
     """Returns the checkpoint `directory`, or the newest complete one in it, or raises CheckpointError."""
-    find = partial(_find_newest_checkpoint, location.location_of(directory), missing_ok=False, refused={})
-    found = run_raising_checkpoint_error(find, doing=f"looking for a checkpoint in {directory}")
+    with os_errors_as_checkpoint_errors(f"{directory} cannot be read."):
+        found = _find_newest_checkpoint(location.location_of(directory), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 

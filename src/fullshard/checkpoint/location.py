@@ -31,11 +31,11 @@ from fullshard.checkpoint.manifest import (
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import (
     check_disk_space,
-    checkpoint_error_from_os_error,
     free_disk_bytes,
     fsync_path,
     hold_exclusive_file_lock,
     make_durable_directory,
+    os_errors_as_checkpoint_errors,
 )
 from fullshard.system.object_store import ObjectStore, is_remote_url
 
@@ -239,7 +239,7 @@ def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Ch
 
 
 def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
-    with _translate_os_errors(place):
+    with os_errors_as_checkpoint_errors(f"{place} cannot be read."):
         if not place.exists():
             return
         for name in place.list_drafts():
@@ -259,14 +259,6 @@ def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[
                 logger.warning("passing over %s: %s", files, error.got or error.what)
             else:
                 yield files, manifest
-
-
-@contextmanager
-def _translate_os_errors(place: CheckpointLocation) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise checkpoint_error_from_os_error(f"{place} cannot be read.", error) from error
 
 
 def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> bool:

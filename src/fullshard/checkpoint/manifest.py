@@ -11,6 +11,7 @@ manifest states. The manifest also has the digests of small files, and tables ha
 is no `latest` file: the newest checkpoint is the complete one of the highest step.
 """
 
+import errno
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,6 @@ from fullshard.checkpoint.files import (
     CheckpointFiles,
     LocalFiles,
     ObjectFiles,
-    is_data_loss_error,
     write_file,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, new_hash_of_same_kind
@@ -45,6 +45,8 @@ MODEL_PREFIX = "model."
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key in the values of a state: number of steps that were skipped in a row, up to the last one."""
 _NO_DIGEST = "0" * 32
+# Bytes are lost, or the file is a link, directory or device. Not a missing file: other ranks may find it.
+_BYTES_LOST = {errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO}
 
 # A file name is one path component: a checkpoint must not reach out of its own directory.
 FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
@@ -305,7 +307,7 @@ def small_file_entry(data: bytes) -> SavedFile:
 
 def read_failure_error(error: OSError, what: str, *, name: str) -> CheckpointError:
     """Returns a DamagedCheckpointError if the bytes of `name` are lost, else a CheckpointError."""
-    kind = DamagedCheckpointError if is_data_loss_error(error) else CheckpointError
+    kind = DamagedCheckpointError if error.errno in _BYTES_LOST else CheckpointError
     return kind(what, got=f"{name}: {error.strerror or error}")
 
 

@@ -102,8 +102,7 @@ class DcpCheckpointWriter(StorageWriter):
         with self.attempt:
             metadata.storage_data = {one.index: one.storage_data for many in results for one in many}
             metadata.storage_meta = None
-            if hasattr(metadata, "version"):
-                metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+            metadata.version = filesystem.CURRENT_DCP_VERSION
             self.metadata = metadata
             self.written[METADATA] = write_small_file(self.draft, METADATA, data=pickle.dumps(metadata))
             index = ShardIndex.from_dcp_metadata(metadata).model_dump_json().encode()

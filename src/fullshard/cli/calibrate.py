@@ -90,6 +90,7 @@ def _is_hardware_file(path: Path) -> bool:
 def _create_output_directory(path: Path) -> None:
     """Creates the directory of `path`. Raises SpecError if this fails, rather than after the measurement."""
     from fullshard.errors import SpecError
+    from fullshard.system.targets import convert_write_errors
 
     if path.parts[:1] == ("~",):
         raise SpecError(
@@ -97,13 +98,10 @@ def _create_output_directory(path: Path) -> None:
             got="no home: neither HOME nor an entry of this user in /etc/passwd",
             fix="--out FILE, and FULLSHARD_HARDWARE=FILE for the commands that read it",
         )
-    try:
+    with convert_write_errors(path, fix="another path for --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             path.lstat()
-    except OSError as error:
-        fix = "another path for --out"
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix=fix) from error
 
 
 def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:

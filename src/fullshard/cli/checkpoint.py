@@ -166,17 +166,15 @@ def _find_checkpoints_root(directory: str) -> "CheckpointLocation":
     Raises CheckpointError if neither exists.
     """
     from fullshard.checkpoint.location import location_of
-    from fullshard.distributed.agreement import run_raising_checkpoint_error
     from fullshard.errors import CheckpointError
+    from fullshard.system.files import os_errors_as_checkpoint_errors
 
-    inner = directory if "://" in directory else Path(directory) / "checkpoints"
-    place = location_of(inner)
-    if not run_raising_checkpoint_error(place.exists, doing=f"looking at {place}"):
-        place = location_of(directory)
-        if not run_raising_checkpoint_error(place.exists, doing=f"looking at {place}"):
-            fix = "the run's directory, such as runs/default"
-            raise CheckpointError(f"{place} is not a directory.", fix=fix)
-    return place
+    for path in (directory if "://" in directory else Path(directory) / "checkpoints", directory):
+        place = location_of(path)
+        with os_errors_as_checkpoint_errors(f"{place} cannot be read."):
+            if place.exists():
+                return place
+    raise CheckpointError(f"{directory} is not a directory.", fix="the run's directory, such as runs/default")
 
 
 def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:

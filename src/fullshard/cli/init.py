@@ -42,17 +42,14 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
 ) -> None:
     """Write a run.toml with the keys that people change."""
-    from fullshard.errors import SpecError
     from fullshard.system.files import write_file_or_stream
-    from fullshard.system.targets import check_output_file
+    from fullshard.system.targets import check_output_file, convert_write_errors
 
     name = escape_to_single_line(path.name)
     text = default_run_toml_text(name) if every else short_run_toml_text(name)
     check_output_file(path, is_kind=None, force=force, streams=True)
-    try:
+    with convert_write_errors(path):
         write_file_or_stream(path, text)
-    except OSError as error:
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     typer.echo(escape_to_single_line(f"{path}"))
 
 

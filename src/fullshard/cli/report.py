@@ -79,18 +79,15 @@ def _show_run(run: "RunRecord") -> None:
 
 def _write_page(directory: Path, path: Path, *, force: bool) -> None:
     """Writes the page about the run to `path`. Raises SpecError if it cannot be written."""
-    from fullshard.errors import SpecError
     from fullshard.quantities import format_bytes
     from fullshard.report.page import is_report_page, render_page
     from fullshard.system.files import write_file_atomically
-    from fullshard.system.targets import check_output_file
+    from fullshard.system.targets import check_output_file, convert_write_errors
 
     check_output_file(path, is_kind=is_report_page, force=force)
     page = render_page(_read_run(directory))
-    try:
+    with convert_write_errors(path):
         write_file_atomically(path, page)
-    except OSError as error:
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     written = f"wrote {path} ({format_bytes(len(page.encode()))})"
     typer.echo(escape_control_characters(written))
 

@@ -34,7 +34,7 @@ def trace(
         read_step,
         save_trace,
     )
-    from fullshard.system.targets import check_output_file, make_load_predicate
+    from fullshard.system.targets import check_output_file, convert_write_errors, make_load_predicate
 
     check_output_file(path, is_kind=make_load_predicate(check_is_trace), force=force, streams=True)
     step = check_step_or_choose_last(directory, step)
@@ -42,10 +42,8 @@ def trace(
     if not measured:
         raise SpecError(f"{directory}: the profiles of step {step} cannot be read.", fix="another --step")
     about = {"run": str(directory), "step": str(step)}
-    try:
+    with convert_write_errors(path):
         save_trace(path, aligned_spans_by_trace_process(measured), about=about)
-    except OSError as error:
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
     ranks = count_text(len(measured), "rank")
     text = f"wrote {path}{size}: step {step} of {ranks}; open it in https://ui.perfetto.dev"

@@ -7,10 +7,10 @@ of them.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,11 @@ T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
 
 
-class ErrorCapture:
+class ErrorCapture(AbstractContextManager["ErrorCapture"]):
     """Context manager that catches the exception of its block. See [Note: failures are agreed on]."""
 
     def __init__(self) -> None:
         self.error: Exception | CheckpointException | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -20,7 +20,12 @@ from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.plan import Plan
 from fullshard.spec.records import run_files
 from fullshard.spec.value import FrozenModel
-from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock, write_file_atomically
+from fullshard.system.files import (
+    find_lock_holder,
+    hold_exclusive_file_lock,
+    os_errors_as_checkpoint_errors,
+    write_file_atomically,
+)
 from fullshard.system.process import read_stat_fields_after_comm
 
 # Names that torchrun gives to a launch without a name.
@@ -258,7 +263,8 @@ def check_usable_by_new_run(root: Path, *, offload_path: str = "offload") -> Non
                 fix=f"{_ANOTHER}; or --resume, to continue from the checkpoints that are there",
             )
     may_stay = _can_move_with_run if has_run else _can_lie_beside_run
-    others = ", ".join([one.name for one in entries if not may_stay(one, own=own)][:5])
+    foreign = [one.name for one in entries if one.name in _REPOSITORY or not may_stay(one, own=own)]
+    others = ", ".join(foreign[:5])
     if others and not has_run:
         raise SpecError(
             f"{root} holds other things than a run.",
@@ -288,12 +294,9 @@ def set_aside_earlier_run(root: Path, *, offload_path: str = "offload") -> Path 
 def _check_no_foreign_checkpoints(saved_to: str) -> None:
     """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own."""
     from fullshard.checkpoint.location import location_of  # imports torch, which the launcher's checks avoid
-    from fullshard.distributed.agreement import run_raising_checkpoint_error
 
-    place = location_of(saved_to)
-    steps = run_raising_checkpoint_error(
-        place.list_checkpoints, doing=f"looking for checkpoints in {saved_to}"
-    )
+    with os_errors_as_checkpoint_errors(f"{saved_to} cannot be read."):
+        steps = location_of(saved_to).list_checkpoints()
     if steps:
         raise CheckpointError(
             f"{saved_to} holds the checkpoints of another run.",
@@ -313,14 +316,10 @@ def _has_run_record(root: Path) -> bool:
 
 
 def _can_move_with_run(entry: Path, *, own: set[str]) -> bool:
-    if entry.name in _REPOSITORY:
-        return False
     return entry.name in own if entry.is_dir() else entry.suffix not in _USER_SUFFIXES
 
 
 def _can_lie_beside_run(entry: Path, *, own: set[str]) -> bool:
-    if entry.name in _REPOSITORY:
-        return False
     return not entry.is_dir() or entry.name.startswith(".") or entry.name in own or _is_empty_directory(entry)
 
 

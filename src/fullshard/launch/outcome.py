@@ -10,14 +10,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from fullshard.errors import FullshardError, user_code_location_text
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS, METRICS
-from fullshard.system.files import open_regular_file, write_file_atomically
+from fullshard.system.files import write_file_atomically
 from fullshard.system.process import call_on_watchdog_exit
-from fullshard.system.small_files import VALUE_BYTES, parse_json, read_text
+from fullshard.system.small_files import (
+    VALUE_BYTES,
+    parse_json,
+    parse_json_line,
+    read_last_lines,
+    read_text,
+)
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130
@@ -74,7 +80,7 @@ class FailureReport:
         return f"{self.traceback if shown else ''}{who}{self.name}: {self.message}"
 
 
-class ProcessOutcome:
+class ProcessOutcome(AbstractContextManager["ProcessOutcome"]):
     """Context that catches every exception, and sets the `exit_code` and `failure` of the process.
 
     The exit code is that of a SystemExit or a FullshardError, 130 for Ctrl-C, and 1 for other exceptions.
@@ -83,9 +89,6 @@ class ProcessOutcome:
     def __init__(self) -> None:
         self.exit_code = 0
         self.failure: FailureReport | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if isinstance(error, SystemExit):
@@ -158,17 +161,10 @@ class LaunchEventLog:
 
     def read_last_step(self) -> int | None:
         """Returns the step of the last whole line of metrics.jsonl; None if there is no such line."""
-        try:
-            with open(self._directory / METRICS, "rb", opener=open_regular_file) as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                lines = file.read().split(b"\n")[:-1]
-        except OSError:
-            return None
-        try:
-            fields: Any = json.loads(lines[-1]) if lines else None
-        except ValueError:
-            return None
-        step = fields.get("step") if isinstance(fields, dict) else None
+        step, path = None, self._directory / METRICS
+        with suppress(OSError):
+            for line in read_last_lines(path, most_bytes=_TAIL_BYTES, longest=_TAIL_BYTES):
+                step = parse_json_line(line).get("step", step)
         return step if isinstance(step, int) else None
 
     def record_fault(self, failure: FailureReport, *, rank: int) -> None:

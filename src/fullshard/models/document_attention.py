@@ -94,11 +94,6 @@ class ContextParallel:
     part: SequencePart
     group: str = ""
 
-    @property
-    def unique_name(self) -> str:
-        """A name that differs for another rank, number of ranks or group."""
-        return f"{self.part.rank}_of_{self.part.ranks}_in_{self.group}"
-
     def check_bounds_are_given(self, mask: Tensor | None, *, training: bool) -> None:
         """Raises TrainError in training without bounds: a token would attend only to tokens of its rank."""
         if training and (mask is None or not is_document_bounds(mask)):
@@ -263,8 +258,9 @@ def set_document_attention_if_supported(model: nn.Module, *, context: ContextPar
         return False
     attention: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks: Any = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
-    # Models of one process may differ, and transformers knows a function by its name alone.
-    name = DOCUMENT_ATTENTION if context is None else f"{DOCUMENT_ATTENTION}_{context.unique_name}"
+    name = DOCUMENT_ATTENTION
+    if context is not None:  # models of one process may differ, and a function is known by its name alone
+        name += f"_{context.part.rank}_of_{context.part.ranks}_in_{context.group}"
     attention.register(name, _make_attention(attention[_SDPA], context))
     masks.register(name, masks[_SDPA])
     config._attn_implementation = name

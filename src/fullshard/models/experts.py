@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fullshard.distributed.sequence_parts import reduce_over_ranks
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.torch_private.fake_tensors import FakeTensor
-from fullshard.torch_private.tensors import find_grouped_matmul
 
 _ALIGNED_BYTES = 16
 _HOPPER, _BLACKWELL = 9, 10  # major capabilities of NVIDIA's GPUs with one kernel for grouped matmuls in bf16
@@ -217,7 +216,7 @@ def matmul_groups(rows: Tensor, matrices: Tensor, *, ends: Tensor) -> Tensor:
     ends: int32 (groups,), where each group of rows ends
     """
     if _has_grouped_matmul_kernel(rows, matrices) and not _leaves_empty_groups(rows):
-        return find_grouped_matmul()(rows, matrices, offs=ends)
+        return F.grouped_mm(rows, matrices, offs=ends)
     return matmul_groups_in_turn(rows, matrices, ends)
 
 
@@ -243,11 +242,7 @@ def _has_grouped_matmul_kernel(rows: Tensor, matrices: Tensor) -> bool:
     if not has_values and rows.dtype != torch.bfloat16:
         return False
     aligned = all(width * rows.itemsize % _ALIGNED_BYTES == 0 for width in matrices.shape[1:])
-    if (
-        find_grouped_matmul() is None
-        or not aligned
-        or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32)
-    ):
+    if not aligned or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     if not rows.is_cuda:
         return True
@@ -264,7 +259,7 @@ def matmul_groups_in_turn(left: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:  
     (groups, in, out), the gradient of the matrices.
     """
     if _leaves_empty_groups(left) and _has_grouped_matmul_kernel(left, mat2):
-        product = find_grouped_matmul()(left, mat2, offs=offs)
+        product = F.grouped_mm(left, mat2, offs=offs)
         return product if mat2.ndim == 3 else clear_empty_groups(product, offs)
     ends = [0, *offs.tolist()]
     spans = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]

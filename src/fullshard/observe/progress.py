@@ -25,10 +25,6 @@ class RunProgress:
         self._recent.append((self._now(), metrics))
 
     @property
-    def last_step_metrics(self) -> StepMetrics:
-        return self._recent[-1][1]
-
-    @property
     def recent_tokens_per_second(self) -> float:
         """Tokens per second of all ranks together, over the recent steps, without compiling."""
         seconds = sum(metrics.seconds_without_compiling for _, metrics in self._recent)
@@ -57,7 +53,7 @@ class RunProgress:
 
     def status_line_parts(self) -> list[str]:
         """Returns the texts of the status line."""
-        last, rate = self.last_step_metrics, self.recent_tokens_per_second
+        last, rate = self._recent[-1][1], self.recent_tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:
             total += f" = {self.world_size} x {format_count(rate / self.world_size)}"

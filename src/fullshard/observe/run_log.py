@@ -16,12 +16,12 @@ from typing import TextIO
 
 import torch
 
-from fullshard.errors import SpecError, TrainError
+from fullshard.errors import TrainError
 from fullshard.observe.progress import ProgressPrinter, RunProgress
 from fullshard.observe.step_metrics import StepMetrics
 from fullshard.observe.trackers import TrackerThread, check_trackers_installed, close_trackers, open_trackers
 from fullshard.parallel.mesh import RankInfo
-from fullshard.report.run_record import LONGEST_LINE_BYTES, parse_metrics_line
+from fullshard.report.run_record import LONGEST_LINE_BYTES
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import none_if_not_finite
 from fullshard.spec.records.run_files import EVENTS, METRICS
@@ -33,9 +33,12 @@ from fullshard.system.files import (
     open_regular_file,
     os_error_why_and_fix,
 )
+from fullshard.system.small_files import parse_json_line
+from fullshard.system.targets import convert_write_errors
 from fullshard.training.loop import Step
 
 PREVIOUS_METRICS = "metrics.previous.jsonl"
+_ANOTHER = "run.dir = another directory"
 
 
 class MetricsLog:
@@ -48,7 +51,7 @@ class MetricsLog:
 
     def __init__(self, directory: str | Path, *, after_step: int = 0) -> None:
         self.path = Path(directory, METRICS)
-        try:
+        with convert_write_errors(self.path, fix=_ANOTHER):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if after_step and self.path.exists():
                 _drop_lines_after_step(self.path, after_step)
@@ -57,10 +60,6 @@ class MetricsLog:
             # Unbuffered, so that each line is one write and a killed process loses none. If the machine
             # crashes, lines since the last `flush_to_disk` may be lost.
             self._file = FileIO(self.path, "ab", opener=open_regular_file)
-        except OSError as error:
-            raise SpecError(
-                f"{self.path} cannot be written.", got=error.strerror, fix="run.dir = another directory"
-            ) from error
 
     def write_step(self, metrics: StepMetrics, *, window: Mapping[str, object] | None = None) -> None:
         """Appends the line of a step, with the figures of a window of steps if one has ended.
@@ -120,11 +119,8 @@ def record_attempt_start(directory: Path, run: Run, *, ranks: RankInfo) -> None:
         "process": f"{socket.gethostname()}:{os.getpid()}",
         "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
     }
-    try:
+    with convert_write_errors(path, fix=_ANOTHER):
         RunEvent.now("start", attempt=count_attempts(path) + 1, details=details).append_to(path)
-    except OSError as error:
-        fix = "run.dir = another directory"
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix=fix) from error
 
 
 def count_attempts(path: Path) -> int:
@@ -299,7 +295,7 @@ def _drop_lines_after_step(path: Path, last_step: int) -> None:
     """Rewrites the file without incomplete lines and lines of steps after `last_step`, if it has such."""
 
     def is_kept(line: bytes) -> bool:
-        step = parse_metrics_line(line).get("step")
+        step = parse_json_line(line).get("step")
         return isinstance(step, int) and step <= last_step
 
     with open(path, "rb", opener=open_regular_file) as old:

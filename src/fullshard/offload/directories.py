@@ -10,7 +10,6 @@
 Each JSON file ends with its own digest, so that a flipped bit is always detected.
 """
 
-import errno
 import os
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +20,13 @@ from typing import Literal
 from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
-from fullshard.offload.drive import CHECK_DRIVE, SYSTEM, DriveSystemCalls, offload_error_from_os_error
+from fullshard.offload.drive import (
+    CHECK_DRIVE,
+    SYSTEM,
+    DriveSystemCalls,
+    offload_error_from_os_error,
+    write_all,
+)
 from fullshard.quantities import format_bytes
 from fullshard.spec.groups import page_aligned_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
@@ -104,15 +109,7 @@ def write_file_start_and_flush(path: Path, data: bytes, *, system: DriveSystemCa
     """Writes `data` over the beginning of a file, or a new file, and flushes it. Later bytes stay."""
     descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        left, offset = memoryview(data), 0
-        while left.nbytes:
-            try:
-                count = system.pwritev(descriptor, [left], offset)
-            except InterruptedError:
-                continue
-            if not count:
-                raise OSError(errno.EIO, "the drive took nothing")
-            left, offset = left[count:], offset + count
+        write_all(descriptor, memoryview(data), offset=0, system=system)
         system.fdatasync(descriptor)
     finally:
         os.close(descriptor)

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -125,7 +125,7 @@ def translate_os_errors(what: str, *, where: str = "") -> Generator[None]:
         raise offload_error_from_os_error(what, error, where=where) from error
 
 
-class DriveFile:
+class DriveFile(AbstractContextManager["DriveFile"]):
     """A file of a fixed size, `size_bytes`, which is a multiple of 4096. See [Note: past the page cache].
 
     `read` and `write` transfer all bytes or raise, and release the GIL. Several threads may access different
@@ -174,9 +174,6 @@ class DriveFile:
             raise _wrong_size_error(path, found=found, expected=size_bytes)
         return cls(path, size_bytes, descriptor=descriptor, system=system)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -207,8 +204,6 @@ class DriveFile:
             direct = self.direct
             try:
                 count = transfer(self._descriptor, [left if direct else left[:_CACHED_BYTES]], offset)
-            except InterruptedError:
-                continue
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:  # the file system takes O_DIRECT only at `open`
                     self._disable_direct_io()
@@ -280,12 +275,17 @@ def _fallocate_or_write_zeros(descriptor: int, size_bytes: int, *, system: Drive
     except OSError as error:
         if error.errno not in _NO_ALLOCATION:
             raise
-    zeros, offset = memoryview(bytes(_ZEROS_BYTES)), 0
-    while offset < size_bytes:
-        count = system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
-        if not count:
+    zeros = memoryview(bytes(_ZEROS_BYTES))
+    for offset in range(0, size_bytes, _ZEROS_BYTES):
+        write_all(descriptor, zeros[: size_bytes - offset], offset=offset, system=system)
+
+
+def write_all(descriptor: int, data: memoryview, *, offset: int, system: DriveSystemCalls) -> None:
+    """Writes all of `data` at `offset`. Raises OSError. Python repeats a call that a signal interrupts."""
+    while data.nbytes:
+        if not (count := system.pwritev(descriptor, [data], offset)):
             raise OSError(errno.EIO, "the drive took nothing")
-        offset += count
+        data, offset = data[count:], offset + count
 
 
 @cache  # once per directory

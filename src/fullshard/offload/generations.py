@@ -15,10 +15,9 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import xxhash
 from torch import Tensor
@@ -47,7 +46,7 @@ class Generation:
     slot: int
 
 
-class GenerationFiles:
+class GenerationFiles(AbstractContextManager["GenerationFiles"]):
     """Reads one generation while it writes the next: start, write every record, commit.
 
     Several threads may read and write different records. All other methods are for one thread, while no
@@ -95,9 +94,6 @@ class GenerationFiles:
             self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
             stack.callback(self._hashing.shutdown)
             self._resources = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -153,8 +153,7 @@ def _set_up_compiler(most_graphs: int) -> None:
     _most_graphs.set(most_graphs)
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(_config, name, max(getattr(_config, name), most_graphs))
-    if hasattr(functorch_config, "force_non_lazy_backward_lowering"):
-        functorch_config.force_non_lazy_backward_lowering = True
+    functorch_config.force_non_lazy_backward_lowering = True
 
 
 def _shorten_to_first_line(text: str) -> str:

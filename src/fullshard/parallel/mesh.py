@@ -11,7 +11,6 @@ import os
 import socket
 import time
 import uuid
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,9 +151,7 @@ def _use_expandable_segments() -> None:
     """Makes the allocator grow its segments, in a process whose environment does not configure it."""
     if torch.version.cuda is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        set_allocator_settings(EXPANDABLE_SEGMENTS)
+    set_allocator_settings(EXPANDABLE_SEGMENTS)
 
 
 def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:

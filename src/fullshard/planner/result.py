@@ -2,8 +2,7 @@
 
 import sys
 from bisect import bisect_left
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,7 +14,7 @@ from fullshard.planner.search.parallel_degrees import DegreeSearch, search_paral
 from fullshard.planner.search.search import SearchResult, require_best, search
 from fullshard.planner.target import ModelToPlan, choose_global_batch, choose_hardware, resolve_model_to_plan
 from fullshard.quantities import format_bytes, format_count, parse_count
-from fullshard.report.plan import PlanReport, TrainingBudget, show_plan, show_plan_table
+from fullshard.report.plan import PlanReport, TrainingBudget, plan_rows, show_plan_table
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.machine.certainty import speed_deviation_of_model
 from fullshard.spec.machine.hardware import Hardware
@@ -24,7 +23,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.spec.settings.run_checks import count_groups, divisors
-from fullshard.system.targets import check_output_file, make_load_predicate
+from fullshard.system.targets import check_output_file, convert_write_errors, make_load_predicate
 from fullshard.system.terminal import escape_control_characters
 
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
@@ -161,26 +160,25 @@ class PlanResult:
             why = list(self.explanation.limit_and_lever_lines())
         why += map(str, self.question.spec.untraced)
         certainty = speed_deviation_of_model(self.question.spec, self.question.hardware)
-        show_plan(
-            PlanReport(
-                self.best,
-                self.question.asked,
-                model=self.question.model_summary,
-                hardware=self.question.hardware_summary,
-                rates=self.question.hardware.source,
-                why=why,
-                budget=budget,
-                fp8=fp8_summary_text(self.question.spec.fp8) if self.question.spec.fp8 else "",
-                certainty=certainty,
-            )
+        page = PlanReport(
+            self.best,
+            self.question.asked,
+            model=self.question.model_summary,
+            hardware=self.question.hardware_summary,
+            rates=self.question.hardware.source,
+            why=why,
+            budget=budget,
+            fp8=fp8_summary_text(self.question.spec.fp8) if self.question.spec.fp8 else "",
+            certainty=certainty,
         )
+        show_labelled_lines(plan_rows(page))
         if compare and self.found is not None:
             print()
             show_plan_table(self.best, self.found.by_strategy.values())
 
     def save(self, path: Path) -> None:
         """Saves the best plan. Raises SpecError for a file that cannot be written."""
-        with _convert_write_errors(path):
+        with convert_write_errors(path):
             self.best.save(path)
 
     def json_record(self, budget: TrainingBudget | None) -> dict[str, object]:
@@ -214,17 +212,9 @@ class PlanResult:
 
 def check_output_replaceable(path: Path, *, force: bool) -> None:
     """Raises SpecError if the file of the plan must not be replaced, or has no directory."""
-    with _convert_write_errors(path):
+    with convert_write_errors(path):
         path.parent.stat()
     check_output_file(path, is_kind=make_load_predicate(Plan.load), force=force, streams=True)
-
-
-@contextmanager
-def _convert_write_errors(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
 
 
 def find_fastest_fitting_plan(question: PlanRequest) -> Plan:

@@ -126,7 +126,7 @@ def show_run(run: RunRecord) -> None:
         show_measurement(run.measurement, prediction=run.prediction)
     else:
         show_labelled_lines(
-            [("run", run.directory_text), ("", verdict(run)), ("", setup_and_incidents_text(run))]
+            [("run", str(run.directory)), ("", verdict(run)), ("", setup_and_incidents_text(run))]
         )
         _show_comparison(compare_run(run), file=None)
 

@@ -34,7 +34,7 @@ _GENERATOR = '<meta name="generator" content="fullshard report">'
 
 def render_page(run: RunRecord) -> str:
     """Returns the HTML of the page about a run."""
-    head = f"<h1>{escape_html(run.directory_text)}</h1>"
+    head = f"<h1>{escape_html(str(run.directory))}</h1>"
     head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(setup_and_incidents_text(run))}'
     found = [
         ("Predicted and measured", _comparison_table(run)),
@@ -44,7 +44,7 @@ def render_page(run: RunRecord) -> str:
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
     ]
     sections = [f"<section><h2>{heading}</h2>{content}</section>" for heading, content in found if content]
-    return _html_document(run.directory_text, head + draw_charts(run) + "".join(sections))
+    return _html_document(str(run.directory), head + draw_charts(run) + "".join(sections))
 
 
 def is_report_page(path: Path) -> bool:

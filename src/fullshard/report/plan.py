@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO, cast
 
 from fullshard.quantities import count_text, format_bytes, format_count, format_seconds
-from fullshard.report.table import show_labelled_lines, show_table
+from fullshard.report.table import show_table
 from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import (
@@ -78,11 +78,6 @@ class PlanReport(NamedTuple):
     budget: TrainingBudget | None = None  # tokens to train on, if any
     fp8: str = ""  # which matrices are multiplied in fp8, if any
     certainty: SpeedDeviation | None = None  # how far the speed may be wrong, if anything is known about it
-
-
-def show_plan(page: PlanReport, *, file: TextIO | None = None) -> None:
-    """Prints the report to `file` (standard output by default)."""
-    show_labelled_lines(plan_rows(page), file=file)
 
 
 def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:

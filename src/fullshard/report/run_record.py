@@ -1,7 +1,6 @@
 """Everything that a run's directory says about the run, also while it trains and after it died."""
 
 import errno
-import json
 import math
 import os
 from array import array
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,7 +19,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import Measurement
 from fullshard.spec.records.run_files import EVENTS, MEASUREMENT, METRICS, PLAN
-from fullshard.system.small_files import read_last_lines
+from fullshard.system.small_files import parse_json_line, read_last_lines
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 RunState = Literal["finished", "stopped", "running", "restarting", "failed", "lost"]
@@ -88,24 +87,13 @@ def read_steps(path: Path) -> StepColumns:
     for number, line in enumerate(lines):
         if number == _MOST_LINES:
             raise OSError(errno.EFBIG, f"it has more than {_MOST_LINES:,} lines", str(path))
-        fields = parse_metrics_line(line)
+        fields = parse_json_line(line)
         step = _figure_or_nan(fields.get("step"))
         if 0 < step <= _LARGEST_STEP:
             found[step] = array("d", [_figure_or_nan(fields.get(name)) for name in _NAMES])
     steps = sorted(found)
     columns = {name: array("d", [found[step][i] for step in steps]) for i, name in enumerate(_NAMES)}
     return StepColumns(array("d", steps), columns)
-
-
-def parse_metrics_line(line: bytes) -> dict[str, Any]:
-    """Returns the fields of a line of `metrics.jsonl`; none if the line is incomplete or no JSON object."""
-    if not line.endswith(b"\n"):
-        return {}
-    try:
-        fields: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return cast(dict[str, Any], fields) if isinstance(fields, dict) else {}
 
 
 def _figure_or_nan(value: object) -> float:
@@ -136,11 +124,6 @@ class RunRecord:
     measurement: Measurement | None = None
     events: list[RunEvent] = field(default_factory=list[RunEvent])
     unreadable: tuple[str, ...] = ()
-
-    @property
-    def directory_text(self) -> str:
-        """The directory, as the user wrote it."""
-        return str(self.directory)
 
     @property
     def last_step(self) -> int:

@@ -15,9 +15,8 @@ import mmap
 import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -31,7 +30,7 @@ DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _BLOCKS = 2  # one is written while the other is filled
 
 
-class DirectFileWriter:
+class DirectFileWriter(AbstractContextManager["DirectFileWriter"]):
     """Writes bytes in order into the new file `path`, through two blocks of memory of 16 MiB.
 
     Once the context ends without error, all bytes are on the disk. Raises FileExistsError if the file exists.
@@ -46,9 +45,6 @@ class DirectFileWriter:
         self._offset = 0  # of the block that is being filled
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

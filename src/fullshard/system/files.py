@@ -184,6 +184,15 @@ def checkpoint_error_from_os_error(what: str, error: OSError) -> CheckpointError
     return CheckpointError(what, got=f"{error.strerror or error}{place}", why=why, fix=fix)
 
 
+@contextmanager
+def os_errors_as_checkpoint_errors(what: str) -> Generator[None]:
+    """Context that raises `checkpoint_error_from_os_error(what, …)` for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise checkpoint_error_from_os_error(what, error) from error
+
+
 def free_disk_bytes(path: Path) -> int:
     """Returns the free bytes for this user on the disk of `path`, which need not exist yet."""
     existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())

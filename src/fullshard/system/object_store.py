@@ -161,14 +161,9 @@ class ObjectStore:
             return getattr(self._file_system, act)(*args, **(options or {}))
 
     @property
-    def bucket_url(self) -> str:
-        """URL of the bucket."""
-        protocol, _, rest = self.url.partition("://")
-        return f"{protocol}://{rest.partition('/')[0]}"
-
-    @property
     def _file_system(self) -> Any:
-        return _shared_file_system(self.bucket_url, os.getpid())
+        protocol, _, rest = self.url.partition("://")
+        return _shared_file_system(f"{protocol}://{rest.partition('/')[0]}", os.getpid())
 
     def _fsspec_path(self, url: str) -> str:
         return str(self._file_system._strip_protocol(url))

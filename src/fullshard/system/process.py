@@ -17,13 +17,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
-def boot_id() -> str:
-    """Returns an identifier of the running kernel, which changes with each boot; "" without /proc."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
 def pid_namespace() -> str:
     """Returns an identifier of the namespace in which this process's pid is valid; "" without /proc."""
     with suppress(OSError):

@@ -13,11 +13,11 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from fullshard.errors import FullshardError, SpecError
 from fullshard.quantities import format_bytes
@@ -35,7 +35,7 @@ class TomlError(ValueError):
     """Error for text that is not TOML."""
 
 
-class ForeignErrorTranslator:
+class ForeignErrorTranslator(AbstractContextManager["ForeignErrorTranslator"]):
     """Context that raises `error(message)` in place of any exception of another library that parses a file.
 
     A FullshardError passes unchanged, and so do exceptions that end the process.
@@ -43,9 +43,6 @@ class ForeignErrorTranslator:
 
     def __init__(self, error: Callable[[str], Exception]) -> None:
         self._error = error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # A Rust panic is not an Exception.
@@ -92,6 +89,17 @@ def read_last_lines(path: Path, *, most_bytes: int, longest: int) -> Generator[b
         if begin > 0:
             file.readline(longest)  # the end of a line
         yield from iter(lambda: file.readline(longest), b"")
+
+
+def parse_json_line(line: bytes) -> dict[str, Any]:
+    """Returns the fields of a JSON object on one line; none if the line is incomplete or another value."""
+    if not line.endswith(b"\n"):
+        return {}
+    try:
+        fields: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return cast(dict[str, Any], fields) if isinstance(fields, dict) else {}
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -1,8 +1,9 @@
-"""Checks before a command writes: not into a checkpoint, and not over a run's record or an unrelated file."""
+"""Checks before a command writes: no checkpoint, no record of a run, no unrelated file; errors of writing."""
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.errors import FullshardError, SpecError
@@ -88,6 +89,15 @@ def check_not_checkpoint_or_run_record(path: Path) -> None:
         raise SpecError(
             f"{path} cannot be written.", got=f"a record of the run in {place.parent}", fix="a path elsewhere"
         )
+
+
+@contextmanager
+def convert_write_errors(path: Path, *, fix: str = "another path") -> Generator[None]:
+    """Context that writes `path`, and raises SpecError for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix=fix) from error
 
 
 def make_load_predicate(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES) -> IsKind:

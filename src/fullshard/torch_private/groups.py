@@ -18,7 +18,7 @@ NAMES = require_names(
     torch_names(f"{_NATIVE}.Backend.Options._timeout", "gives groups the timeout of the default group"),
     torch_names(f"{_NATIVE}.Backend._get_sequence_number_for_group", "counts collectives", is_optional=True),
     torch_names(f"{_C10D}._resolve_process_group", "finds a group by its name, in a graph"),
-    torch_names(f"{_C10D}._get_default_store", "exchanges what differs between ranks", is_optional=True),
+    torch_names(f"{_C10D}._get_default_store", "exchanges what differs between ranks"),
     torch_names(f"{_NATIVE}.{' '.join(_RECORDERS)}", "reads the flight recorder", is_optional=True),
 )
 
@@ -59,8 +59,8 @@ def group_of_name(name: str) -> dist.ProcessGroup:
 
 def find_default_store() -> dist.Store | None:
     """Returns the store of the default process group, or None if there is no default group."""
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return find() if find is not None and dist.is_initialized() else None
+    find = dist.distributed_c10d._get_default_store  # pyright: ignore[reportPrivateUsage]
+    return find() if dist.is_initialized() else None
 
 
 def dump_flight_recorders() -> list[str]:

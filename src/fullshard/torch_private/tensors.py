@@ -29,12 +29,11 @@ NAMES = require_names(
     torch_names("torch._foreach_mul_", "scales gradients"),
     torch_names("torch._foreach_add_", "counts steps on the device"),
     torch_names("torch._fused_adamw_", "updates offloaded state"),
-    torch_names("torch._grouped_mm", "multiplies experts before F.grouped_mm", is_optional=True),
     torch_names("torch.UntypedStorage._cdata", "identifies memory"),
     torch_names("torch.Tensor._version", "sees that a saved activation was overwritten"),
     torch_names("torch.Tensor._base", "finds the tensor of a view"),
     torch_names("torch.Tensor._backward_hooks", "finds hooks of parameters"),
-    torch_names("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters", is_optional=True),
+    torch_names("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters"),
     torch_names(
         "torch.optim.Optimizer._optimizer_step_pre_hooks _optimizer_step_post_hooks",
         "finds hooks of optimizers",
@@ -44,8 +43,7 @@ NAMES = require_names(
     torch_names("torch.nn.Module._non_persistent_buffers_set", "leaves buffers out of checkpoints"),
     torch_names("torch.nn.utils.parametrize._cache", "computes parametrized weights once"),
     torch_names("torch.nn.modules.batchnorm._BatchNorm", "finds modules that mix rows"),
-    torch_names("torch.cuda.memory._set_allocator_settings", "lets segments grow", is_optional=True),
-    torch_names("torch._C._accelerator_setAllocatorSettings", "lets segments grow", is_optional=True),
+    torch_names("torch._C._accelerator_setAllocatorSettings", "lets segments grow"),
     torch_names(
         "torch._C._autograd._ProfilerResult.experimental_event_tree", "reads allocations of a profile"
     ),
@@ -66,11 +64,6 @@ def foreach_norm(
 ) -> Sequence[Tensor]:
     """Returns the norm of each tensor."""
     return torch._foreach_norm(list(tensors), order, dtype)  # pyright: ignore[reportPrivateUsage]
-
-
-def find_grouped_matmul() -> Any:
-    """Returns torch's product of groups of rows and a matrix for each group, or None without one."""
-    return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def foreach_multiply(tensors: Sequence[Tensor], factor: float) -> None:
@@ -110,7 +103,7 @@ def gradient_hooks(tensor: Tensor) -> list[Any]:
 
 def post_accumulate_hooks(tensor: Tensor) -> list[Any]:
     """Returns the functions that `register_post_accumulate_grad_hook` has registered."""
-    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    hooks = tensor._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage]
     return list((hooks or {}).values())
 
 
@@ -150,15 +143,9 @@ def make_dcp_storage_info(filesystem: Any, name: str, *, offset: int, length: in
     return filesystem._StorageInfo(name, offset, length)
 
 
-def set_allocator_settings(settings: str) -> bool:
-    """Sets the CUDA allocator's settings, as in its environment variable. Returns whether torch can."""
-    # The first name is deprecated in favour of the second.
-    bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    names = ((torch.cuda.memory, "_set_allocator_settings"), (bindings, "_accelerator_setAllocatorSettings"))
-    found = next((getattr(module, name) for module, name in names if hasattr(module, name)), None)
-    if found is not None:
-        found(settings)
-    return found is not None
+def set_allocator_settings(settings: str) -> None:
+    """Sets the CUDA allocator's settings, as in its environment variable."""
+    torch._C._accelerator_setAllocatorSettings(settings)  # pyright: ignore[reportPrivateUsage]
 
 
 def profile_event_tree(profiler: profile) -> list[Any]:

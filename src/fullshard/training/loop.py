@@ -412,12 +412,12 @@ def _too_many_skipped_error(skips: _SkipsInARow) -> TrainError:
     )
 
 
-# Steps between collections of each of the older generations. Young objects are collected in every step.
-_EVERY = {1: 50, 2: 1000}
+# Steps between collections of each generation of objects.
+_EVERY = {0: 1, 1: 50, 2: 1000}
 
 
 @contextmanager
-def collect_garbage_between_steps() -> Generator[Callable[[int], None]]:
+def collect_garbage_between_steps() -> Generator[Callable[[int], object]]:
     """Context without automatic garbage collection. Yields a function to call with each step's number.
 
     Python's collector runs when enough objects have been created. That happens at another moment on each
@@ -430,10 +430,6 @@ def collect_garbage_between_steps() -> Generator[Callable[[int], None]]:
     gc.disable()
     enable = gc.enable  # modules may be gone when the interpreter ends within the context
     try:
-        yield _collect
+        yield lambda step: gc.collect(max(one for one, every in _EVERY.items() if step % every == 0))
     finally:
         enable()
-
-
-def _collect(step: int) -> None:
-    gc.collect(max((generation for generation, every in _EVERY.items() if step % every == 0), default=0))

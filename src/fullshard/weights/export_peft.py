@@ -13,13 +13,13 @@ from torch import nn
 
 from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.distributed.agreement import run_raising_checkpoint_error
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models import adapters
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
 from fullshard.system.direct_io import open_atomic_replacement
+from fullshard.system.files import os_errors_as_checkpoint_errors
 from fullshard.weights.export import export, names_without_wrappers
 from fullshard.weights.export_hf import build_base_and_adapted_meta_models, layer_merging_by_name
 from fullshard.weights.names import full_transformers_config
@@ -56,11 +56,9 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
     target = Path(directory)
     export(checkpoint, target / _WEIGHTS, naming=partial(_map_trained_tensors, trained=trained))
 
-    def write_config() -> None:
-        with open_atomic_replacement(target / _CONFIG) as file:
-            file.write(json.dumps(values, indent=2, sort_keys=True).encode())
-
-    run_raising_checkpoint_error(write_config, doing=f"exporting {checkpoint} to {target}")
+    path = target / _CONFIG
+    with os_errors_as_checkpoint_errors(f"{path} cannot be written."), open_atomic_replacement(path) as file:
+        file.write(json.dumps(values, indent=2, sort_keys=True).encode())
 
 
 def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:

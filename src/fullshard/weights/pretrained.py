@@ -46,7 +46,7 @@ _WRAPPER_PARTS = (
     ".base_layer.",
     ADDED,
 )
-_FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := getattr(torch, name, None)))
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -237,22 +238,15 @@ def measure_attention(
     def make_forward_task(sequence: int) -> BenchmarkTask:
         q, k, v, _ = random_inputs(sequence)
         flops = 4 * size * heads * sequence * (sequence + 1) / 2
-
-        def run_attention_forward() -> None:
-            attend(QueryKeyValue(q, k, v))
-
-        return BenchmarkTask(run_attention_forward, size=flops, amount=flops)
+        return BenchmarkTask(lambda: attend(QueryKeyValue(q, k, v)), size=flops, amount=flops)
 
     def make_backward_task(sequence: int) -> BenchmarkTask:
         q, k, v, gradient = random_inputs(sequence)
         needed = [one.requires_grad_() for one in (q, k, v)]
         out = attend(QueryKeyValue(q, k, v))
         flops = 10 * size * heads * sequence * (sequence + 1) / 2
-
-        def run_attention_backward() -> None:
-            torch.autograd.grad(out, needed, gradient, retain_graph=True)
-
-        return BenchmarkTask(run_attention_backward, size=flops, amount=flops)
+        run = partial(torch.autograd.grad, out, needed, gradient, retain_graph=True)
+        return BenchmarkTask(run, size=flops, amount=flops)
 
     sequences = sequences or _SEQUENCES[meter.kind]
     with torch.no_grad():

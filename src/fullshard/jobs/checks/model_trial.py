@@ -56,18 +56,18 @@ class ModelTrial:
     def has_default_loss(self) -> bool:
         return getattr(self.loss, "func", self.loss) is next_token_loss
 
-    def token_batch(self, number: int = 0) -> dict[str, Tensor] | None:
+    def token_batch(self) -> dict[str, Tensor] | None:
         """Returns a batch of `tokens` and `labels` (rows, sequence); None for other kinds of batches."""
-        batch = self.batches(number)
+        batch = self.batches(0)
         if not isinstance(batch, Mapping) or not {"tokens", "labels"} <= set(batch):
             return None
         tokens, labels = batch["tokens"], batch["labels"]
         is_pair = isinstance(tokens, Tensor) and isinstance(labels, Tensor) and tokens.shape == labels.shape
         return dict(cast(Mapping[str, Tensor], batch)) if is_pair and tokens.ndim == 2 else None
 
-    def labelled_rows(self, number: int = 0) -> dict[str, Tensor] | None:
+    def labelled_rows(self) -> dict[str, Tensor] | None:
         """Returns a batch of two or more rows with integer labels, -100 for none; None for other batches."""
-        batch = self.batches(number)
+        batch = self.batches(0)
         if not isinstance(batch, Mapping) or not all(isinstance(one, Tensor) for one in batch.values()):
             return None
         found = dict(cast(Mapping[str, Tensor], batch))
@@ -102,10 +102,12 @@ def build_model_trial(plan: Plan) -> ModelTrial | Finding:
             size = sum(parameter.numel() for parameter in build_model(smaller).parameters())
             if size > _MOST_PARAMETERS:
                 continue
-            trial = _make_trial(
-                smaller,
+            trial = ModelTrial(
+                build=partial(_build_on_cpu, smaller),
+                loss=choose_loss(smaller, whole),
+                batches=_choose_batches(smaller),
                 plan=plan,
-                full_size_model=whole,
+                run=smaller,
                 description=f"{text}, {format_count(size)} parameters",
             )
             model = trial.build()
@@ -149,18 +151,8 @@ def _failed_trial_finding(error: BaseException) -> Finding:
     )
 
 
-def _make_trial(smaller_run: Run, *, plan: Plan, full_size_model: nn.Module, description: str) -> ModelTrial:
-    def build() -> nn.Module:
-        return materialize(build_model(smaller_run), seed=smaller_run.run.seed)
-
-    return ModelTrial(
-        build=build,
-        loss=choose_loss(smaller_run, full_size_model),
-        batches=_choose_batches(smaller_run),
-        plan=plan,
-        run=smaller_run,
-        description=description,
-    )
+def _build_on_cpu(run: Run) -> nn.Module:
+    return materialize(build_model(run), seed=run.run.seed)
 
 
 def _choose_batches(run: Run) -> Batches:

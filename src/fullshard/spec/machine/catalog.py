@@ -267,8 +267,7 @@ def _scaled_curve(points: Iterable[tuple[float, float]], factor: float) -> Curve
 def catalog_chip_hardware(entry: CatalogChip, *, attention_kernel: AttentionKernel | None = None) -> Hardware:
     """Returns hardware of one rank on a chip of the catalog, with the catalog's rates.
 
-    attention_kernel: None: the one that torch 2.11 and newer prefer on this chip. Before 2.11, and with an
-        older cuDNN, it was "flash" on every chip.
+    attention_kernel: None: the one that torch prefers on this chip; with an older cuDNN, it is "flash"
     """
     kernel = attention_kernel or entry.attention_kernel
     table = read_machine_tables("rates")

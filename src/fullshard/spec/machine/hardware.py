@@ -21,6 +21,7 @@ from fullshard.spec.value import (
 )
 from fullshard.system.files import write_file_atomically
 from fullshard.system.small_files import read_toml, toml_text
+from fullshard.system.targets import convert_write_errors
 
 MOST_RANKS = 2**20
 CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
@@ -281,8 +282,6 @@ class Hardware(FrozenModel):
         notes.pop("source")
         data = self.model_dump(mode="json", exclude_none=True)
         text = toml_text(data, head=_FILE_HEAD, comment=lambda keys: notes.get(keys[-1]))
-        try:
+        with convert_write_errors(Path(path)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_file_atomically(Path(path), text)
-        except OSError as error:
-            raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
