@@ -1,5 +1,6 @@
 """A checkpoint from somebody else runs no code, and reaches nothing outside of its own directory."""
 
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
+from fullshard.checkpoint.save import save
 from fullshard.checkpoint.storage import ShardIndex
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import xxh3_digest
@@ -78,11 +80,9 @@ def test_no_pickle_of_a_checkpoint_is_ever_read(tmp_path, attack: Callable[[Path
     assert not marker.exists()
 
 
-def rewritten_manifest(path: Path, change: Callable[[str], str]) -> None:
-    """A manifest with other text and the digest that belongs to it."""
-    manifest = read_manifest(path)
-    blank = manifest.model_copy(update={"digest": "0" * 32}).model_dump_json(indent=1) + "\n"
-    blank = change(blank)
+def rewrite_manifest_text(path: Path, text: str) -> None:
+    """Writes a manifest of any text, with the digest that belongs to it."""
+    blank = text.replace(read_manifest(path).digest, "0" * 32)
     (path / MANIFEST).write_text(blank.replace("0" * 32, xxh3_digest(blank.encode())))
 
 
@@ -102,7 +102,7 @@ OUTSIDE = [
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_file_name_outside_of_the_directory_is_damage(tmp_path, name):
     path = saved(tmp_path, 1)
-    rewritten_manifest(path, lambda text: text.replace('"writer.json"', f'"{name}"'))
+    rewrite_manifest_text(path, (path / MANIFEST).read_text().replace('"writer.json"', f'"{name}"'))
     with pytest.raises(DamagedCheckpointError):
         read_manifest(path)
 
@@ -153,6 +153,69 @@ def test_an_index_that_does_not_cover_the_tensors_is_damage(tmp_path):
         assert {damage.file for damage in iterate_damage(path)} == {"shards.json"}
         with pytest.raises(CheckpointError):
             load(State(0, numbers(0)), path)
+
+
+def test_a_manifest_of_more_than_32_mib_is_neither_read_nor_written(tmp_path):
+    path = saved(tmp_path / "other", 1)
+    os.truncate(path / MANIFEST, (32 << 20) + 1)
+    with pytest.raises(CheckpointError, match=r"more than 32\.00 MiB"):
+        load(State(0, numbers(0)), path)
+    saved(tmp_path / "own", 1)
+    with pytest.raises(CheckpointError, match=r"more than 32\.00 MiB"):
+        save(State(2, numbers(2), {"long": "x" * (32 << 20)}), tmp_path / "own", keep=1)
+    assert loaded(tmp_path / "own").step == 1
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def shaped(*shape: int) -> dict[str, Change]:
+    """Changes after which all files of a checkpoint agree on another shape of model.uneven."""
+    name, at = "model.uneven", [0] * len(shape)
+
+    def in_table(table: dict[str, Any]) -> None:
+        next(one for one in table["pieces"] if one["name"] == name).update(shape=shape, index=at)
+
+    return {
+        MANIFEST: lambda manifest: manifest["tensors"][name].update(shape=shape),
+        "shards.json": lambda index: index["shards"].update({name: [[0, 0, at, shape]]}),
+        "__0_0.distcp.pieces": in_table,
+    }
+
+
+HUGE = 1 << 50
+CLAIMS: dict[str, dict[str, Change]] = {
+    "elements in the manifest alone": {MANIFEST: shaped(HUGE)[MANIFEST]},
+    "elements": shaped(HUGE),
+    "elements of one row": shaped(1, HUGE),
+    "dims": shaped(*[1 << 61] * 20_000),
+    "padding": {"__0_0.distcp.pieces": lambda table: table["pieces"][-1].update(offset=HUGE)},
+    "block": {"__0_0.distcp.pieces": lambda table: table.update(block_bytes=1 << 30)},
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_sizes_that_no_file_has_are_damage_and_nothing_is_allocated(tmp_path, claim):
+    path = saved(tmp_path, 1)
+    for name, change in sorted(CLAIMS[claim].items(), key=lambda item: item[0] == MANIFEST):
+        tree = json.loads((path / name).read_bytes())
+        change(tree)
+        data = json.dumps(tree, indent=1) + "\n"
+        if name == MANIFEST:
+            rewrite_manifest_text(path, data)
+        else:
+            replace(path, {name: data.encode()})
+    assert [damage.file for damage in iterate_damage(path)] in (
+        [MANIFEST],
+        ["shards.json"],
+        ["__0_0.distcp.pieces"],
+    )
+    for read in (
+        lambda: load(State(0, numbers(0)), path),
+        lambda: export(path, tmp_path / "model.safetensors"),
+    ):
+        with pytest.raises(CheckpointError):
+            read()
 
 
 def test_an_index_that_points_at_another_tensor_is_damage(tmp_path):

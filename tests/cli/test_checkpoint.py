@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
 from tests.checkpoint.states import numbers, saved
+from tests.checkpoint.test_strangers import rewrite_manifest_text
 from tests.checkpoint.test_verify import flip
 
 
@@ -37,6 +38,14 @@ def test_list_prints_a_line_per_checkpoint(run_directory: Path, capsys: Any) -> 
     assert whole.startswith("step-00000003 ")
     assert "300 trained tokens     1 rank " in whole
     assert broken.startswith("step-00000007  not whole: manifest.json")
+
+
+def test_list_has_no_tokens_of_more_than_64_bits(run_directory: Path, capsys: Any) -> None:
+    path = run_directory / "checkpoints" / "step-00000003"
+    text = (path / "manifest.json").read_text()
+    rewrite_manifest_text(path, text.replace('"tokens": 300', f'"tokens": {"9" * 400}'))
+    assert main(["ckpt", "list", str(run_directory)]) == 0
+    assert capsys.readouterr().out.startswith("step-00000003       ? trained tokens")
 
 
 def test_list_of_empty_and_absent_directories(tmp_path: Path, capsys: Any) -> None:

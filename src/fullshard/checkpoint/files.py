@@ -17,13 +17,13 @@ from fullshard.quantities import format_bytes
 from fullshard.system.direct_io import DirectFileWriter
 from fullshard.system.files import fsync_path, open_regular_file
 from fullshard.system.object_store import ObjectStore, open_object
-from fullshard.system.small_files import parse_json
+from fullshard.system.small_files import VALUE_BYTES, parse_json
 
 MANIFEST = "manifest.json"
 WRITER = "writer.json"  # the first file of a draft
 # S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20
-_SMALL_BYTES = 1 << 30  # limit for a file that describes others: some hundred MB for ten thousand ranks
+_SMALL_BYTES = 1 << 30  # limit for the tables of shards: some hundred MB for ten thousand ranks
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
 
@@ -92,8 +92,8 @@ class LocalFiles:
     def read_file(self, name: str) -> bytes:
         with self.open_file(name) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > _SMALL_BYTES:
-                what = f"it has {format_bytes(size)}, more than {format_bytes(_SMALL_BYTES)}"
+            if size > (most := VALUE_BYTES if name == MANIFEST else _SMALL_BYTES):
+                what = f"it has {format_bytes(size)}, more than {format_bytes(most)}"
                 raise OSError(errno.EFBIG, what, str(self.path / name))
             return file.read(size)
 

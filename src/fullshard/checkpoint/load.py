@@ -156,7 +156,6 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
         # DCP would silently fill tensors of another dtype.
         saved = {name: tensor for name, tensor in manifest.tensors.items() if name in receivers}
         check_same_tensors(receivers, saved)
-    with raise_on_all_ranks(doing):
         reader = storage.build_reader(files, manifest)
     read = storage.fill_from_rank_shard_file if manifest.layout == "ranks" else storage.read_with_dcp
     with raise_on_all_ranks(doing):
@@ -277,7 +276,10 @@ def _iterate_file_damage(
         yield from _iterate_data_file_damage(reader, name)
         return
     try:
-        read_verified_file(reader.files, reader.manifest, name=name)
+        if name.endswith(SUFFIX):
+            reader.read_table(name.removesuffix(SUFFIX))
+        else:
+            read_verified_file(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
         yield Damage(name, _damage_text_in_error(error, name), _affected_tensors(reader, name))
 

@@ -28,15 +28,15 @@ from fullshard.checkpoint.files import (
     ObjectFiles,
     write_file,
 )
-from fullshard.checkpoint.shard_file import SUFFIX, new_hash_of_same_kind
+from fullshard.checkpoint.shard_file import SUFFIX, Dims, new_hash_of_same_kind
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
-from fullshard.quantities import count_text, join_names
+from fullshard.quantities import count_text, format_bytes, join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import FrozenModel, PositiveInt
 from fullshard.system.files import xxh3_digest
 from fullshard.system.object_store import is_remote_url
-from fullshard.system.small_files import parse_json
+from fullshard.system.small_files import VALUE_BYTES, parse_json
 
 FORMAT = 2
 METADATA = ".metadata"
@@ -56,7 +56,7 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 class SavedTensor(FrozenModel):
     """Shape of a whole saved tensor, and its dtype as torch spells it: `float32`, `bfloat16` …"""
 
-    shape: tuple[_Size, ...]
+    shape: Dims
     dtype: str
 
     @classmethod
@@ -175,8 +175,14 @@ class Manifest(FrozenModel):
             ) from error
 
     def encode(self) -> bytes:
-        """Returns the bytes of `manifest.json`, with their own digest."""
+        """Returns the bytes of `manifest.json`, with their own digest. Raises CheckpointError over 32 MiB."""
         text = self.model_copy(update={"digest": _NO_DIGEST}).model_dump_json(indent=1).encode() + b"\n"
+        if len(text) > VALUE_BYTES:
+            raise CheckpointError(
+                f"{MANIFEST} would be too large to be read.",
+                got=f"{format_bytes(len(text))}, more than {format_bytes(VALUE_BYTES)}",
+                fix="tensors in place of large values of the state",
+            )
         return _replace_last_json_string(text, before=_NO_DIGEST, after=xxh3_digest(text))
 
 

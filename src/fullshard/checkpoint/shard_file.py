@@ -31,6 +31,7 @@ M = TypeVar("M", bound=FrozenModel)
 BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"
 _XXH3_DIGITS = 32
+Dims = Annotated[tuple[NonNegativeInt, ...], Field(max_length=64)]  # torch has no tensor of more dims
 
 
 def new_hash_of_same_kind(digest: str, data: bytes = b"") -> hashlib.blake2b | xxhash.xxh3_128:
@@ -60,8 +61,8 @@ class ShardRecord(FrozenModel):
     """
 
     name: str
-    index: tuple[NonNegativeInt, ...]
-    shape: tuple[NonNegativeInt, ...]
+    index: Dims
+    shape: Dims
     dtype: str
     offset: NonNegativeInt
     length: PositiveInt
@@ -72,7 +73,7 @@ class ShardRecord(FrozenModel):
 class ShardFileTable(FrozenModel):
     """All pieces of one data file, in the order of the file. The bytes between pieces are zeros."""
 
-    block_bytes: Annotated[int, Field(gt=0, le=1 << 30)]
+    block_bytes: Annotated[int, Field(gt=0, le=4 * BLOCK_BYTES)]
     pieces: tuple[ShardRecord, ...]
 
     @model_validator(mode="after")
@@ -80,7 +81,7 @@ class ShardFileTable(FrozenModel):
         end = 0
         for piece in self.pieces:
             elements = math.prod(piece.shape) * _dtype_item_bytes(piece.dtype)
-            if piece.offset < end or piece.data_offset + elements > piece.length:
+            if not end <= piece.offset < end + ALIGNMENT or piece.data_offset + elements > piece.length:
                 raise ValueError(f"the piece of {piece.name} is not where it can be")
             if len(piece.index) not in (0, len(piece.shape)):  # the layout `ranks` records none
                 raise ValueError(f"the piece of {piece.name} begins at {list(piece.index)} of its tensor")
@@ -233,7 +234,7 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, scratch: memoryview) -> 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
     """Raises DamagedCheckpointError unless the file's bytes from `begin` to `piece` are zeros."""
-    padding = bytearray(max(0, piece.offset - begin))
+    padding = bytearray(piece.offset - begin)
     file.seek(begin)
     if _read_until_full_or_end(file, memoryview(padding)) < len(padding) or any(padding):
         found = f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero"

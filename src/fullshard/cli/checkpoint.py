@@ -210,7 +210,7 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
             lines.append(f"{name}  not whole: {row['problem']}")
             continue
         tokens = row["trained_tokens"]
-        trained = format_count(tokens) if isinstance(tokens, int) else "?"
+        trained = format_count(tokens) if isinstance(tokens, int) and tokens < 2**63 else "?"
         size = format_bytes(int(str(row["bytes"])))
         strategy = row["strategy"] or ""
         ranks = count_text(int(str(row["ranks"])), "rank")
