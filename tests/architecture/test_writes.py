@@ -25,6 +25,7 @@ EXCEPTIONS = {
     ("observe.run_log", "replace"): "rename(2) follows no link",
     ("observe.run_log", "FileIO"): "`open_regular_file` opens it",
     ("spec.records.event", "open_regular_file"): "a function of fullshard.system",
+    ("data.worker", "fdopen"): "the pipe to the process that asks",
     ("data.token_store", "save"): "numpy writes into a file of `open_new_file`",
     ("checkpoint.shard_file", "save"): "torch writes into a DirectFileWriter",
     ("training.offload_checkpoint", "save"): "torch writes into memory",

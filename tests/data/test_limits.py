@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
+import pickle
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from fullshard.data.readers import split_file
 from fullshard.data.sources import open_token_stores
 from fullshard.data.token_store import no_heartbeat
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
-from fullshard.data.worker import Limits
+from fullshard.data.worker import Limits, call_in_worker
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
 from tests.data import hostile
@@ -53,11 +56,17 @@ def test_a_text_that_a_tokenizer_makes_too_long_is_refused(tmp_path: Path):
         tokenize(settings, on_error="skip")
 
 
-@pytest.mark.parametrize("name", ["prepend", pytest.param("special tokens", marks=pytest.mark.long)])
-def test_a_tokenizer_that_cannot_be_opened_within_the_limits_is_refused(tmp_path: Path, name: str):
-    settings = hostile.hostile_tokenizer(name, tmp_path)
+def test_a_tokenizer_that_cannot_be_opened_within_the_limits_is_refused(tmp_path: Path):
+    settings = hostile.hostile_tokenizer("prepend", tmp_path)
     with pytest.raises(DataError, match=r"(?s)the tokenizer .*/tokenizer cannot be opened.*memory"):
         build_data(run_of(tmp_path / "cache", **settings))
+
+
+@pytest.mark.long
+def test_a_tokenizer_with_a_million_special_tokens_is_refused_by_smaller_limits(tmp_path: Path):
+    settings = hostile.hostile_tokenizer("special tokens", tmp_path)
+    with pytest.raises(DataError, match=r"(?s)chat template .*/tokenizer cannot be opened.*(memory|time)"):
+        tokenize(settings)
 
 
 @pytest.mark.parametrize("ending", hostile.PACKED)
@@ -125,6 +134,20 @@ def test_a_header_of_a_strange_array_is_refused(tmp_path: Path, shape: str, dtyp
     path = hostile.write_npy(tmp_path / "a.npy", header)
     with pytest.raises(DataError, match="not an array of tokens"):
         build_data(run_of(tmp_path / "cache", source="memmap", paths=(path,)))
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path: Path):
+    head = b"\x93NUMPY\x02\x00" + (2**32 - 1).to_bytes(4, "little")
+    path = hostile.write_sparse(tmp_path / "a.npy", 1 << 33, head=head)
+    with pytest.raises(DataError, match="not an array of tokens.*\n.*a header of more than"):
+        build_data(run_of(tmp_path / "cache", source="memmap", paths=(path,)))
+
+
+def test_an_error_in_a_worker_is_a_data_error_and_what_it_prints_is_no_answer(capfd: Any):
+    with pytest.raises(DataError, match=r"it is wrong\.\n  got: maximum recursion depth"):
+        call_in_worker(partial(json.loads, "[" * 100_000), what="it is wrong.")
+    assert "Traceback" not in capfd.readouterr().err
+    assert call_in_worker(partial(os.write, 1, pickle.dumps("not an answer")), what="") == []
 
 
 def test_very_many_documents_of_almost_no_token_are_refused(tmp_path: Path):

@@ -151,6 +151,23 @@ def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
         parts_of("parquet", path)
 
 
+def test_a_parquet_file_whose_first_row_is_broken_is_one_corrupt_record(tmp_path: Path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"other": ["a" * 999] * 9}), path, compression="none", use_dictionary=False
+    )
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + b"\xff" * 20 + data[24:])  # the header of the first page
+    (corrupt,) = read(parts_of("parquet", path))
+    assert isinstance(corrupt, CorruptRecord)
+    offsets, letters = pyarrow.py_buffer(bytes(4) + (2).to_bytes(4, "little")), pyarrow.py_buffer(b"\xff\xfe")
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, letters])
+    parquet.write_table(pyarrow.table({"other": text}), path)
+    with pytest.raises(DataError, match="the fields other"):
+        read(parts_of("parquet", path))
+
+
 @pytest.mark.parametrize("ending", [".json", ".json.gz"])
 def test_a_file_with_an_array_of_objects_gives_its_objects(tmp_path: Path, ending: str):
     rows = [{"text": "a"}, 7, {"text": "é", "other": [1]}]

@@ -19,7 +19,7 @@ _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # Keys are the dtype codes in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _BEGINS, _ENDS = "begins.npy", "ends.npy"
-_BLOCK = 1 << 22
+_BLOCK, _MOST_HEADER_BYTES = 1 << 22, 1 << 16
 
 Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(index of each document's first token, index behind its last token)."""
@@ -131,6 +131,10 @@ def _check_document_count(path: str, count: int, *, token_count: int) -> None:
 def _open_npy_tokens(path: str) -> tuple[token_store.Integers, Bounds | None]:
     """Returns (tokens of an .npy file, bounds of its rows if it has two dims)."""
     what = f"{path} is not an array of tokens."
+    with open(path, "rb") as file:
+        head = file.read(12)
+    if head[6:7] > b"\1" and int.from_bytes(head[8:], "little") > _MOST_HEADER_BYTES:  # numpy reads it whole
+        raise DataError(what, got=f"a header of more than {_MOST_HEADER_BYTES} bytes")
     with ForeignErrorTranslator(lambda got: DataError(what, got=got)):
         array = np.lib.format.open_memmap(path, mode="r")
         if (

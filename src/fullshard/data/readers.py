@@ -238,13 +238,15 @@ def _read_parquet_rows(part: FilePart, fields: DataSourceFields) -> Iterator[Sou
 
     def read_first_row() -> Mapping[str, Any]:
         batch = next(file.iter_batches(1), None)
-        return dict.fromkeys(file.schema_arrow.names) if batch is None else batch.to_pylist()[0]
+        row = None if batch is None else next(_iterate_arrow_rows(batch, None))
+        return row if isinstance(row, Mapping) else dict.fromkeys(file.schema_arrow.names)
 
-    paths = find_arrow_columns_to_read(file.schema_arrow, fields, where=part.path, first_row=read_first_row)
-    columns = [".".join(path) for path in paths.values()]
     group = file.metadata.row_group(part.begin)
     at_once = min(_BYTES_AT_ONCE * max(group.num_rows, 1) // max(group.total_byte_size, 1) + 1, _ROWS_AT_ONCE)
     try:
+        schema = file.schema_arrow
+        paths = find_arrow_columns_to_read(schema, fields, where=part.path, first_row=read_first_row)
+        columns = [".".join(path) for path in paths.values()]
         for batch in file.iter_batches(at_once, row_groups=[part.begin], columns=columns):
             for value in _iterate_arrow_rows(batch, paths if fields.records == "tokens" else None):
                 yield _record_of_row(value, lambda row=row: f"{place} row {row}", fields=fields)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError
+from fullshard.quantities import join_names
 from fullshard.spec.settings.data_section import DataSourceFields
 
 ABSENT = object()
@@ -174,7 +175,7 @@ def absent_field_error(name: str, row: Mapping[str, Any], *, where: str) -> Data
     lines = suggest_settings(row)
     return DataError(
         f"there is no field {name!r} in {where}.",
-        got=f"the fields {', '.join(row) or '(none)'}",
+        got=f"the fields {join_names([*row], most=20) or '(none)'}",
         why=None if lines else "the settings of [data] name the fields: text_field, messages_field, …",
         fix=_suggested_settings_text(lines) if lines else "another data.records or field",
     )

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from fullshard.errors import DataError, FullshardError
 from fullshard.quantities import format_bytes
+from fullshard.system.small_files import ForeignErrorTranslator
 
 _IDLE_SECONDS, _NO_MEMORY_CODE = 10, 77
 # Threads would compete with other workers, and their stacks and Arrow's pools reserve memory.
@@ -49,12 +50,13 @@ class Worker:
     def call(self, function: Callable[[], object], *, what: str, limits: Limits) -> list[Any]:
         """Returns a list of the members of what `function()` returns in the process, if these are iterable.
 
-        Raises the FullshardError of the function, and DataError with `what` if the process dies.
+        Raises the FullshardError of the function, and DataError with `what` for other errors and if the
+        process dies.
         """
         self.idle_since, answers = None, list[Any]()
         stdin, stdout = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
         try:
-            pickle.dump((function, limits), stdin)
+            pickle.dump((function, what, limits), stdin)
             stdin.flush()
             while not isinstance(answer := pickle.load(stdout), FullshardError | None):
                 answers.append(answer)
@@ -101,9 +103,10 @@ def call_in_worker(function: Callable[[], object], *, what: str) -> list[Any]:
 
 def serve_calls() -> None:
     """Runs a worker, until stdin ends or no call comes for some seconds."""
-    stdin, stream, sys.stdout = cast(Any, sys.stdin.buffer), sys.stdout.buffer, sys.stderr
+    stdin, stream = cast(Any, sys.stdin.buffer), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # the caller must not unpickle what a library prints
     while stdin.peek():  # nothing if the caller has ended
-        function, limits = pickle.load(stdin)
+        function, what, limits = pickle.load(stdin)
         signal.alarm(0)
         last = None
         try:
@@ -112,14 +115,20 @@ def serve_calls() -> None:
                 most = pages * resource.getpagesize() + limits.memory_bytes
                 resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
             signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-            answers = function()
-            for answer in answers if isinstance(answers, Iterable) else ():
-                pickle.dump(answer, stream)
+            with ForeignErrorTranslator(lambda got, what=what: DataError(what, got=got)):
+                _call_and_dump(function, stream)
         except FullshardError as error:
             last = error
-        except MemoryError:
-            os._exit(_NO_MEMORY_CODE)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(_IDLE_SECONDS)  # ends the process
         pickle.dump(last, stream)
         stream.flush()
+
+
+def _call_and_dump(function: Callable[[], object], stream: BinaryIO) -> None:
+    try:
+        answers = function()
+        for answer in answers if isinstance(answers, Iterable) else ():
+            pickle.dump(answer, stream)
+    except MemoryError:
+        os._exit(_NO_MEMORY_CODE)
