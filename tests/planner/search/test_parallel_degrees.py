@@ -80,6 +80,20 @@ def test_whole_sequences_that_fit_are_kept() -> None:
     assert describe.degrees == [1]
 
 
+def test_no_number_of_ranks_is_traced_for_a_unit_that_no_memory_holds() -> None:
+    huge = replace(LLAMA_8B, d_ff=10**9)
+    degrees: list[int] = []
+
+    def describe(run: Run) -> ModelSpec:
+        degrees.append(run.sharding.tensor_degree)
+        return decoder_spec(huge)
+
+    sizes = ["d_model=4096", "layers=32", "heads=32", "kv_heads=8", "d_ff=1000000000", "vocabulary=128256"]
+    run = run_for(huge, "train.global_batch=8", *(f"model.{size}" for size in sizes))
+    assert search_parallel_degrees(describe, run, hardware=HARDWARE).found.best is None
+    assert degrees == [1]
+
+
 def test_sequences_that_do_not_fit_are_shared_by_as_many_ranks_as_are_fastest() -> None:
     describe = Describing()
     answer = searched(describe, long_run("recompute.mode=full", length=TOO_LONG))

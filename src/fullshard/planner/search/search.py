@@ -13,6 +13,7 @@ The search is exact: see [Note: exact pruning] in `planner.search.candidates`.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 
 from fullshard.errors import PlanError
@@ -77,8 +78,9 @@ def search(  # signature: the library's, the same for all its questions
     found = _search_candidates(costs)
     others = list_offload_targets(hardware, run)
     if found.best is None and not tiers and run.offload.tier == "auto" and others:
-        outside = search(spec, hardware, run, memory=memory, tiers=others)
-        return found if outside.best is None else outside
+        with suppress(PlanError):  # there is more state than an offload target can have groups
+            outside = search(spec, hardware, run, memory=memory, tiers=others)
+            found = found if outside.best is None else outside
     return found
 
 
