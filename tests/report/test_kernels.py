@@ -148,9 +148,12 @@ def test_events_with_odd_fields_are_left_out():
     odd = [
         {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon", "dur": 1},
         {"ph": "X", "cat": "cpu_op", "ts": 1},
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": 1e308, "dur": 1e308},
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": float("nan"), "dur": 1},
+        {"ph": "X", "cat": "cuda_runtime", "name": "k", "ts": 1, "dur": 0, "args": {"correlation": [1]}},
     ]
     odd += [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "args": {"Input Dims": [3, "x"]}}
     ]
     trace = parse_kernel_trace(json.loads(json.dumps(odd)))
-    assert [str(one.kind) for one in summarise_kernels(trace, name="step").kinds] == ["matmul"]
+    assert [str(one.kind) for one in summarise_kernels(trace, name="step").kinds] == ["matmul", "host"]

@@ -41,6 +41,7 @@ _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _MOST_BYTES, _MOST_VALUES = 256 << 20, 16_000_000  # of a file, decompressed: about a million operations
+_LARGEST_US = 1e17
 STEP_RANGE = "fullshard::step"
 """Name of the range of the whole step."""
 _PHASES, _OTHER_PARTS = ("forward", "backward"), ("data", "norm", "update")
@@ -143,13 +144,13 @@ def parse_profile_json(data: bytes, *, name: str) -> KernelTrace:
 def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
     """Returns the operations among the events of a Chrome trace. Events of other kinds are left out."""
     host: list[HostOperation] = []
-    launches: dict[object, HostOperation] = {}
+    launches: dict[str, HostOperation] = {}
     device: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        begin, duration, kind = event.get("ts"), event.get("dur"), event.get("cat")
-        if not isinstance(begin, int | float) or not isinstance(duration, int | float):
+        begin, duration, kind = (event.get(name) for name in ("ts", "dur", "cat"))
+        if not all(isinstance(one, int | float) and abs(one) < _LARGEST_US for one in (begin, duration)):
             continue
         arguments = event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
@@ -166,7 +167,7 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
             )
             host.append(made)
             if made.is_launch and "correlation" in arguments:
-                launches[arguments["correlation"]] = made
+                launches[str(arguments["correlation"])] = made
     _set_parents(host)
     if not device:
         _extend_all_reduces(host)
@@ -176,7 +177,7 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
             event["ts"],
             event["ts"] + event["dur"],
             is_copy=event.get("cat") != "kernel",
-            launch=launches.get(arguments.get("correlation")),
+            launch=launches.get(str(arguments.get("correlation"))),
         )
         for event, arguments in device
     ]
