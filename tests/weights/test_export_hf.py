@@ -25,6 +25,7 @@ from fullshard.weights.names import llama_weight_map
 from fullshard.weights.pretrained import load_pretrained
 from tests.checkpoint.states import assert_same
 from tests.checkpoint.states import saved as saved_numbers
+from tests.checkpoint.test_strangers import rewrite_manifest_text
 from tests.data.samples import CHAT, save_tokenizer
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
@@ -95,6 +96,12 @@ def test_the_chat_template_that_was_trained_with_is_exported(ranks, tmp_path):
     export_hf(tmp_path / "run" / "checkpoints", tmp_path / "out")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "ours"
     assert not (tmp_path / "out" / more).exists()  # the one template was also that of calls
+    (path,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    rewrite_manifest_text(path, (path / "manifest.json").read_text().replace("own.jinja", "id_rsa"))
+    (tmp_path / "id_rsa").write_text("secret")  # a checkpoint of somebody else names any file
+    (tmp_path / "in" / "generation_config.json").write_text("[" * 100_000)
+    export_hf(path, tmp_path / "others")
+    assert not [one for one in (tmp_path / "others").iterdir() if b"secret" in one.read_bytes()]
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "in").symlink_to(tmp_path / "in")
     ranks(2).run(saved, tmp_path / "own", "llama", *chat, files[0])

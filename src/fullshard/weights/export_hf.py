@@ -28,7 +28,7 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Naming
-from fullshard.system.small_files import read_bytes
+from fullshard.system.small_files import parse_json, read_bytes
 from fullshard.weights import export
 from fullshard.weights.names import (
     build_meta_model,
@@ -43,7 +43,7 @@ SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOST_BYTES = 64 << 20
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-_TEMPLATE = "chat_template.jinja"  # transformers prefers it to the template in tokenizer_config.json
+_TEMPLATE, _TEMPLATE_SUFFIX = "chat_template.jinja", ".jinja"  # preferred to that in tokenizer_config.json
 # Files of tokenizers and of image and audio processors in Hugging Face repositories.
 _TOKENIZER = (
     "tokenizer.json",
@@ -345,7 +345,8 @@ def add_end_tokens(config: dict[str, Any], beside: dict[str, bytes], *, ends: Ma
     """Adds `ends` to the eos_token_id of config.json and of generation_config.json, if it exists; logs it."""
     files = {_CONFIG: config}
     with suppress(KeyError, ValueError):  # no such file, or one that is copied as it is
-        files[_GENERATION] = json.loads(beside[_GENERATION])
+        generation = parse_json(beside[_GENERATION])
+        files |= {_GENERATION: generation} if isinstance(generation, dict) else {}
     for name, settings in files.items():
         before = settings.get("eos_token_id")
         listed: list[int] = list(before) if isinstance(before, list) else [] if before is None else [before]
@@ -380,8 +381,10 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
     elif run.data.token_makers == {"other program"}:  # tokens of the model's own tokenizer, not bytes
         tokenizer = model
     template = Path(os.path.expanduser(run.data.chat_template)) if run.data.chat_template else None
-    if template is not None and not template.is_file():
-        logger.warning("the chat template that was trained with is gone, so it is not exported: %s", template)
+    # By another name, it could be any file of this user: the checkpoint may be anybody's.
+    copied = template is not None and template.suffix == _TEMPLATE_SUFFIX and template.is_file()
+    if template is not None and not copied:
+        logger.warning("the chat template %s is gone or not a *.jinja, so it is not exported", template)
     if run.data.eos_token is not None:
         logger.warning(
             "documents ended with %s in training; the exported tokenizer has its own eos_token",
@@ -393,7 +396,7 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
         wanted += [(tokenizer, str(path.relative_to(tokenizer))) for path in more]
     paths = {name: directory / name for directory, name in wanted if directory is not None}
     found = {name: path for name, path in paths.items() if path.is_file()}
-    return found | ({_TEMPLATE: template} if template is not None and template.is_file() else {})
+    return found | ({_TEMPLATE: template} if template is not None and copied else {})
 
 
 def _read_file_to_copy(path: Path) -> bytes:
