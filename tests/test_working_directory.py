@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.cli.main import _COMMANDS
+
 # Modules of Python, of installed packages, ones that fullshard and torch look for and find only if they are
 # installed, and one that Python runs at its start.
 NAMES = [
@@ -61,6 +63,8 @@ COMMANDS = [
         ["ckpt", "verify", "out"],
     ),
     ["ckpt", "export", "out", "model.safetensors"],
+    ["check", *SETTINGS],
+    ["calibrate", "--device=cpu", "--ranks=1", "--seconds=0.1", "--out=measured.toml"],
 ]
 # The program that pip installs, for several commands in a row.
 PROGRAM = """
@@ -105,6 +109,8 @@ def test_no_command_of_an_installed_fullshard_runs_a_file_of_the_working_directo
     (tmp_path / "fullshard").write_text(PROGRAM)
     run_in(hostile, str(tmp_path / "fullshard"), json.dumps(COMMANDS))
     assert (hostile / "model.safetensors").is_file()
+    tried = [f"{' '.join(words)} " for words in COMMANDS]
+    assert all(any(words.startswith(f"{name} ") for words in tried) for name in _COMMANDS)
 
 
 def test_python_m_fullshard_runs_only_what_python_itself_imports_first(hostile: Path) -> None:

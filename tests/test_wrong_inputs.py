@@ -73,6 +73,12 @@ ON_A_RANK = [
     Wrong("vocabulary of less than a byte", 2, ("vocabulary",), ("model.vocabulary=100",)),
     Wrong("nothing to resume", 6, ("no run to resume", "try:"), argv=("--resume",)),
     Wrong("file for a directory", 2, ("run's directory", "try:"), ("run.dir=file",), file="precious"),
+    Wrong(
+        "model that no memory holds",
+        8,
+        ("ran out of memory", "got:", "TiB more", "out-of-memory/step-00000001-rank-00000.txt"),
+        ("model.vocabulary=1000000000", "model.d_model=200000"),
+    ),
     Wrong("tracker that is not installed", 2, ("fullshard[wandb]",), ('log.trackers=["wandb"]',)),
 ]
 

@@ -77,25 +77,58 @@ def test_mistake_exits_with_the_code_of_its_error(
     assert "Traceback" not in err
 
 
-def float_options(app: typer.Typer, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(words of the command, option) of every option that is a number with a point."""
-    for group in app.registered_groups:
-        yield from float_options(group.typer_instance, (*words, group.name))
-    for command in app.registered_commands:
-        for one in inspect.signature(command.callback).parameters.values():
-            kind, option = get_args(one.annotation)[:2]
-            if float in (kind, *get_args(kind)):
-                # typer takes the first name for it
-                yield (*words, command.name), f"--{one.name}" if option.default is ... else option.default
+def value_options(*kinds: type) -> Iterator[tuple[str, str, object]]:
+    """(command, option, default) of every option whose value is of one of `kinds`, or a list of them."""
+    root: Any = typer.main.get_command(_build_app())
+    for name, callback in _COMMANDS.items():
+        command = root
+        for word in name.split():
+            command = command.commands[word]
+        shown = {one.name: one.opts[0] for one in command.params if one.param_type_name == "option"}
+        for one in inspect.signature(callback).parameters.values():
+            kind = get_args(one.annotation)[0]
+            inner = {kind, *get_args(kind), *(inner for part in get_args(kind) for inner in get_args(part))}
+            if one.name in shown and inner & {*kinds}:
+                yield name, shown[one.name], one.default
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0"])
 def test_options_refuse_numbers_that_are_not_positive(value: str, capsys: Any) -> None:
-    options = list(float_options(_build_app()))
-    assert (("plan",), "--price") in options
-    for words, option in options:
-        assert main([*words, f"{option}={value}"]) == 2
+    options = list(value_options(float))
+    assert ("plan", "--price", None) in options
+    for name, option, _ in options:
+        assert main([*name.split(), f"{option}={value}"]) == 2
         assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
+# Arguments with which a command gets as far as the value of an option, and does nothing that takes long.
+ARGUMENTS = {
+    "plan": ["llama3-8b"],
+    "calibrate": ["--device=cpu", "--out=measured.toml"],
+    "trace": ["."],
+    "convert": ["ds.json"],
+    "ckpt export": [".", "out"],
+}
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e400", "nan", str(2**63), str(10**30), "", "x"])
+def test_no_value_of_an_option_ends_in_an_unexpected_error(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    options = list(value_options(int, float, str))
+    known = {"--ranks", "--seconds", "--budget", "--set", "--shard-size"}
+    assert known <= {option for _, option, _ in options}
+    for name, option, default in options:
+        if value == str(default):
+            continue
+        more = ["--on=8xH100"] if name == "plan" and option not in ("--on", "--machines") else []
+        code = main([*name.split(), *ARGUMENTS.get(name, []), *more, f"{option}={value}"])
+        said = capsys.readouterr().err
+        assert code != 1, (name, option, said)
+        assert "Traceback" not in said
+        assert code or value not in ("nan", "", "x"), (name, option)
 
 
 def test_a_mistake_in_the_run_is_found_before_torch_is_imported() -> None:

@@ -34,6 +34,7 @@ def calibrate(
         typer.Option(
             "--seconds",
             min=0.1,
+            max=3600,
             callback=require_positive_number,
             help="Measuring time of an idle machine, besides the start.",
         ),

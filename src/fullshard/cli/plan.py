@@ -100,10 +100,10 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     if save is not None:  # checked before anything is planned
         check_output_replaceable(save, force=force)
     settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
-    pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value))
+    pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value is not None))
     given = {"--compare": compare, "--save": save, "--largest": largest, "--on": on}
     options = PlanOptions(model, pinned, ranks, drive_rate, tokens_per_step, budget, price)
-    if machines:
+    if machines is not None:
         return _plan_on_machines(options, machines, given=given, as_json=as_json)
     question = options.build_request(on)
     spend = options.budget_on(question.hardware)

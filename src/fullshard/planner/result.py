@@ -85,7 +85,7 @@ class PlanOptions(NamedTuple):
         if self.tokens_per_step is not None or is_open:
             sequences, note = choose_global_batch(
                 asked,
-                tokens=parse_count(self.tokens_per_step) if self.tokens_per_step else None,
+                tokens=None if self.tokens_per_step is None else parse_count(self.tokens_per_step),
                 ranks=max(1, hardware.world_size // asked.sharding.ranks_per_sequence),
                 per_node=hardware.ranks_per_node,
             )
