@@ -1,13 +1,67 @@
 """Text to tokens; tokenizers that are absent, broken or say too little are refused by name."""
 
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
-from fullshard.data.tokenizer import ByteTokenizer, list_tokenizer_files, open_tokenizer
+from fullshard.data.build import build_data, tokenizer_vocabulary_size
+from fullshard.data.tokenizer import (
+    ByteTokenizer,
+    list_tokenizer_files,
+    open_tokenizer,
+    open_tokenizer_safely,
+)
+from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError
-from tests.data.samples import END, decoded, save_tokenizer, text
+from tests.data.samples import END, decoded, run_of, save_tokenizer, text, texts_file
+
+
+def count_worker_calls(action: Callable[[], object]) -> int:
+    """Calls `action`, and returns how often it called `call_in_worker`."""
+    count = 0
+
+    def count_call(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code is call_in_worker.__code__
+
+    sys.setprofile(count_call)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_process_tries_a_tokenizer_once(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok")
+    sources = [{"source": "jsonl", "paths": (texts_file(tmp_path / f"{i}.jsonl", 40),)} for i in range(2)]
+    run = run_of(tmp_path / "cache", sources=sources, tokenizer=path)
+
+    def start() -> None:
+        assert tokenizer_vocabulary_size(run.data) == build_data(run).vocabulary
+
+    assert count_worker_calls(start) == 1
+    assert count_worker_calls(start) == 0
+
+
+def test_a_tokenizer_that_has_changed_is_tried_again(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok")
+    (found,) = open_tokenizer_safely(path).tokens_after_document
+    config = Path(path, "tokenizer_config.json")
+    seen = config.stat()
+    config.write_text(config.read_text().replace(END, "a" * len(END)))
+    os.utime(config, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # with its size and its time
+    with pytest.raises(DataError, match="ends a document"):
+        open_tokenizer_safely(path)
+    config.write_text(json.dumps({"eos_token": "a"}))
+    assert count_worker_calls(lambda: open_tokenizer_safely(path)) == 1
+    assert open_tokenizer_safely(path).tokens_after_document != (found,)
+    assert count_worker_calls(lambda: open_tokenizer_safely(path, eos_token=END)) == 1
 
 
 def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,11 +25,8 @@ BYTES = 256
 """Vocabulary size of byte tokens."""
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_SPECIAL_FILE, _ADDED_FILE, MORE_TEMPLATES = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "additional_chat_templates",
-)
+_SPECIAL_FILE, _ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
+MORE_TEMPLATES = "additional_chat_templates"
 _MOST_BYTES = 64 << 20  # the largest tokenizer.json files have about forty million bytes
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
 
@@ -133,11 +130,21 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer_safely(path: str | None, *, eos_token: str | None = None) -> Tokenizer:
-    """Calls `open_tokenizer` after a worker could do so. Raises DataError if that goes beyond its limits."""
+    """Calls `open_tokenizer` after a worker could do so. Raises DataError if that goes beyond its limits.
+
+    While the files stay as they are, further calls in this process return the same tokenizer.
+    """
+    seen = [(str(file), file.stat()) for file in list_tokenizer_files(path)] if path is not None else []
+    states = tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in seen)
+    return _open_after_trial(path, states, eos_token=eos_token)
+
+
+@lru_cache(maxsize=1)
+def _open_after_trial(path: str | None, _states: tuple[Any, ...], *, eos_token: str | None) -> Tokenizer:
+    attempt = partial(open_tokenizer, path, eos_token=eos_token)
     if path is not None:
-        attempt = partial(open_tokenizer, path, eos_token=eos_token)
         call_in_worker(attempt, what=f"the tokenizer {path} cannot be opened.")
-    return open_tokenizer(path, eos_token=eos_token)
+    return attempt()
 
 
 def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokenizer:
