@@ -152,17 +152,14 @@ def find_arrow_columns_to_read(
     `first_row`, if a required column is missing.
     """
     required = required_field_names(fields)
-    optional = ("tools", "chat_template_kwargs", fields.completion_field)
+    has_messages = fields.records == "messages"
+    optional = ("tools", "chat_template_kwargs", fields.completion_field) if has_messages else ()
     marks = [
         beside
         for name in ("loss", *_EXCLUDES_NOTHING, *_USED)
         for beside in _name_and_sibling_of_main_field(name, required[0])
     ]
-    others = {
-        *marks,
-        *list_unread_content_fields(fields),
-        *(optional if fields.records == "messages" else ()),
-    }
+    others = {*marks, *list_unread_content_fields(fields), *optional}
     found = {name: find_arrow_path(schema, name) for name in (*required, *(others - {*_MEDIA, *required}))}
     for name in required:
         if found[name] is None:

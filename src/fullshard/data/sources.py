@@ -21,12 +21,7 @@ from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.readers import SHARD_BYTES, FilePart, check_reader_installed, open_dataset, split_file
 from fullshard.data.row_fields import TOKEN_LIMIT
 from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
-from fullshard.data.tokenizer import (
-    list_tokenizer_files,
-    locate_tokenizer_file,
-    open_tokenizer_safely,
-    read_tokenizer_text,
-)
+from fullshard.data.tokenizer import list_tokenizer_files, open_tokenizer_safely, read_tokenizer_text
 from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError
 from fullshard.quantities import format_bytes, format_count, format_seconds
@@ -274,17 +269,14 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     }
     if settings.tokenizer is not None:
         files = list_tokenizer_files(settings.tokenizer)
+        if settings.trust_remote_code and settings.fields.records == "messages":
+            files += sorted(files[0].parent.glob("*.py"))
         facts["tokenizer"] = [token_store.cache_key({"text": read_tokenizer_text(file)}) for file in files]
         facts["tokenizers"] = version("tokenizers")
     if settings.fields.records == "messages":
         facts["transformers"] = version("transformers")
         if settings.chat_template is not None:
             facts["chat_template"] = read_chat_template(settings.chat_template)
-        if settings.trust_remote_code and settings.tokenizer is not None:
-            beside = sorted(locate_tokenizer_file(settings.tokenizer).parent.glob("*.py"))
-            facts["code"] = [
-                token_store.cache_key({"text": file.read_text(encoding="utf-8")}) for file in beside
-            ]
     return facts
 
 
