@@ -140,6 +140,35 @@ def test_a_text_has_the_same_tokens_wherever_it_is_cut(tmp_path: Path, save: Cal
         assert found.ends.tolist() == [len(expected_tokens)]
 
 
+LINES = "the cat sat on a mat\n\nand saw é\n\n\n  the dog run far away from a cat\n"
+ONE_LINE = "the cat sat on a mat  and saw é the dog run far away from a cat "
+
+
+@pytest.mark.parametrize(
+    ("save", "unit"),
+    [
+        (save_tokenizer, LINES),
+        (save_metaspace_tokenizer, ONE_LINE),
+        pytest.param(save_tokenizer, ONE_LINE, marks=pytest.mark.long),
+        pytest.param(save_metaspace_tokenizer, LINES, marks=pytest.mark.long),
+    ],
+)
+def test_a_long_row_has_the_tokens_that_it_has_as_a_whole(
+    tmp_path: Path, save: Callable[[Path], str], unit: str
+):
+    path, whole = save(tmp_path / "tok"), "".join(f"{i % 7} {unit}" for i in range(1_200_000 // len(unit)))
+    at = len(whole) // 2
+    rows = [{"prompt": whole[:at], "completion": whole[at:]}, {"prompt": "the", "completion": " cat"}]
+    settings = write_rows("jsonl", tmp_path, rows) | {"tokenizer": path, "records": "completion"}
+    store = store_of(tmp_path, **settings, train_on="completion")
+    assert documents(store) == expected(path, [whole, "the cat"])
+    first = store.loss_mask.tolist().index(1)
+    assert store.loss_mask[first : store.ends[0]].all()
+    around = len(open_tokenizer(path).tokens_before_document)
+    assert whole[:at].startswith(decoded(path, store.tokens[around:first]))
+    assert not whole[:at].startswith(decoded(path, store.tokens[around : first + 1]))
+
+
 def test_a_long_text_is_one_document(tmp_path: Path):
     whole = (text(3) + "\n") * (9_000_000 // len(text(3)))
     (tmp_path / "a.txt").write_text(whole)
@@ -172,6 +201,15 @@ def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(
             before, with_first = (decoded(path, tokens[around:count]) for count in counts)
         assert prompt.startswith(before)
         assert not prompt.startswith(with_first)  # a token across the boundary is trained on
+
+
+def test_tokens_of_long_rows_come_in_pieces(tmp_path: Path):
+    path = write_json_lines(tmp_path / "a.jsonl", [{"input_ids": [7] * 100_000}] * 6)
+    fields = DataSourceFields(records="tokens")
+    recipe = TokenizeSettings(fields, None, None, train_on="all", on_error="stop", dtype="uint16")
+    task = split_file("jsonl", SourceFile(path, Path(path).stat().st_size))
+    found = tokenize_tasks([task], recipe, processes=1)
+    assert [len(one.tokens) for one in found] == [300_000, 300_000, 0]
 
 
 def test_conversations_are_rendered_by_template_and_only_answers_are_trained(tmp_path: Path, tokenizer: str):

@@ -52,7 +52,9 @@ def test_a_template_that_writes_too_much_or_has_no_end_is_refused(tmp_path: Path
 
 def test_a_text_that_a_tokenizer_makes_too_long_is_refused(tmp_path: Path):
     settings = hostile.hostile_tokenizer("replace", tmp_path)
-    with pytest.raises(DataError, match=r"(?s)a\.jsonl from 0 to \d+.*the tokenizer .*/tokenizer"):
+    with pytest.raises(
+        DataError, match=r"(?s)a\.jsonl from 0 to \d+.*the tokenizer .*/tokenizer.*try: .*3 MiB"
+    ):
         tokenize(settings, on_error="skip")
 
 
@@ -99,6 +101,29 @@ def test_very_many_values_take_no_more_than_the_limit(tmp_path: Path, name: str)
     settings = {"source": "jsonl", "paths": (str(tmp_path / name),)}
     with pytest.raises(DataError, match=rf"(?s){name} from 0.*memory"):
         tokenize(settings)
+
+
+def test_a_row_that_would_take_too_much_memory_as_a_whole_is_tokenized_in_parts(tmp_path: Path):
+    tokenizer, limits = save_tokenizer(tmp_path / "tok"), Limits(memory_bytes=160 * MIB)
+    line = "the cat sat on a mat and saw the dog run far away\n"
+    path = write_json_lines(tmp_path / "a.jsonl", [{"text": line * (2 * MIB // len(line))}])
+    settings = {"source": "jsonl", "paths": (path,), "tokenizer": tokenizer}
+    found = tokenize(settings, limits=limits)
+    assert len(found) > 4
+    assert sum(len(one.ends) for one in found) == 1
+    write_json_lines(tmp_path / "a.jsonl", [{"text": "x" * (2 * MIB)}])
+    with pytest.raises(DataError, match=r"(?s)a\.jsonl.*memory"):
+        tokenize(settings, limits=limits)
+
+
+@pytest.mark.long
+def test_a_row_of_8_mib_is_trained_on(tmp_path: Path):
+    line = "the cat sat on a mat and saw the dog run far away\n"
+    path = write_json_lines(tmp_path / "a.jsonl", [{"text": line * (8 * MIB // len(line))}])
+    settings = {"source": "jsonl", "paths": (path,), "tokenizer": save_tokenizer(tmp_path / "tok")}
+    data = build_data(run_of(tmp_path / "cache", **settings))
+    assert data.token_stores[0].document_count == 1
+    assert data.training_token_count > MIB
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "text"])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from fullshard.data.files import SourceFile
 from fullshard.data.readers import (
-    CorruptRecord,
+    TEXT_CHARACTERS,
     FilePart,
     Kind,
     RecordKind,
     SourceRecord,
+    cut_text,
     read_records,
     split_file,
 )
@@ -39,7 +40,7 @@ def parts_of(kind: RecordKind, path: Path) -> list[FilePart]:
     return [*split_file(kind, SourceFile(str(path), path.stat().st_size))]
 
 
-def read(shards: list[FilePart]) -> list[SourceRecord | CorruptRecord]:
+def read(shards: list[FilePart]) -> list[SourceRecord]:
     return [one for shard in shards for one in read_records(shard, TEXT)]
 
 
@@ -54,7 +55,7 @@ def test_every_json_line_is_read_once_wherever_the_file_is_cut(tmp_path_factory,
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path.write_text("\n".join(lines) + ("\n" if newline else ""))
     found = read(cut_at("jsonl", path, cuts))
-    assert [one.value["text"] for one in found if isinstance(one, SourceRecord)] == texts
+    assert [one.value["text"] for one in found] == texts
 
 
 @laws
@@ -70,22 +71,56 @@ def test_a_text_is_whole_wherever_it_is_cut(tmp_path_factory, text, cuts):
     assert [one.ends for one in found] == [False] * (len(found) - 1) + [True]
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (250, 0), (99, 250)])
+@pytest.mark.parametrize("unit", ["the cat\n\n sat é\n", "the cat sat é ", "x" * 70_000 + "\n", "x"])
+@pytest.mark.parametrize("in_context", [True, False])
+def test_a_long_text_is_cut_into_parts_that_join_to_it(before: int, after: int, unit: str, in_context: bool):
+    text = unit * (1_200_000 // len(unit))
+    whole = SourceRecord(text, lambda: "a", context=(before, after), first_trained=700_000)
+    parts = [*cut_text(whole, in_context=in_context)]
+    own = [one.value[one.context[0] : len(one.value) - one.context[1]] for one in parts]
+    assert "".join(own) == text[before : len(text) - after]
+    assert [one.begins for one in parts] == [True] + [False] * (len(parts) - 1)
+    assert [one.ends for one in parts] == [False] * (len(parts) - 1) + [True]
+    if unit == "x":  # no place to cut it
+        assert len(parts) == 1
+        return
+    assert len(parts) > 2
+    assert all(one.endswith(("\n", " ")) for one in own[:-1])
+    assert max(map(len, own)) < TEXT_CHARACTERS + 80_000
+    at = 0
+    for one, piece in zip(parts, own, strict=True):
+        begin = at + before - one.context[0]
+        assert text[begin : begin + len(one.value)] == one.value
+        assert one.first_trained == max(700_000 - begin, 0)
+        assert in_context == any(one.context)
+        at += len(piece)
+
+
+def test_a_short_text_is_one_part():
+    for text in ("", "a", "the cat\n" * 100_000):
+        (part,) = cut_text(SourceRecord(text, lambda: "a"), in_context=True)
+        assert (part.value, part.context) == (text, (0, 0))
+        assert part.begins
+        assert part.ends
+
+
 @laws
 @given(st.integers(0, 8), st.lists(st.integers(0, 200)))
 def test_a_corrupt_line_is_located_by_its_number(tmp_path_factory, bad, cuts):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     lines = ["{" if i == bad else json.dumps({"text": "x" * i}) for i in range(9)]
     path.write_text("\n".join(lines))
-    corrupt = [one for one in read(cut_at("jsonl", path, cuts)) if isinstance(one, CorruptRecord)]
+    corrupt = [one for one in read(cut_at("jsonl", path, cuts)) if isinstance(one.value, DataError)]
     assert [one.where() for one in corrupt] == [f"{path} line {bad + 1}"]
-    assert "no JSON" in corrupt[0].why
+    assert "no JSON" in corrupt[0].value.what
 
 
 @pytest.mark.parametrize("line", [b'{"text": "\xff"}', b"[1]", b"7", b"{" * 100_000])
 def test_a_line_that_is_no_object_is_corrupt(tmp_path: Path, line: bytes):
     (tmp_path / "a.jsonl").write_bytes(b"{}\n" + line)
     _, corrupt = read(parts_of("jsonl", tmp_path / "a.jsonl"))
-    assert isinstance(corrupt, CorruptRecord)
+    assert isinstance(corrupt.value, DataError)
     assert corrupt.where().endswith("line 2")
 
 
@@ -131,8 +166,8 @@ def test_compressed_files_are_read_whole_or_refused(tmp_path: Path, ending: str)
 def test_an_object_over_several_lines_is_refused_with_the_way_to_write_it(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}, indent=2))
     corrupt = read(parts_of("jsonl", tmp_path / "a.jsonl"))[0]
-    assert isinstance(corrupt, CorruptRecord)
-    assert corrupt.why.endswith("an object has to be in one line")
+    assert isinstance(corrupt.value, DataError)
+    assert corrupt.value.what.endswith("an object has to be in one line")
 
 
 def test_parquet_rows_are_read_group_by_group(tmp_path: Path):
@@ -160,7 +195,7 @@ def test_a_parquet_file_whose_first_row_is_broken_is_one_corrupt_record(tmp_path
     data = path.read_bytes()
     path.write_bytes(data[:4] + b"\xff" * 20 + data[24:])  # the header of the first page
     (corrupt,) = read(parts_of("parquet", path))
-    assert isinstance(corrupt, CorruptRecord)
+    assert isinstance(corrupt.value, DataError)
     offsets, letters = pyarrow.py_buffer(bytes(4) + (2).to_bytes(4, "little")), pyarrow.py_buffer(b"\xff\xfe")
     text = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, letters])
     parquet.write_table(pyarrow.table({"other": text}), path)
@@ -172,7 +207,7 @@ def test_a_parquet_file_whose_first_row_is_broken_is_one_corrupt_record(tmp_path
 def test_a_file_with_an_array_of_objects_gives_its_objects(tmp_path: Path, ending: str):
     rows = [{"text": "a"}, 7, {"text": "é", "other": [1]}]
 
-    def read(data: bytes) -> list[SourceRecord | CorruptRecord]:
+    def read(data: bytes) -> list[SourceRecord]:
         path = tmp_path / f"a{ending}"
         path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
         parts = split_file("jsonl", SourceFile(str(path), path.stat().st_size))
@@ -181,7 +216,7 @@ def test_a_file_with_an_array_of_objects_gives_its_objects(tmp_path: Path, endin
     for text in (json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
         one, corrupt, other = read(text.encode())
         assert (one.value, other.value) == (rows[0], rows[2])
-        assert isinstance(corrupt, CorruptRecord)
+        assert isinstance(corrupt.value, DataError)
         assert corrupt.where().startswith(str(tmp_path / f"a{ending}"))
     assert len(read(b"\xef\xbb\xbf " + json.dumps(rows).encode())) == 3
     with pytest.raises(DataError, match="not a JSON array"):

@@ -31,7 +31,7 @@ from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import Conversation
 from fullshard.data.files import SourceFile
 from fullshard.data.memmaps import open_memmap_stores
-from fullshard.data.readers import CorruptRecord, RecordKind, read_records, split_file
+from fullshard.data.readers import RecordKind, read_records, split_file
 from fullshard.data.row_fields import UntokenizableRecordError
 from fullshard.data.token_store import make_cache_directory, no_heartbeat
 from fullshard.data.tokenizer import open_tokenizer
@@ -426,7 +426,7 @@ def read_records_of_any_file(directory: Path) -> None:
     kind: RecordKind = "parquet" if path.suffix == ".parquet" else "jsonl"
     for part in split_file(kind, SourceFile(str(path), path.stat().st_size)):
         for record in read_records(part, DataSourceFields()):
-            if isinstance(record, CorruptRecord):
+            if isinstance(record.value, DataError):
                 raise DataError(record.where())
 
 

@@ -2,11 +2,12 @@
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from fullshard.data import files
 from fullshard.data.conversation import drop_null_members
@@ -19,10 +20,15 @@ from fullshard.system.small_files import ForeignErrorTranslator
 SHARD_BYTES = 1 << 20
 """Approximate size of a part: large enough to be worth a message to a worker, small enough for balance."""
 
+TEXT_CHARACTERS = 1 << 18
+"""Approximate size of a part of a long text: a tokenizer takes up to 450 bytes of memory for each byte."""
+
 _ROWS_AT_ONCE, _BYTES_AT_ONCE, _PIECE_BYTES = 1000, 32 << 20, 128 << 20
+_UNCUT_CHARACTERS, _LINE_CHARACTERS = 1 << 20, 1 << 14  # a text in one part is tokenized in half the time
 # Around a part of a text, so that it is tokenized as within the text: a tokenizer may join blanks of two
 # lines, or put a blank before the first word.
-_CONTEXT_BYTES = 256
+_CONTEXT_CHARACTERS = 256
+_BLANK = re.compile(r"\s")
 
 RecordKind = Literal["text", "jsonl", "parquet"]
 Kind = RecordKind | Literal["json_array", "datasets"]
@@ -48,14 +54,14 @@ class FilePart:
     last: bool
 
 
-@dataclass(frozen=True)
-class SourceRecord:
+class SourceRecord(NamedTuple):
     """A row of a source: a document, or a part of one.
 
-    value: the text, or a dict of the row's fields
+    value: the text, a dict of the row's fields, or the error for a record that cannot be read
     where: returns the record's location for messages
     begins, ends: whether the document begins and ends with this record
     context: number of characters at the beginning and at the end of the text that belong to other records
+    first_trained: index of the first character of the text that is trained on
     """
 
     value: Any
@@ -63,14 +69,7 @@ class SourceRecord:
     begins: bool = True
     ends: bool = True
     context: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True)
-class CorruptRecord:
-    """A record that cannot be read: `where` returns its location, and `why` is the reason."""
-
-    where: Callable[[], str]
-    why: str
+    first_trained: int = 0
 
 
 def split_file(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
@@ -83,10 +82,9 @@ def split_file(kind: RecordKind, file: files.SourceFile) -> list[FilePart]:
     if kind == "parquet":
         (groups,) = call_in_worker(partial(_count_row_groups, path), what=f"{path} cannot be read.")
         return [FilePart(kind, path, i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
-    if kind == "jsonl" and _is_json_array(path):
-        return [FilePart("json_array", path, 0, size, size, last=True)]
-    if files.is_compressed(path):  # cannot be read from the middle
-        return [FilePart(kind, path, 0, size, size, last=True)]
+    is_array = kind == "jsonl" and _is_json_array(path)
+    if is_array or files.is_compressed(path):  # cannot be read from the middle
+        return [FilePart("json_array" if is_array else kind, path, 0, size, size, last=True)]
     cuts = [*range(0, size, SHARD_BYTES), size]
     return [
         FilePart(kind, path, begin, end, end - begin, end == size)
@@ -98,7 +96,7 @@ def _count_row_groups(path: str) -> list[int]:
     return [open_parquet_file(path).metadata.num_row_groups]
 
 
-def read_records(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
+def read_records(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord]:
     """Yields the records of a part of a file, in order."""
     match part.kind:
         case "text":
@@ -111,6 +109,31 @@ def read_records(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRec
             return _read_parquet_rows(part, fields)
         case "datasets":
             return _read_dataset_rows(part, fields)
+
+
+def cut_text(record: SourceRecord, *, in_context: bool) -> Iterator[SourceRecord]:
+    """Yields the parts of a text, with characters around each if `in_context`; a short text as one part.
+
+    A part ends with a line, or in a long line with a word. A word is never cut.
+    """
+    text, (first, after) = record.value, record.context
+    if len(text) <= _UNCUT_CHARACTERS and (in_context or not (first or after)):
+        yield record
+        return
+    begin, stop, context = first, len(text) - after, _CONTEXT_CHARACTERS if in_context else 0
+    while begin < stop:
+        least = begin + TEXT_CHARACTERS
+        line = text.find("\n", least, min(least + _LINE_CHARACTERS, stop)) + 1
+        end = line or next((blank.end() for blank in _BLANK.finditer(text, least, stop)), stop)
+        before, behind = max(begin - context, 0), min(end + context, len(text))
+        yield record._replace(
+            value=text[before:behind],
+            begins=record.begins and begin == first,
+            ends=record.ends and end == stop,
+            context=(begin - before, behind - end),
+            first_trained=max(record.first_trained - before, 0),
+        )
+        begin = end
 
 
 def check_reader_installed(kind: str) -> None:
@@ -171,8 +194,8 @@ def open_dataset(path: str, fields: DataSourceFields) -> Any:
     return found[fields.split]
 
 
-def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
-    """Yields the part's lines as one piece of the file's document, or a CorruptRecord and an empty piece."""
+def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord]:
+    """Yields the part's lines as one piece of the file's document, or an error and an empty piece."""
     before = after = text = ""
     with files.open_source_file(part.path) as file:
         if files.is_compressed(part.path):
@@ -180,14 +203,15 @@ def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord | CorruptRec
         else:
             data, begin = _read_lines_beginning_in_part(file, part)
             behind = begin + len(data)
-            before = _read_text_without_cut_characters(file, max(begin - _CONTEXT_BYTES, 0), end=begin)
-            after = _read_text_without_cut_characters(file, behind, end=behind + _CONTEXT_BYTES)
+            before = _read_text_without_cut_characters(file, max(begin - _CONTEXT_CHARACTERS, 0), end=begin)
+            after = _read_text_without_cut_characters(file, behind, end=behind + _CONTEXT_CHARACTERS)
     begins = part.begin == 0
     try:
         text = data.decode("utf-8-sig" if begins else "utf-8")
     except UnicodeDecodeError as error:
         at = begin + error.start
-        yield CorruptRecord(lambda: f"{part.path} at byte {at}", f"no UTF-8: {error.reason}")
+        why = UntokenizableRecordError(f"no UTF-8: {error.reason}")
+        yield SourceRecord(why, lambda: f"{part.path} at byte {at}")
         if begins and part.last:
             return
     context = (len(before), len(after)) if text else (0, 0)
@@ -195,22 +219,19 @@ def _read_part_as_one_text(part: FilePart) -> Iterator[SourceRecord | CorruptRec
     yield SourceRecord(text, lambda: part.path, begins=begins, ends=part.last, context=context)
 
 
-def _read_json_lines(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
+def _read_json_lines(part: FilePart) -> Iterator[SourceRecord]:
     for begin, line in _iterate_lines(part):
-        where = partial(_format_line_location, part.path, begin)
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = _object_or_error(json.loads(line))
         except (ValueError, RecursionError) as error:  # invalid JSON, invalid Unicode, or nested too deep
-            spread = line.strip() == b"{"
-            why = f"no JSON: {error}" + ("; an object has to be in one line" if spread else "")
-            yield CorruptRecord(where, why)
-            continue
-        yield _object_or_corrupt_record(value, where)
+            spread = "; an object has to be in one line" if line.strip() == b"{" else ""
+            value = UntokenizableRecordError(f"no JSON: {error}{spread}")
+        yield SourceRecord(value, partial(_format_line_location, part.path, begin))
 
 
-def _read_json_array(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
+def _read_json_array(part: FilePart) -> Iterator[SourceRecord]:
     with files.open_source_file(part.path) as file:
         try:
             values = json.loads(_read(file.read, part.path))
@@ -221,16 +242,16 @@ def _read_json_array(part: FilePart) -> Iterator[SourceRecord | CorruptRecord]:
                 fix="a file that is whole, or one object per line",
             ) from error
     for number, value in enumerate(values, start=1):
-        yield _object_or_corrupt_record(value, lambda number=number: f"{part.path} element {number}")
+        yield SourceRecord(_object_or_error(value), lambda number=number: f"{part.path} element {number}")
 
 
-def _object_or_corrupt_record(value: Any, where: Callable[[], str]) -> SourceRecord | CorruptRecord:
+def _object_or_error(value: Any) -> _Row:
     if isinstance(value, dict):
-        return SourceRecord(value, where)
-    return CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
+        return value
+    return UntokenizableRecordError(f"no object of fields, but {type(value).__name__}")
 
 
-def _read_parquet_rows(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
+def _read_parquet_rows(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord]:
     import pyarrow
 
     file, row = open_parquet_file(part.path), 0
@@ -254,7 +275,7 @@ def _read_parquet_rows(part: FilePart, fields: DataSourceFields) -> Iterator[Sou
     except FileNotFoundError as error:
         raise files.unreadable_path_error(part.path, error) from error
     except (OSError, pyarrow.ArrowException) as error:
-        yield CorruptRecord(lambda: place, str(error).splitlines()[0])
+        yield SourceRecord(UntokenizableRecordError(str(error).splitlines()[0]), lambda: place)
 
 
 def _iterate_arrow_rows(batch: Any, paths: Mapping[str, Sequence[str]] | None) -> Iterator[_Row]:
@@ -287,7 +308,7 @@ def _rows_with_lists_as_arrays(batch: Any, paths: Mapping[str, Sequence[str]]) -
     return [dict(zip(paths, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _read_dataset_rows(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord | CorruptRecord]:
+def _read_dataset_rows(part: FilePart, fields: DataSourceFields) -> Iterator[SourceRecord]:
     dataset, name = open_dataset(part.path, fields), part.path or fields.name
     schema = dataset.features.arrow_schema
     paths = find_arrow_columns_to_read(schema, fields, where=str(name), first_row=lambda: dataset[0])
@@ -303,12 +324,8 @@ def _read_dataset_rows(part: FilePart, fields: DataSourceFields) -> Iterator[Sou
             yield _record_of_row(error, lambda row=row: f"{name} row {row - 1}", fields=fields)
 
 
-def _record_of_row(
-    value: _Row, where: Callable[[], str], *, fields: DataSourceFields
-) -> SourceRecord | CorruptRecord:
-    if isinstance(value, UntokenizableRecordError):
-        return CorruptRecord(where, value.what)
-    if fields.records == "messages":
+def _record_of_row(value: _Row, where: Callable[[], str], *, fields: DataSourceFields) -> SourceRecord:
+    if fields.records == "messages" and isinstance(value, Mapping):
         value = {name: drop_null_members(one) for name, one in value.items()}
     return SourceRecord(value, where)
 

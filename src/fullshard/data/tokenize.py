@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pkgutil import resolve_name
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from fullshard.data import row_fields
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.conversation import read_conversation
-from fullshard.data.readers import CorruptRecord, FilePart, SourceRecord, read_records
+from fullshard.data.readers import TEXT_CHARACTERS, FilePart, SourceRecord, cut_text, read_records
 from fullshard.data.token_store import TokenizeNotes
 from fullshard.data.tokenizer import EncodedText, open_tokenizer
 from fullshard.data.worker import LIMITS, NO_LIMITS, Limits, Worker, borrow_worker
@@ -27,8 +28,9 @@ from fullshard.system.small_files import ForeignErrorTranslator
 Task = Sequence[FilePart]
 Tokens = NDArray[Any]
 Mask = NDArray[np.bool_]
+_Item = TypeVar("_Item")
 
-_BATCH_RECORDS, _BATCH_CHARACTERS = 256, 1 << 20
+_BATCH_RECORDS = 256
 _FEW_TOKENS, _TOKENS_PER_BYTE = 1 << 24, 64  # of a file as stored; texts are compressed to a tenth
 _REPORTED_RECORDS = 5  # of a task's skipped records, the first ones have a message
 _TASKS_AHEAD = 8  # per worker: bounds the results that wait for an earlier task
@@ -58,18 +60,6 @@ class TokenizeSettings:
     def needs_loss_mask(self) -> bool:
         """True if only a part of each record's tokens may be trained on."""
         return self.fields.records in ("tokens", "messages", self.train_on)
-
-
-class RowText(NamedTuple):
-    """The text of a record.
-
-    first_trained: index of the first character that is trained on
-    context: see `SourceRecord`
-    """
-
-    text: str
-    first_trained: int = 0
-    context: tuple[int, int] = (0, 0)
 
 
 class EncodedRecord(NamedTuple):
@@ -124,8 +114,7 @@ class TaskTokenizer:
         size = sum(part.size for part in task)
         most = max(_FEW_TOKENS, _TOKENS_PER_BYTE * size)
         self._notes = TokenizeNotes()
-        for batch in _batches(self._read_task_records(task)):
-            found = [*self._tokenize_records(batch)]
+        for found in _batches(self._encode_records(task), size_of=lambda one: len(one.tokens)):
             begins = np.cumsum([0, *(len(one.tokens) for one in found)]).tolist()
             ends = [begin + end for begin, one in zip(begins, found, strict=False) for end in one.ends]
             tokens = [one.tokens.astype(self.settings.dtype) for one in found]
@@ -141,13 +130,32 @@ class TaskTokenizer:
             )
             size, self._notes = 0, TokenizeNotes()
 
-    def _read_task_records(self, task: Task) -> Iterator[SourceRecord]:
-        for part in task:
-            for record in read_records(part, self.settings.fields):
-                if isinstance(record, CorruptRecord):
-                    self._skip_or_raise(record.where, row_fields.UntokenizableRecordError(record.why))
-                else:
-                    yield record
+    def _encode_records(self, task: Task) -> Iterator[EncodedRecord]:
+        """Yields the tokens of each record, or part of a long text, without those that are skipped."""
+        if self.settings.fields.records not in ("text", "completion"):
+            return self._read_records(task, self._encode_conversation if self._chat else self._read_tokens)
+        in_context = self.settings.tokenizer is not None  # bytes are the same in any context
+        texts = (cut_text(one, in_context=in_context) for one in self._read_records(task, self._read_text))
+        batches = _batches(chain.from_iterable(texts), size_of=lambda part: len(part.value))
+        return chain.from_iterable(map(self._encode_texts_or_skip, batches))
+
+    def _read_records(self, task: Task, read: Callable[[SourceRecord], _Item]) -> Iterator[_Item]:
+        """Yields what `read` returns for each record, without the records that are skipped."""
+        for record in chain.from_iterable(read_records(part, self.settings.fields) for part in task):
+            self._restart_clock()
+            try:
+                with ForeignErrorTranslator(row_fields.UntokenizableRecordError):
+                    if isinstance(record.value, DataError):
+                        raise record.value
+                    found = read(record)
+            except DataError as error:
+                self._skip_or_raise(record.where, error)
+            else:
+                yield found
+
+    def _restart_clock(self) -> None:
+        if signal.getitimer(signal.ITIMER_PROF)[0]:  # in a worker
+            signal.setitimer(signal.ITIMER_PROF, self.settings.limits.seconds)
 
     def _skip_or_raise(self, where: Callable[[], str], error: DataError) -> None:
         """Counts a record that cannot be tokenized, or raises DataError with its location."""
@@ -159,24 +167,6 @@ class TaskTokenizer:
         self._notes.skipped += 1
         if len(self._notes.skip_messages) < _REPORTED_RECORDS:
             self._notes.skip_messages.append(f"{where()}: {reason}")
-
-    def _tokenize_records(self, batch: Sequence[SourceRecord]) -> Iterator[EncodedRecord]:
-        """Yields the tokens of each record, without the records that are skipped."""
-        texts: list[tuple[SourceRecord, RowText]] = []
-        for record in batch:
-            if signal.getitimer(signal.ITIMER_PROF)[0]:  # in a worker
-                signal.setitimer(signal.ITIMER_PROF, self.settings.limits.seconds)
-            try:
-                with ForeignErrorTranslator(row_fields.UntokenizableRecordError):
-                    if self.settings.fields.records in ("text", "completion"):
-                        texts.append((record, self._read_text(record)))
-                        continue
-                    found = self._encode_conversation(record) if self._chat else self._read_tokens(record)
-            except DataError as error:
-                self._skip_or_raise(record.where, error)
-            else:
-                yield found
-        yield from self._encode_texts_or_skip(texts)
 
     def _encode_conversation(self, record: SourceRecord) -> EncodedRecord:
         assert self._chat is not None, "opened for messages"
@@ -197,42 +187,35 @@ class TaskTokenizer:
         return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])
 
     def _read_tokens(self, record: SourceRecord) -> EncodedRecord:
-        known, name = self.settings.tokenizer is not None, self.settings.fields.tokens_field
-        tokens, size = (
-            self._record_field(record, name),
-            self._tokenizer.vocabulary_size if known else row_fields.TOKEN_LIMIT,
-        )
-        return EncodedRecord(
-            *row_fields.read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size)
-        )
+        name, known = self.settings.fields.tokens_field, self.settings.tokenizer is not None
+        size = self._tokenizer.vocabulary_size if known else row_fields.TOKEN_LIMIT
+        tokens = self._record_field(record, name)
+        row = row_fields.read_token_row(record.value, tokens, tokens_field=name, vocabulary_size=size)
+        return EncodedRecord(*row)
 
-    def _encode_texts_or_skip(self, rows: Sequence[tuple[SourceRecord, RowText]]) -> Iterator[EncodedRecord]:
-        """Yields the tokens of each text. A skipped one is left out, or if a part of a document, empty."""
-        encoded: list[EncodedRecord] | None = None
-        with suppress(DataError):
-            encoded = self._encode_texts(rows)
-        for i, (record, row) in enumerate(rows):
-            try:
-                # After an error, one at a time, to find the record at fault.
-                found = encoded[i] if encoded is not None else self._encode_texts([(record, row)])[0]
-            except DataError as error:
-                self._skip_or_raise(record.where, error)
-                if record.begins and record.ends:
-                    continue
-                # A document may end with this part.
-                found = EncodedRecord(np.empty(0, np.int64), np.empty(0, np.bool_), [0] * record.ends)
-            yield found
+    def _encode_texts_or_skip(self, rows: Sequence[SourceRecord]) -> list[EncodedRecord]:
+        """Returns the tokens of each text. A skipped one is left out, or if a part of a document, empty."""
+        self._restart_clock()
+        try:
+            return self._encode_texts(rows)
+        except DataError as error:
+            if len(rows) > 1:  # one at a time, to find the record at fault
+                return [found for row in rows for found in self._encode_texts_or_skip([row])]
+            self._skip_or_raise(rows[0].where, error)
+            is_document = rows[0].begins and rows[0].ends
+            empty = EncodedRecord(np.empty(0, np.int64), np.empty(0, np.bool_), [0] * rows[0].ends)
+            return [] if is_document else [empty]  # a document may end with this part
 
-    def _encode_texts(self, rows: Sequence[tuple[SourceRecord, RowText]]) -> list[EncodedRecord]:
+    def _encode_texts(self, rows: Sequence[SourceRecord]) -> list[EncodedRecord]:
         """Returns the tokens of each row. Raises DataError if the tokenizer rejects a text."""
-        texts = [row.text for _, row in rows]
-        if any(row.first_trained or any(row.context) for _, row in rows):
+        texts = [row.value for row in rows]
+        if any(row.first_trained or any(row.context) for row in rows):
             encoded = self._tokenizer.encode_texts_with_offsets(texts)
-            parts = [_tokens_outside_context(one, row) for one, (_, row) in zip(encoded, rows, strict=True)]
+            parts = [_tokens_outside_context(one, row) for one, row in zip(encoded, rows, strict=True)]
         else:  # offsets take time
             parts = [(one, np.ones(len(one), np.bool_)) for one in self._tokenizer.encode_texts(texts)]
         found: list[EncodedRecord] = []
-        for (record, _), (tokens, trained) in zip(rows, parts, strict=True):
+        for record, (tokens, trained) in zip(rows, parts, strict=True):
             before = self._tokenizer.tokens_before_document if record.begins else ()
             after = self._tokenizer.tokens_after_document if record.ends else ()
             begins_alike = bool(before) and tuple(tokens[: len(before)]) == before
@@ -244,13 +227,10 @@ class TaskTokenizer:
             found.append(EncodedRecord(tokens, trained, [len(tokens)] * record.ends))
         return found
 
-    def _read_text(self, record: SourceRecord) -> RowText:
-        """Returns the text of a record: of a text, or of a prompt and its completion."""
+    def _read_text(self, record: SourceRecord) -> SourceRecord:
+        """Returns `record` with its text as the value: that of a text, or of a prompt and its completion."""
         if isinstance(record.value, str):
-            if self.settings.tokenizer is not None:
-                return RowText(record.value, context=record.context)
-            before, after = record.context  # bytes are the same in any context
-            return RowText(record.value[before : len(record.value) - after])
+            return record
         texts: list[str] = []
         for name in self._read_names:
             text = self._record_field(record, name)
@@ -261,7 +241,8 @@ class TaskTokenizer:
             texts.append(text)
         self._check_and_count_unused_fields(record, texts)
         *prompt, _ = texts
-        return RowText("".join(texts), len("".join(prompt)) if self.settings.needs_loss_mask else 0)
+        first_trained = len("".join(prompt)) if self.settings.needs_loss_mask else 0
+        return record._replace(value="".join(texts), first_trained=first_trained)
 
     def _check_and_count_unused_fields(self, record: SourceRecord, contents: Sequence[Any]) -> None:
         """Raises UntokenizableRecordError for unused marks; counts unused content not in `contents`."""
@@ -283,24 +264,25 @@ class TaskTokenizer:
         raise row_fields.UntokenizableRecordError(f"no field {name!r} among {', '.join(row)}")
 
 
-def _tokens_outside_context(encoded: EncodedText, row: RowText) -> tuple[Tokens, Mask]:
+def _tokens_outside_context(encoded: EncodedText, row: SourceRecord) -> tuple[Tokens, Mask]:
     """Returns (tokens that begin in the row's own part of its text, mask of the trained ones)."""
     before, after = row.context
     own = encoded.begins >= before
     if after:
-        own &= encoded.begins < len(row.text) - after
-    trained = encoded.mask_of_tokens_for_characters(row.first_trained, len(row.text) + 1)
+        own &= encoded.begins < len(row.value) - after
+    trained = encoded.mask_of_tokens_for_characters(row.first_trained, len(row.value) + 1)
     return encoded.tokens[own], trained[own]
 
 
-def _batches(records: Iterable[SourceRecord]) -> Iterator[list[SourceRecord]]:
-    batch, characters = list[SourceRecord](), 0
-    for record in records:
-        batch.append(record)
-        characters += len(str(record.value))
-        if len(batch) >= _BATCH_RECORDS or characters >= _BATCH_CHARACTERS:
+def _batches(items: Iterable[_Item], *, size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Yields lists of `items`, which end with the item that brings their sizes to TEXT_CHARACTERS."""
+    batch, size = list[_Item](), 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if len(batch) >= _BATCH_RECORDS or size >= TEXT_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch, size = [], 0
     yield batch  # perhaps of none, for the notes about records that were skipped
 
 
@@ -331,7 +313,8 @@ def tokenize_tasks(
         what = (
             f"{task[0].path} from {task[0].begin} to {task[-1].end} is unreadable, or too much for {maker}."
         )
-        found = worker.call(partial(_tokenize_task, task), what=what, limits=limits)
+        fix = "conversations, and texts without blanks, of at most 3 MiB; other texts are tokenized in parts"
+        found = worker.call(partial(_tokenize_task, task), what=what, limits=limits, fix=fix)
         free.append(worker)
         return found
 

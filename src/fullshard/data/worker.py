@@ -47,11 +47,11 @@ class Worker:
         self.idle_since: float | None = time.monotonic()  # None in a call, and if the process died in it
         atexit.register(self.close)
 
-    def call(self, function: Callable[[], object], *, what: str, limits: Limits) -> list[Any]:
+    def call(self, function: Callable[[], object], *, what: str, limits: Limits, fix: str = "") -> list[Any]:
         """Returns a list of the members of what `function()` returns in the process, if these are iterable.
 
-        Raises the FullshardError of the function, and DataError with `what` for other errors and if the
-        process dies.
+        Raises the FullshardError of the function, and DataError with `what` for other errors and, with `fix`,
+        if the process dies.
         """
         self.idle_since, answers = None, list[Any]()
         stdin, stdout = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
@@ -64,8 +64,10 @@ class Worker:
             self.process.kill()  # if it has not died, but written what is not an answer
             code = self.process.wait()
             ended = {-signal.SIGPROF: "too much time", _NO_MEMORY_CODE: "too much memory"}
+            ended[-signal.SIGABRT] = "an abort, as where a library gets no memory"
             most = f"{format_bytes(limits.memory_bytes)} of memory and {limits.seconds:g} s of processor time"
-            raise DataError(what, got=f"{ended.get(code, f'exit code {code}')}; it may use {most}") from error
+            got = f"{ended.get(code, f'exit code {code}')}; it may use {most}"
+            raise DataError(what, got=got, fix=fix) from error
         self.idle_since = time.monotonic()
         if answer is not None:
             raise answer
