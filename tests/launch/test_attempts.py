@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -107,10 +108,22 @@ def test_a_rank_that_leaves_early_is_a_failure(left: RankOutcome) -> None:
     assert "exit code 3" in found[1].message
 
 
-def test_a_killed_rank_is_reported_with_the_way_to_resume() -> None:
-    found = find_root_cause_failure([killed(0, signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("oom_kills", "cause", "advice"),
+    [
+        (None, "dmesg may say so", "fewer ranks on this machine"),
+        (0, "it came from outside of fullshard; not from the kernel", "--resume"),
+        (2, "ran out (oom_kill in /proc/vmstat: +2)", "fewer ranks on this machine"),
+    ],
+)
+def test_a_killed_rank_is_reported_with_the_cause_and_the_way_to_resume(
+    oom_kills: int | None, cause: str, advice: str
+) -> None:
+    """That memory ran out is said only where the kernel has said so."""
+    found = find_root_cause_failure([replace(killed(0, signal.SIGKILL), oom_kills=oom_kills)])
     assert found is not None
-    assert "  try: fewer ranks on this machine" in found[1].message
+    assert cause in found[1].message
+    assert f"  try: {advice}" in found[1].message
     assert "--resume starts at the newest whole step" in found[1].message
 
 

@@ -22,7 +22,7 @@ from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, LaunchEven
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
 from fullshard.spec.plan import DeviceType, too_few_gpus_error
-from fullshard.system.process import RecordedSignals, record_signals
+from fullshard.system.process import RecordedSignals, count_oom_kills, record_signals
 from fullshard.system.terminal import escape_control_characters
 
 # See `RunSetupSection.ranks`. Two show that sharding works; more only compete for the cores.
@@ -55,6 +55,8 @@ class RankOutcome:
     exit_code: exit code of its process, -n for signal n; None if unknown
     seen_gone_at: time at which the launcher first saw that its process is gone, in seconds since the epoch
     killed_by_launcher: True if the launcher killed it, because of another rank or a second Ctrl-C
+    oom_kills: number of processes of this machine that the kernel has killed since the rank was started,
+        because memory ran out; None if unknown
     """
 
     rank: int
@@ -62,6 +64,7 @@ class RankOutcome:
     exit_code: int | None
     seen_gone_at: float
     killed_by_launcher: bool = False
+    oom_kills: int | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ def _failure_of_rank(rank: RankOutcome) -> tuple[_RootCauseOrder, FailureReport]
         return None
     if ending is None and code is not None and code < 0:
         cause = _RootCauseOrder.STOPPED if -code in (signal.SIGTERM, signal.SIGABRT) else _RootCauseOrder.OWN
-        error = _killed_by_signal_error(rank.rank, -code)
+        error = _killed_by_signal_error(rank.rank, -code, oom_kills=rank.oom_kills)
     else:
         cause = _RootCauseOrder.OWN
         error = errors.LaunchError(
@@ -220,11 +223,18 @@ def _failure_of_rank(rank: RankOutcome) -> tuple[_RootCauseOrder, FailureReport]
     return cause, replace(FailureReport.from_exception(error), at=rank.seen_gone_at, traceback="")
 
 
-def _killed_by_signal_error(rank: int, number: int) -> errors.LaunchError:
+def _killed_by_signal_error(rank: int, number: int, *, oom_kills: int | None) -> errors.LaunchError:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     why, fix = "it came from outside of fullshard", None
-    if number == signal.SIGKILL:
-        why = "mostly the kernel, or a container's limit, because memory ran out (dmesg says so)"
+    if number == signal.SIGKILL and oom_kills == 0:
+        why += "; not from the kernel for want of memory (oom_kill in /proc/vmstat did not change)"
+        fix = "--resume starts at the newest whole step"
+    elif number == signal.SIGKILL:
+        why = "mostly the kernel, or a container's limit, because memory ran out; dmesg may say so"
+        if oom_kills:
+            why = (
+                f"host memory, or that of a container, ran out (oom_kill in /proc/vmstat rose by {oom_kills})"
+            )
         fix = (
             'fewer ranks on this machine, a smaller train.microbatch, or recompute.mode = "full"; '
             "--resume starts at the newest whole step (of a checkpoint, or on the drive of an nvme tier)"
@@ -347,6 +357,7 @@ class _LocalRanks:
         self._gone_at: dict[int, float] = {}
         self._ended_by_us: set[int] = set()
         self._passed_on = False
+        self._oom_kills_before = count_oom_kills()
         self.ended_at_once = False
 
     def run_until_all_end(self, ranks: int, *, launch: str) -> list[RankOutcome]:
@@ -368,6 +379,8 @@ class _LocalRanks:
                 self._handle_ended_ranks_and_signals()
         finally:
             self._sigkill_ranks()
+        now, before = count_oom_kills(), self._oom_kills_before
+        oom_kills = None if now is None or before is None else now - before
         return [
             RankOutcome(
                 rank=rank,
@@ -375,6 +388,7 @@ class _LocalRanks:
                 exit_code=process.returncode,
                 seen_gone_at=self._gone_at.get(rank, time.time()),
                 killed_by_launcher=rank in self._ended_by_us,
+                oom_kills=oom_kills,
             )
             for rank, process in enumerate(self._processes)
         ]

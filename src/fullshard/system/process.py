@@ -41,6 +41,14 @@ def read_stat_fields_after_comm(pid: int) -> list[str]:
     return []
 
 
+def count_oom_kills() -> int | None:
+    """Returns how many processes this kernel has killed because memory ran out, containers' too, if known."""
+    with suppress(OSError):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    return None
+
+
 def count_usable_cores() -> int:
     """Returns the number of cores that this process may run on; all of the machine's if that is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
