@@ -99,7 +99,7 @@ def test_an_export_replaces_an_earlier_one_and_by_force_any_file(run_directory: 
 
 def test_export_without_checkpoints_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert main(["ckpt", "export", str(tmp_path), str(tmp_path / "out")]) == CheckpointError.exit_code
-    assert capsys.readouterr().err.startswith("CheckpointError: ")
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_verify_names_damaged_files(tmp_path, capsys):

@@ -56,7 +56,7 @@ def test_a_full_drive_ends_the_command_with_its_exit_code_and_loses_no_step(rank
         command = [sys.executable, "-m", "fullshard", "train", *sets, "--resume"]
         full = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert full.returncode == OffloadError.exit_code, full.stderr
-    for word in ("OffloadError: ", "not enough space", "got: ", "why: ", "try: ", "would fail again"):
+    for word in ("not enough space", "got: ", "why: ", "try: ", "would fail again"):
         assert word in full.stderr
     assert "restart 1" not in full.stderr
     assert [list(iterate_damage(one)) for one in (run / "checkpoints").glob("step-*")] == [[]]

@@ -52,4 +52,4 @@ def test_a_directory_that_cannot_be_made_is_refused_before_ranks_start(tmp_path,
 def test_a_directory_that_another_run_writes_is_refused_before_ranks_start(tmp_path, capfd, resume):
     with open_run_directory(tmp_path / "run", resume=False):
         assert main(["train", *resume, "--set", f"run.dir={tmp_path / 'run'}"]) == TrainError.exit_code
-    assert f"TrainError: another run is writing {tmp_path / 'run'}" in capfd.readouterr().err
+    assert f"error: another run is writing {tmp_path / 'run'}" in capfd.readouterr().err

@@ -48,8 +48,8 @@ def test_a_foreseen_error_is_its_message_alone(monkeypatch: pytest.MonkeyPatch) 
     error: FullshardError = SpecError("no.", got=3, why="it is not 4", fix="4")
     failure = ending_of(error).failure
     assert failure is not None
-    assert failure.user_message() == f"SpecError: {error}"
-    assert failure.user_message(rank=2) == f"rank 2: SpecError: {error}"
+    assert failure.user_message() == f"error: {error}"
+    assert failure.user_message(rank=2) == f"rank 2: {error}"
 
 
 def test_an_unforeseen_error_names_the_line_of_the_user() -> None:

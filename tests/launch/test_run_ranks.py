@@ -96,7 +96,7 @@ def test_a_rank_that_raises_ends_all_and_its_message_is_the_only_one(start: Star
     process = start("fail_on_rank_1")
     notes(tmp_path)
     out, err = process.communicate(timeout=TIMEOUT)
-    assert err == "rank 1: DataError: the well is dry.\n  got: 0 documents\n  try: another well\n"
+    assert err == "rank 1: the well is dry.\n  got: 0 documents\n  try: another well\n"
     assert (process.returncode, out) == (DataError.exit_code, "")
 
 
@@ -118,7 +118,7 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start,
     process = start("leave_early")
     notes(tmp_path)
     _, err = process.communicate(timeout=TIMEOUT)
-    assert err.startswith("rank 0: LaunchError: rank 0 left early.\n  got: sys.exit(0)\n")
+    assert err.startswith("rank 0 left early.\n  got: sys.exit(0)\n")
     assert process.returncode == LaunchError.exit_code
 
 

@@ -76,8 +76,9 @@ class FailureReport:
     def user_message(self, rank: int | None = None) -> str:
         """Returns the message for the user; names `rank`, and has the traceback if FULLSHARD_TRACEBACK=1."""
         shown = os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
-        who = f"rank {rank}: " if rank is not None else ""
-        return f"{self.traceback if shown else ''}{who}{self.name}: {self.message}"
+        is_named = self.message.startswith(f"rank {rank} ")
+        who = "error: " if rank is None else "" if is_named else f"rank {rank}: "
+        return f"{self.traceback if shown else ''}{who}{self.message}"
 
 
 class ProcessOutcome(AbstractContextManager["ProcessOutcome"]):
@@ -131,8 +132,9 @@ def _iterate_exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _unexpected_error_message(error: BaseException) -> str:
-    lines = [str(error).strip() or "(it says nothing)", f"  where: {user_code_location_text(error)}"]
-    if type(error).__name__ == "OutOfMemoryError":
+    name, text = type(error).__name__, str(error).strip() or "(it says nothing)"
+    lines = [f"{name}: {text}", f"  where: {user_code_location_text(error)}"]
+    if name == "OutOfMemoryError":
         lines.append('  try: a smaller train.microbatch, recompute.mode = "full", or more ranks')
     lines.append(f"  the whole traceback: {TRACEBACK_VARIABLE}=1")
     return "\n".join(lines)

@@ -232,9 +232,7 @@ def _killed_by_signal_error(rank: int, number: int, *, oom_kills: int | None) ->
     elif number == signal.SIGKILL:
         why = "mostly the kernel, or a container's limit, because memory ran out; dmesg may say so"
         if oom_kills:
-            why = (
-                f"host memory, or that of a container, ran out (oom_kill in /proc/vmstat rose by {oom_kills})"
-            )
+            why = f"the memory of the host or a container ran out (oom_kill in /proc/vmstat: +{oom_kills})"
         fix = (
             'fewer ranks on this machine, a smaller train.microbatch, or recompute.mode = "full"; '
             "--resume starts at the newest whole step (of a checkpoint, or on the drive of an nvme tier)"

@@ -20,10 +20,9 @@ def describe_event(event: RunEvent) -> str:
 
 
 def fault_text(details: Details) -> str:
-    """Returns the rank, the error and the first line of its message; that line alone if it names the rank."""
-    rank, error = details.get("rank"), details.get("error", "an error")
-    message = str(details.get("message", "")).split("\n", maxsplit=1)[0]
-    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {error}: {message}"
+    """Returns the rank and the first line of its error's message; that line alone if it names the rank."""
+    rank, message = details.get("rank"), str(details.get("message", "")).split("\n", maxsplit=1)[0]
+    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {message or 'an error'}"
 
 
 def _describe_save(details: Details) -> str:
