@@ -168,8 +168,11 @@ def test_data_addressed_by_step_skips_to_the_next_batch_and_this_is_reported(
     after = ["train.global_batch=8", "optimizer.learning_rate=2e-2"]
     used, (settings, rows) = ranks(1).run(rows_used, tmp_path, [], after, ByStep)[0]
     assert used == [*range(36), *range(40, 56)]
-    assert "train.global_batch 12 -> 8" in settings
-    assert "optimizer.learning_rate 0.01 -> 0.02" in settings
+    assert settings.splitlines()[1:] == [
+        "  optimizer.learning_rate 0.01 -> 0.02",
+        "  train.global_batch 12 -> 8",
+        "  so the settings give step 4 the learning rate 0.0155",
+    ]
     assert rows.startswith("4 rows of the data are skipped")
 
 

@@ -22,6 +22,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainedWith, TrainState
 from fullshard.weights.files import find_weights_file, missing_weights_error
 from fullshard.weights.pretrained import LoadReport, load_pretrained
@@ -131,6 +132,7 @@ _SAME_RESULTS = {
 }
 # Settings of [data] that change labels, but not which row comes when.
 _SAME_ROWS = {"data.document_mask", "data.train_on"}
+_SETTINGS_OF_RATES = ("optimizer.learning_rate", "schedule.", "train.")
 _LONGEST_TEXT = 60
 
 
@@ -193,8 +195,12 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
     changed = {} if before.run is None else changed_settings(before.run, cast(Any, now.run))
     messages: list[str] = []
     if changed:
-        named = ", ".join(f"{key} {values}" for key, values in changed.items())
-        messages.append(f"resumed with other settings: {named}")
+        lines = [f"{key} {values}" for key, values in changed.items()]
+        if any(key.startswith(_SETTINGS_OF_RATES) for key in changed):
+            factor = learning_rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.step_count)
+            rate = plan.run.optimizer.learning_rate * factor
+            lines.append(f"so the settings give step {state.step + 1} the learning rate {rate:.3g}")
+        messages.append("\n  ".join(["resumed with other settings:", *lines]))
     if state.rows is None:
         state.rows = (state.step if before.batches is None else before.batches) * batch
         if before.batches:
