@@ -11,7 +11,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 # Bytecode is kept: without it, each process that a run or a test starts compiles what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long torture fuzz check format clean
+.PHONY: train test test-long torture fuzz check docs format clean
 
 train: $(VENV)/installed
 	$(BIN)/fullshard train
@@ -33,6 +33,13 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/architecture
+
+# The pages of the site keep their places in the repository, so that their links hold in both.
+docs: $(VENV)/installed-dev
+	rm -rf build/pages && mkdir -p build/pages
+	git ls-files -z '*.md' '*.py' '*.toml' docs bench examples CITATION.cff LICENSE | xargs -0 tar -cf - | tar -xf - -C build/pages
+	$(BIN)/python -m mkdocs build --quiet
+	cp llms.txt build/site/ && cd build/pages && find . -name '*.md' -exec cp --parents -t ../site {} +
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
