@@ -136,7 +136,7 @@ def errors_of_a_lost_connection(directory: Path) -> list[str]:
 
 
 def test_a_thread_that_loses_its_connection_ends_those_of_other_ranks(ranks, tmp_path):
-    """Also where the rank itself goes on, and at once, not after the group's timeout."""
+    """Ends them at once, not after the timeout of their group, and although the rank itself still runs."""
     own, next_own = ranks(2, timeout_seconds=60.0).run(errors_of_a_lost_connection, tmp_path)[1]
     assert "saving step 1 in the background failed" in own
     assert own == next_own

@@ -119,7 +119,7 @@ def test_a_rank_that_leaves_early_is_a_failure(left: RankOutcome) -> None:
 def test_a_killed_rank_is_reported_with_the_cause_and_the_way_to_resume(
     oom_kills: int | None, cause: str, advice: str
 ) -> None:
-    """That memory ran out is said only where the kernel has said so."""
+    """Says that memory ran out only where the kernel has said so."""
     found = find_root_cause_failure([replace(killed(0, signal.SIGKILL), oom_kills=oom_kills)])
     assert found is not None
     assert cause in found[1].message

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-import fullshard
 from fullshard.checkpoint import location, storage
 from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of
@@ -276,7 +276,7 @@ class CheckpointSaver:
             files=dict(sorted((written.files | writer).items())),
             world_size=world_size(),
             torch_version=torch.__version__,
-            fullshard_version=fullshard.__version__,
+            fullshard_version=_fullshard_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
             unusable=written.unusable,
         )
@@ -430,3 +430,10 @@ def _check_and_list_written_tensors(
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         tensors[name] = SavedTensor(shape=tuple(tensor.size), dtype=dtype)
     return tensors
+
+
+def _fullshard_version() -> str:
+    try:
+        return version("fullshard")
+    except PackageNotFoundError:
+        return "unknown"
