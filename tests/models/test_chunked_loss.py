@@ -92,7 +92,7 @@ def check_chunks_change_nothing(model: nn.Module, rows: Rows = 5, weights: Tenso
     assert chunked[1].keys() == whole[1].keys()
     largest = max(gradient.norm() for gradient in whole[1].values())
     for name, gradient in whole[1].items():  # some are zero but for rounding
-        assert (chunked[1][name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-9 * largest, name
+        assert (chunked[1][name] - gradient).norm() <= 4e-6 * gradient.norm() + 1e-9 * largest, name
 
 
 def with_values(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.checkpoint.files import MANIFEST
 from fullshard.cli.main import main
 from fullshard.observe.progress import ProgressPrinter, RunProgress
 from fullshard.report.comparison import show_measurement
@@ -23,7 +24,7 @@ from fullshard.system.terminal import (
     open_stream_dropping_failed_writes,
 )
 from tests.checkpoint.states import saved
-from tests.checkpoint.test_strangers import rewritten_manifest
+from tests.checkpoint.test_strangers import rewrite_manifest_text
 from tests.spec.records.test_measurement import measurement
 
 EVIL = "a\x1b[2J\x07\x9b\u202eb\rc"
@@ -47,7 +48,7 @@ def test_names_in_a_checkpoint_are_escaped_by_every_command(tmp_path: Path, caps
     root = tmp_path / EVIL
     one, other = saved(root / "checkpoints", 1), saved(root / "checkpoints", 2)
     name = json.dumps(f"model.{EVIL}")
-    rewritten_manifest(one, lambda text: text.replace('"model.uneven"', name))
+    rewrite_manifest_text(one, (one / MANIFEST).read_text().replace('"model.uneven"', name))
     (other / EVIL).touch()
     for arguments in (["verify", str(root)], ["list", str(root / "absent")]):
         main(["ckpt", *arguments])
