@@ -149,8 +149,10 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        begin, duration, kind = (event.get(name) for name in ("ts", "dur", "cat"))
-        if not all(isinstance(one, int | float) and abs(one) < _LARGEST_US for one in (begin, duration)):
+        begin, duration, kind = event.get("ts"), event.get("dur"), event.get("cat")
+        if not isinstance(begin, int | float) or not isinstance(duration, int | float):
+            continue
+        if not (abs(begin) < _LARGEST_US and abs(duration) < _LARGEST_US):
             continue
         arguments = event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
