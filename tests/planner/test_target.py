@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.target import choose_global_batch, resolve_model_to_plan
+from fullshard.planner.target import choose_global_batch, choose_hardware, resolve_model_to_plan
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
+from tests.fakes.hardware import hardware_of
 
 
 def write_config(directory: Path, config: dict[str, object]) -> Path:
@@ -103,3 +104,9 @@ def test_default_batch_is_a_million_tokens_or_one_sequence_per_rank():
 def test_fewer_tokens_than_ranks_can_share_are_refused():
     with pytest.raises(PlanError, match="too few for 16,384 ranks"):
         choose_global_batch(run_of(8192), tokens=16_000_000, ranks=16384, per_node=1)
+
+
+def test_a_hardware_toml_of_too_many_ranks_is_refused(tmp_path: Path):
+    hardware_of(2**20, 8).save(tmp_path / "hardware.toml")
+    with pytest.raises(SpecError, match="too many ranks"):
+        choose_hardware(str(tmp_path / "hardware.toml"), ranks=None, run=Run())

@@ -49,7 +49,12 @@ def test_json_that_is_nested_too_deep_or_has_too_many_digits_is_no_json() -> Non
 
 def test_toml_that_is_nested_too_deep_or_has_too_many_digits_is_no_toml() -> None:
     large = ("0x" + "f" * 5000, "1" * 5000, str(2**63), str(-(2**63) - 1))
-    for text in ("a = " + "[" * 5000, "a." * 5000 + "b = 1", *(f"a.b = [{one}]" for one in large)):
+    keys = (
+        "a." * 500_000 + "b = 1",
+        f"x = {{{'.'.join(['a'] * 101)} = 1}}",
+        '["\\""' + " . '='" * 100_000 + "]",
+    )
+    for text in ("a = " + "[" * 5000, *keys, *(f"a.b = [{one}]" for one in large)):
         with pytest.raises(ValueError, match=r"deep|(it has|a\.b is) an integer of more than 64 bits"):
             parse_toml(text)
     assert parse_toml(f"a = {2**63 - 1}") == {"a": 2**63 - 1}

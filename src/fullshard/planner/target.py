@@ -176,9 +176,7 @@ def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
         own, device = choose_rank_count_and_device(LaunchRequest(run=run))
         return detect_hardware(device, ranks=ranks or own)
     hardware = hardware_on(on)
-    each = hardware.ranks_per_node
-    if ranks in (None, hardware.world_size):
-        return hardware
+    each, ranks = hardware.ranks_per_node, ranks or hardware.world_size
     if ranks > each and ranks % each:
         raise SpecError(
             f"{ranks} ranks do not fill whole nodes.",

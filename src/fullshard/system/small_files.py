@@ -28,6 +28,7 @@ VALUE_BYTES = 32 << 20  # limit for files that programs write: a plan, a traced 
 DEEPEST = 100
 _LARGEST_INTEGER = 2**63
 _SHOWN_CHARACTERS = 300
+_LONG_KEY = re.compile(r"""(?:\.\s*(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')\s*){100}""")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -121,6 +122,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Returns the tables of TOML text. Raises TomlError, or ValueError over 100 levels or 64-bit integers."""
+    if _LONG_KEY.search(text):  # tomllib takes memory as the square of its parts
+        raise _nesting_too_deep_error()
     try:
         # A mark is Windows' of UTF-8. With the newline, an error at the end has a line, too.
         tree = tomllib.loads(text.removeprefix("\ufeff") + "\n")

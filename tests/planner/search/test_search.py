@@ -14,7 +14,7 @@ from fullshard.planner.search.candidates import (
     step_seconds_with_compile_share,
 )
 from fullshard.planner.search.search import SAME_MEMORY, SAME_SPEED, SearchResult, plan, predict, search
-from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware import MOST_RANKS, Hardware
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, ModelSpec, RepeatedUnits
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
@@ -199,6 +199,16 @@ def test_more_ranks_are_advised_where_no_pin_is_to_blame():
     spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8")
     with pytest.raises(PlanError, match="try: 8 ranks: full_shard"):
         plan(spec, hardware_of(1, 2, gib=48), run)
+
+
+@pytest.mark.parametrize(("nodes", "gib"), [(1, 2e-9), (MOST_RANKS // 8, 1)])
+def test_neither_a_byte_of_memory_nor_the_most_ranks_is_an_error_of_another_kind(nodes: int, gib: float):
+    with pytest.raises(PlanError, match="no plan fits"):
+        plan(
+            decoder_spec(SMALL),
+            hardware_of(nodes, 8, gib=gib),
+            run_for(SMALL, f"train.global_batch={8 * nodes}"),
+        )
 
 
 def test_indivisible_batch_is_refused():

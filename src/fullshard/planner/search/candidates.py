@@ -281,7 +281,7 @@ class CandidateCosts:
         run = run_with_settings(run, {"sharding": traced})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
-        self.limit = int(hardware.device_bytes_limit * (1 - run.memory_margin))
+        self.limit = max(1, int(hardware.device_bytes_limit * (1 - run.memory_margin)))
         self._demand: dict[object, LeastTicks] = {}
         self._computing: dict[object, PhaseTicks] = {}
         self._meshes: dict[object, LeastBytes] = {}

@@ -22,7 +22,7 @@ from fullshard.planner.predict.offload import TIERS
 from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.planner.search import candidates
 from fullshard.quantities import format_bytes, format_seconds
-from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware import MOST_RANKS, Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import fits_in_host_memory
@@ -302,6 +302,8 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
     """Yields (change as text, run, hardware) for multiples of the ranks, the fewest first."""
     nodes, per_node = hardware.nodes, hardware.ranks_per_node
     for factor in (2, 4, 8, 16, 32, 64):
+        if hardware.world_size * factor > MOST_RANKS:
+            return
         more = hardware.with_rank_counts(nodes=nodes * factor, ranks_per_node=per_node)
         if more.across is None:  # without a link between nodes, add ranks to the one node
             more = hardware.with_rank_counts(nodes=1, ranks_per_node=per_node * factor)

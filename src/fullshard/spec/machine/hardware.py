@@ -255,7 +255,7 @@ class Hardware(FrozenModel):
     @property
     def device_bytes_limit(self) -> int:
         """Bytes of a device's memory that one rank may use, including the context of its process."""
-        return int(self.chip.memory_bytes * self.usable_fraction)
+        return max(1, int(self.chip.memory_bytes * self.usable_fraction))
 
     def with_rank_counts(self, *, nodes: int, ranks_per_node: int) -> "Hardware":
         """Returns a copy with other numbers of nodes and ranks. Raises SpecError beyond MOST_RANKS ranks."""
