@@ -55,6 +55,18 @@ def test_names_in_a_checkpoint_are_escaped_by_every_command(tmp_path: Path, caps
         assert_shown("".join(capsys.readouterr()))
 
 
+def test_names_of_files_are_escaped_by_the_commands_that_read_or_write_them(tmp_path: Path, capsys) -> None:
+    (tmp_path / f"{EVIL}.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    saved(tmp_path / "checkpoints", 1)
+    for arguments in (
+        ["convert", f"{tmp_path}/{EVIL}.json"],
+        ["ckpt", "export", str(tmp_path), f"{tmp_path}/{EVIL}.safetensors"],
+        ["init", f"{tmp_path}/{EVIL}.toml"],
+    ):
+        main(arguments)
+        assert_shown("".join(capsys.readouterr()))
+
+
 def test_logs_progress_and_tables_are_escaped(tmp_path: Path, capsys, caplog) -> None:
     main(["ckpt", "list", str(tmp_path)])
     logging.getLogger("fullshard").warning("passing over %s", EVIL)

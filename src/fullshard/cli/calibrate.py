@@ -10,6 +10,7 @@ import typer
 
 from fullshard.cli.options import require_positive_number
 from fullshard.quantities import count_text, format_count
+from fullshard.system.terminal import escape_to_single_line
 
 if TYPE_CHECKING:
     from fullshard.spec.machine.hardware import Curve, Hardware
@@ -76,7 +77,7 @@ def calibrate(
             found = Hardware.load(measured)
             found.save(path)
             show_labelled_lines(calibration_rows(found))
-            typer.echo(f"written: {path}", err=True)
+            typer.echo(escape_to_single_line(f"written: {path}"), err=True)
     raise typer.Exit(exit_code)
 
 

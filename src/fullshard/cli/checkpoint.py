@@ -142,7 +142,7 @@ def export_checkpoint(
 
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
         export(place, target, shard_bytes=shard_bytes, dtype=dtypes[dtype] if dtype else None)
-    typer.echo(f"{target}")
+    typer.echo(escape_to_single_line(f"{target}"))
 
 
 def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:

@@ -72,7 +72,7 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     number = Counter(one.verdict for one in conversion.key_results)
     counts = ", ".join(f"{number[verdict]} {verdict}" for verdict in KeyVerdict if number[verdict])
     head = f"{conversion.name} ({conversion.format}): {count_text(len(conversion.key_results), 'key')}"
-    print(f"{head}: {counts}", file=sys.stderr)
+    print(escape_control_characters(f"{head}: {counts}"), file=sys.stderr)
     if conversion.lost_keys:
         lost = escape_control_characters(", ".join(conversion.lost_keys))
         print(f"the run.toml trains in another way than these request: {lost}", file=sys.stderr)
