@@ -60,12 +60,15 @@ def _forget_earlier_servers() -> None:
     object_store._shared_file_system.cache_clear()
 
 
+SECRET = "of-this-test-alone"
+
+
 def environment(port: int) -> dict[str, str]:
     """Makes AWS's library ask a port of this machine."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_MAX_ATTEMPTS": "2",
         "AWS_CONFIG_FILE": os.devnull,

@@ -21,7 +21,7 @@ from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import WRITER, ObjectFiles
 from fullshard.checkpoint.load import iterate_damage
 from fullshard.checkpoint.location import latest_checkpoint, location_of
-from fullshard.checkpoint.manifest import MANIFEST, read_manifest
+from fullshard.checkpoint.manifest import MANIFEST, checkpoint_files_at, read_manifest
 from fullshard.checkpoint.objects import ObjectLocation, is_attempt_abandoned
 from fullshard.checkpoint.save import save
 from fullshard.cli.main import main
@@ -38,7 +38,7 @@ from tests.checkpoint.states import (
     saved,
     saved_sharded,
 )
-from tests.checkpoint.store import Server, served
+from tests.checkpoint.store import SECRET, Server, served
 from tests.ranks import RankFailed
 
 try:
@@ -330,6 +330,14 @@ assert main(["ckpt", "list", "s3://bucket/run"]) == 6
     assert done.returncode == 0, done.stderr
     assert "no credentials" in done.stderr
     assert 'pip install "fullshard[s3]"' in done.stderr
+
+
+def test_no_object_and_no_message_has_the_credentials(url, caplog):
+    caplog.set_level("DEBUG", logger="fullshard")
+    files = checkpoint_files_at(str(saved(url, 1)))
+    loaded(url)
+    assert not [name for name in files.file_sizes_bytes() if SECRET.encode() in files.read_file(name)]
+    assert SECRET not in "".join(one.getMessage() for one in caplog.records if one.name == "fullshard")
 
 
 def test_a_missing_bucket_is_refused(server):

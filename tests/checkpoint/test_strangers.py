@@ -183,6 +183,17 @@ def shaped(*shape: int) -> dict[str, Change]:
     }
 
 
+def change_files(path: Path, changes: dict[str, Change]) -> None:
+    for name, change in sorted(changes.items(), key=lambda item: item[0] == MANIFEST):
+        tree = json.loads((path / name).read_bytes())
+        change(tree)
+        data = json.dumps(tree, indent=1) + "\n"
+        if name == MANIFEST:
+            rewrite_manifest_text(path, data)
+        else:
+            replace(path, {name: data.encode()})
+
+
 HUGE = 1 << 50
 CLAIMS: dict[str, dict[str, Change]] = {
     "elements in the manifest alone": {MANIFEST: shaped(HUGE)[MANIFEST]},
@@ -197,14 +208,7 @@ CLAIMS: dict[str, dict[str, Change]] = {
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_sizes_that_no_file_has_are_damage_and_nothing_is_allocated(tmp_path, claim):
     path = saved(tmp_path, 1)
-    for name, change in sorted(CLAIMS[claim].items(), key=lambda item: item[0] == MANIFEST):
-        tree = json.loads((path / name).read_bytes())
-        change(tree)
-        data = json.dumps(tree, indent=1) + "\n"
-        if name == MANIFEST:
-            rewrite_manifest_text(path, data)
-        else:
-            replace(path, {name: data.encode()})
+    change_files(path, CLAIMS[claim])
     assert [damage.file for damage in iterate_damage(path)] in (
         [MANIFEST],
         ["shards.json"],
@@ -216,6 +220,25 @@ def test_sizes_that_no_file_has_are_damage_and_nothing_is_allocated(tmp_path, cl
     ):
         with pytest.raises(CheckpointError):
             read()
+
+
+def test_an_export_writes_only_below_its_target(tmp_path):
+    path = saved(tmp_path / "given", 1)
+    old, new = "model.uneven", "model.../../../outside"
+
+    def rename(tree: dict[str, Any]) -> None:
+        for key in {"tensors", "shards"} & tree.keys():
+            tree[key][new] = tree[key].pop(old)
+        for piece in tree.get("pieces", []):
+            piece["name"] = new if piece["name"] == old else piece["name"]
+
+    change_files(path, dict.fromkeys((MANIFEST, "shards.json", "__0_0.distcp.pieces"), rename))
+    before = {*tmp_path.rglob("*")}
+    export(path, tmp_path / "out" / "model.safetensors")
+    export(path, tmp_path / "out" / "several", shard_bytes=100)
+    made = {*tmp_path.rglob("*")} - before
+    assert len(made) > 4
+    assert all(one.is_relative_to(tmp_path / "out") for one in made)
 
 
 def test_an_index_that_points_at_another_tensor_is_damage(tmp_path):

@@ -73,6 +73,21 @@ def test_a_template_that_changes_earlier_messages_is_refused(tmp_path: Path):
         trained_text(path)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_reaches_nothing_outside_of_its_sandbox(tmp_path: Path, template: str):
+    path = save_tokenizer(tmp_path, template=template)
+    with pytest.raises(UntokenizableRecordError, match="unsafe|loader"):
+        ChatTemplate(path).encode_conversation(Conversation(TALK), train_on="all")
+
+
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="no chat template"):
         ChatTemplate(save_tokenizer(tmp_path / "tok"))

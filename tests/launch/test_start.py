@@ -1,5 +1,7 @@
 """Impossible requests are refused before any rank is started."""
 
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -8,7 +10,11 @@ import torch
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError, SpecError
 from fullshard.launch.request import LaunchRequest
-from fullshard.launch.start import choose_rank_count_and_device, perform_request
+from fullshard.launch.start import (
+    choose_rank_count_and_device,
+    perform_request,
+    temporary_private_directory,
+)
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
@@ -60,3 +66,12 @@ def test_a_job_that_calls_exit_has_failed_with_any_code(code: str) -> None:
 def test_an_interrupted_job_that_saved_exits_with_the_interrupted_code() -> None:
     with pytest.raises(SystemExit, match="75"):
         LaunchRequest(run=run_with("run.dir=interrupted"), job=f"{__name__}:leave").call_job()
+
+
+def test_the_launchers_directory_is_that_of_this_user_alone_under_any_umask() -> None:
+    before = os.umask(0)
+    try:
+        with temporary_private_directory() as name:
+            assert stat.S_IMODE(os.stat(name).st_mode) == 0o700
+    finally:
+        os.umask(before)

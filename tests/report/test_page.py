@@ -1,6 +1,7 @@
 """The page about a run: whole, alone, small, and safe whatever is in their records."""
 
 import json
+import os
 import re
 from datetime import timedelta
 from html.parser import HTMLParser
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from fullshard.report.page import render_page
-from fullshard.report.run_record import RunRecord, read_run
+from fullshard.report.run_record import RunRecord, read_run, read_steps
+from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS
 from tests.report import runs
 from tests.report.profiles import made_step
@@ -202,6 +204,23 @@ def test_no_number_of_a_record_breaks_a_page(tmp_path: Path, values: tuple[Any, 
             )
     page = shown(read(tmp_path / "run"))
     assert "nan" not in page.text.lower().split()
+
+
+def test_of_events_the_last_32_mib_are_read(tmp_path: Path) -> None:
+    line = RunEvent.now("start", attempt=1).model_dump_json(exclude_none=True).encode() + b"\n"
+    with (tmp_path / "events.jsonl").open("wb") as file:
+        file.write(line)
+        file.truncate(33 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + line)
+    assert len(read_events(tmp_path / "events.jsonl")) == 1
+
+
+@pytest.mark.long
+def test_more_than_two_million_steps_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n" * 2_000_001)
+    with pytest.raises(OSError, match="more than 2,000,000 lines"):
+        read_steps(tmp_path / "metrics.jsonl")
 
 
 def test_records_without_a_newline_are_read_in_parts(tmp_path: Path):
