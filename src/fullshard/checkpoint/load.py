@@ -31,7 +31,7 @@ from fullshard.checkpoint.manifest import (
     read_verified_file,
     sizes_by_name,
 )
-from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
+from fullshard.checkpoint.shard_file import SUFFIX, verify_piece
 from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -315,8 +315,7 @@ def _iterate_data_file_damage(reader: DcpCheckpointReader, name: str) -> Iterato
             for piece in table.pieces:
                 try:
                     begin, end = end, piece.offset + piece.length
-                    verify_padding(file, piece, begin=begin)
-                    verify_piece(file, piece, scratch=scratch)
+                    verify_piece(file, piece, begin=begin, scratch=scratch)
                 except DamagedCheckpointError as error:
                     yield Damage(name, _damage_text_in_error(error, name), (piece.name,))
     except OSError as error:

@@ -222,23 +222,19 @@ class _BlockDigester:
         self._room = BLOCK_BYTES
 
 
-def verify_piece(file: BinaryIO, piece: ShardRecord, *, scratch: memoryview) -> None:
-    """Reads and verifies all blocks of `piece`. The buffer `scratch` has the size of a block.
+def verify_piece(file: BinaryIO, piece: ShardRecord, *, begin: int, scratch: memoryview) -> None:
+    """Reads and verifies the zeros from `begin` to `piece`, and all its blocks. `scratch` has a block's size.
 
-    Raises DamagedCheckpointError for the first block whose digest differs, or that is cut off.
+    Raises DamagedCheckpointError for other bytes than zeros, and for the first block whose digest differs, or
+    that is cut off.
     """
-    file.seek(piece.offset)
-    for number, begin in enumerate(range(0, piece.length, scratch.nbytes)):
-        _read_verified_block_into(file, piece, number=number, parts=[scratch[: piece.length - begin]])
-
-
-def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
-    """Raises DamagedCheckpointError unless the file's bytes from `begin` to `piece` are zeros."""
     padding = bytearray(piece.offset - begin)
     file.seek(begin)
     if _read_until_full_or_end(file, memoryview(padding)) < len(padding) or any(padding):
         found = f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero"
         raise _altered_bytes_error(file, got=found)
+    for number, start in enumerate(range(0, piece.length, scratch.nbytes)):
+        _read_verified_block_into(file, piece, number=number, parts=[scratch[: piece.length - start]])
 
 
 def read_verified_part_into(

@@ -28,6 +28,7 @@ from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Naming
+from fullshard.system.files import os_errors_as_checkpoint_errors
 from fullshard.system.small_files import parse_json, read_bytes
 from fullshard.weights import export
 from fullshard.weights.names import (
@@ -46,20 +47,9 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TEMPLATE, _TEMPLATE_SUFFIX = "chat_template.jinja", ".jinja"  # preferred to that in tokenizer_config.json
 # Files of tokenizers and of image and audio processors in Hugging Face repositories.
 _TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    _TEMPLATE,
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "preprocessor_config.json",
-    "processor_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", _TEMPLATE),
+    *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "preprocessor_config.json", "processor_config.json"),
 )
 
 # Names in transformers 4 of the base, of the rotated fraction of a head, and of the base of local layers.
@@ -114,7 +104,9 @@ def export_hf(
         if part is config or {"dtype", "torch_dtype"} & part.keys():
             part["dtype"] = dtype_name
         part.pop("torch_dtype", None)
-    beside = {name: _read_file_to_copy(path) for name, path in _list_files_to_copy(run).items()}
+    with os_errors_as_checkpoint_errors("a file of the tokenizer or the model cannot be copied."):
+        files = _list_files_to_copy(run).items()
+        beside = {name: read_bytes(path, most_bytes=_MOST_BYTES) for name, path in files}
     if known.generation_config is not None:
         beside.setdefault(_GENERATION, known.generation_config)
     add_end_tokens(config, beside, ends=find_end_tokens(run))
@@ -397,10 +389,3 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
     paths = {name: directory / name for directory, name in wanted if directory is not None}
     found = {name: path for name, path in paths.items() if path.is_file()}
     return found | ({_TEMPLATE: template} if template is not None and copied else {})
-
-
-def _read_file_to_copy(path: Path) -> bytes:
-    try:
-        return read_bytes(path, most_bytes=_MOST_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read.", got=error.strerror) from error

@@ -65,7 +65,7 @@ class _DegreeSearcher(NamedTuple):
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.expert_count_gcd))
         if run.sharding.expert_parallel != "auto" or not degrees:
-            return self._search_at_degrees_of_run(run, spec)
+            return DegreeSearch(run, spec, search(spec, hardware, run))
         undivided = (_with_degree(run, "expert_parallel", degree=1), spec)
         questions = {1: undivided} | self._describe_expert_degrees(run, degrees)
         # By choice, plans offload only if none fits without.
@@ -73,7 +73,7 @@ class _DegreeSearcher(NamedTuple):
         for tiers in ((), targets) if targets else ((),):
             if (chosen := self._choose_expert_degree(questions, tiers)) is not None:
                 return chosen
-        return self._search_at_degrees_of_run(*questions[1])
+        return DegreeSearch(*undivided, search(spec, hardware, undivided[0]))
 
     def search_fitting(self, run: Run) -> DegreeSearch | None:
         """Returns the search of `run`; None if no plan fits, or its settings are impossible."""
@@ -82,11 +82,6 @@ class _DegreeSearcher(NamedTuple):
         except PlanError:
             return None
         return None if searched.found.best is None else searched
-
-    def _search_at_degrees_of_run(
-        self, run: Run, spec: ModelSpec, *, tiers: Sequence[Tier] = ()
-    ) -> DegreeSearch:
-        return DegreeSearch(run, spec, search(spec, self.hardware, run, tiers=tiers))
 
     def _describe_expert_degrees(self, run: Run, degrees: Sequence[int]) -> dict[int, tuple[Run, ModelSpec]]:
         """Returns the run and the spec for each number of ranks over 1 that can divide the experts."""
@@ -115,8 +110,8 @@ class _DegreeSearcher(NamedTuple):
             only_resident = not tiers and own.offload.tier == "auto"
             run = candidates.run_with_settings(own, {"offload": {"tier": "none"}}) if only_resident else own
             with suppress(PlanError):  # other settings of the run cannot be combined with this number
-                searched = self._search_at_degrees_of_run(run, spec, tiers=tiers)
-                found += [] if searched.found.best is None else [searched._replace(run=own)]
+                searched = DegreeSearch(own, spec, search(spec, self.hardware, run, tiers=tiers))
+                found += [] if searched.found.best is None else [searched]
         return choose_first_not_notably_slower(found, questions[1][0]) if found else None
 
 
