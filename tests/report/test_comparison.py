@@ -75,6 +75,8 @@ def test_mfu_is_compared_only_if_the_plan_is_of_the_peak_of_the_run():
     _, mfu = compare_prediction(made, measured()).speed
     assert (mfu.predicted, mfu.measured) == (of_same_peak, measured().mfu)
     assert mfu.error_percent == pytest.approx(rate.error_percent)
+    idle = measured(pace=measured().pace.model_copy(update={"tokens": 0}))
+    assert [line.measured for line in compare_prediction(made, idle).speed] == [0.0, 0.0]
 
 
 def on_cuda() -> Measurement:

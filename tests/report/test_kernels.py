@@ -151,6 +151,7 @@ def test_events_with_odd_fields_are_left_out():
         {"ph": "X", "cat": "kernel", "name": "k", "ts": 1e308, "dur": 1e308},
         {"ph": "X", "cat": "kernel", "name": "k", "ts": float("nan"), "dur": 1},
         {"ph": "X", "cat": "cuda_runtime", "name": "k", "ts": 1, "dur": 0, "args": {"correlation": [1]}},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::t", "ts": 3, "dur": 0, "tid": []},
     ]
     odd += [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "args": {"Input Dims": [3, "x"]}}

@@ -234,7 +234,7 @@ def _compare_speed(prediction: Prediction | None, measurement: Measurement) -> I
     yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
     if mfu is not None:
         # Without a peak in the catalog, plan and run each have their own, and their MFUs cannot be compared.
-        same_peak = predicted and planned and isclose(planned / predicted, mfu / rate, rel_tol=1e-3)
+        same_peak = predicted and planned and isclose(planned * rate, mfu * predicted, rel_tol=1e-3)
         yield ComparisonLine(term="mfu", predicted=planned if same_peak else None, measured=mfu)
 
 

@@ -66,7 +66,7 @@ class HostOperation:
     name: str
     begin: float
     end: float
-    thread: tuple[object, object]
+    thread: str
     is_launch: bool = False
     is_range: bool = False
     parent: "HostOperation | None" = None
@@ -163,7 +163,7 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
                 str(event.get("name")),
                 begin,
                 begin + duration,
-                (event.get("pid"), event.get("tid")),
+                f"{event.get('pid')} {event.get('tid')}",
                 is_launch=kind in _LAUNCHES,
                 is_range=kind == "user_annotation",
             )
@@ -188,7 +188,7 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
 
 def _set_parents(host: list[HostOperation]) -> None:
     """Sets the parents of the operations: on one thread, an operation is in the one that encloses it."""
-    host.sort(key=lambda one: (str(one.thread), one.begin, -one.end))
+    host.sort(key=lambda one: (one.thread, one.begin, -one.end))
     around: list[HostOperation] = []
     for one in host:
         while around and (around[-1].thread != one.thread or around[-1].end <= one.begin):
