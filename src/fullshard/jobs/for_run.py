@@ -196,7 +196,7 @@ def _build_and_check_model(run: Run) -> "Module":
     """Builds the run's model. Raises the errors that the ranks would raise for it, the data and the loss."""
     if "torch" not in sys.modules:
         with freeze_imports_in_gc():  # the user's own modules are imported later
-            import_module("fullshard.torch_private.compiler")  # needed by fake tensors
+            import_module("fullshard.torch_private.graphs")  # needed by fake tensors
             import_module("fullshard.planner.describe.describe")
     from fullshard.data.build import tokenizer_vocabulary_size
     from fullshard.models.build import build_model, check_sequence_length, check_vocabulary

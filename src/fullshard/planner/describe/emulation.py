@@ -27,7 +27,7 @@ from fullshard.models.document_attention import emulate_cuda_attention
 from fullshard.parallel.recompute import OperationPolicy, block_recompute_policy
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.settings.train_section import RecomputeSection
-from fullshard.torch_private import compiler, fake_tensors
+from fullshard.torch_private import fake_tensors, graphs
 from fullshard.torch_private.tensors import TreeSpec, tree_flatten, tree_unflatten
 
 _ATEN = torch.ops.aten
@@ -204,21 +204,21 @@ class CompiledPrograms:
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:  # signature: torch's
             if policy is not None:
                 _mark_operations_to_save_or_recompute(joint.graph, policy)
-            return compiler.min_cut_rematerialization_partition(joint, inputs, **options)
+            return graphs.min_cut_rematerialization_partition(joint, inputs, **options)
 
         def run_graph(graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
             def run(arguments: list[Any]) -> Any:
                 with self.fuse():
                     return _GraphInterpreter(graph).boxed_run(arguments)
 
-            compiler.mark_as_emptying_its_arguments(run)
+            graphs.mark_as_emptying_its_arguments(run)
             return run
 
         compilers: dict[str, Any] = {"fw_compiler": run_graph, "bw_compiler": run_graph}
-        program = compiler.aot_function(
-            function, partition_fn=partition, decompositions=compiler.select_decomp_table(), **compilers
+        program = graphs.aot_function(
+            function, partition_fn=partition, decompositions=graphs.select_decomp_table(), **compilers
         )
-        fakes = cast(fake_tensors.FakeTensorMode, compiler.detect_fake_mode(list(tensors)))
+        fakes = cast(fake_tensors.FakeTensorMode, graphs.detect_fake_mode(list(tensors)))
         with fake_tensors.disable_current_modes(), decompose_fused_norms():
             with fakes:
                 likes = [_empty_like(one) for one in tensors]
@@ -323,7 +323,7 @@ def _run_with_tensors_replaced(
     given, passed = iter(tensors), list(tree[0])
     with ExitStack() as stack:
         for module, names in holders:
-            stack.enter_context(compiler.reparametrize_module(module, {name: next(given) for name in names}))
+            stack.enter_context(graphs.reparametrize_module(module, {name: next(given) for name in names}))
         for index in where:
             passed[index] = next(given)
         positional, named = tree_unflatten(passed, tree[1])
@@ -381,7 +381,7 @@ class _OperationLog(fake_tensors.TorchDispatchMode):
 
 def _operations_key(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Hashable:
     """Returns a key that is equal for functions that do the same operations on the same tensors."""
-    fakes = cast(fake_tensors.FakeTensorMode, compiler.detect_fake_mode(list(tensors)))
+    fakes = cast(fake_tensors.FakeTensorMode, graphs.detect_fake_mode(list(tensors)))
     with fake_tensors.disable_current_modes(), fakes, torch.no_grad(), _OperationLog(tensors) as log:
         function(*tensors)
     inputs = tuple((tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in tensors)
