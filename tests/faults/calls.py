@@ -115,9 +115,9 @@ class Fault:
         os._exit(KILLED)
 
 
-def faults(how: int | str) -> Generator[Fault]:
-    """A fault at the first call, the second, and so on, until one had no call to befall."""
-    for at in itertools.count(1):
+def faults(how: int | str, stride: int) -> Generator[Fault]:
+    """A fault at the first call, at that `stride` later, and so on, until one had no call to befall."""
+    for at in itertools.count(1, stride):
         fault = Fault(at, ERRORS[at % len(ERRORS)] if how == ANY_ERROR else how)
         yield fault
         if not fault.hit:

@@ -271,3 +271,12 @@ def next_start(ranks, course: Course, *, world_size: int = 2) -> str:
     except CheckpointError as error:
         return f"stopped: {error.what}"
     return f"resumed at step {started_at}"
+
+
+def assert_it_resumes(ranks, course: Course, *, least: int) -> str:
+    """Asserts that the next start resumes at no step before `least`, and that no loss is another one."""
+    started = next_start(ranks, course)
+    assert started.startswith("resumed"), started
+    assert int(started.split()[-1]) >= least, f"{started}, of {least}"
+    assert_the_curve_is_undisturbed(ranks, course.record, tier=course.tier)
+    return started

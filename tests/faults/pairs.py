@@ -21,10 +21,9 @@ from tests.faults.calls import WRITES, Call, watched
 from tests.faults.course import (
     Course,
     Mode,
-    assert_the_curve_is_undisturbed,
+    assert_it_resumes,
     last_acknowledged,
     lines,
-    next_start,
     note_own,
     train_course,
 )
@@ -145,8 +144,5 @@ def two_faults(ranks: Callable, place: Path, *, faults: tuple[str, str], mode: M
         newest, older, *_ = (checkpoints / f.name for _, f in LocalLocation(checkpoints).list_checkpoints())
         if damage(newest, older, act=rng.choice(ACTS), files=rng.choice(FILES), rng=rng):
             least = min(least, int(older.name.removeprefix("step-")))
-    started = next_start(ranks, course)
-    assert started.startswith("resumed"), started
-    assert int(started.split()[-1]) >= least, f"{started}, of {least}"
-    assert_the_curve_is_undisturbed(ranks, record)
+    assert_it_resumes(ranks, course, least=least)
     return "finished" if set(ended) == {"finished"} else "stopped"

@@ -1,7 +1,8 @@
 """A save, a load, a generation or a line of the log, at whose first call, second call, … something happens.
 
-Each sweep ends when there is no such call, and returns how many there were. After each, what had been
-acknowledged is there, nothing of others is gone, and the same act succeeds when nothing happens.
+Each sweep ends when there is no such call, and returns at how many it happened: at each, or one in `stride`.
+After each, what had been acknowledged is there, nothing of others is gone, and the same act succeeds when
+nothing happens.
 """
 
 import errno
@@ -20,20 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.save import save
-from fullshard.distributed.agreement import all_gather_object, is_distributed
 from fullshard.errors import FullshardError
 from fullshard.observe.run_log import MetricsLog
 from fullshard.observe.step_metrics import StepMetrics
 from fullshard.offload.drive import DriveSystemCalls
 from fullshard.offload.generations import discard_rank_directory
-from tests.checkpoint.states import State, assert_same, numbers, ones_own, sharded
+from tests.checkpoint.states import State, assert_same, numbers
 from tests.faults.calls import KILL, KILLED, Fault, faults, in_child, watched
 from tests.faults.crowd import left_by_saves, litter
 from tests.faults.lost_writes import Killed, Recorder, build, iterate_crashes
@@ -63,9 +61,7 @@ def outcome(root: Path, fault: Fault, act: Callable[[], Any]) -> Any:
 
 
 def state_of(step: int) -> State:
-    """A state on the ranks of this world, or of this process alone."""
-    tensors = sharded(step, (dist.get_world_size(),)) if is_distributed() else numbers(step)
-    return State(step, tensors, {"tokens": step * 100})
+    return State(step, numbers(step), {"tokens": step * 100})
 
 
 def saved_at(directory: Path, step: int, *, background: bool = False, keep: int = 2) -> bool:
@@ -86,32 +82,18 @@ def loaded_step(directory: Path) -> int:
     state = state_of(0)
     if not load(state, directory, missing_ok=True):
         return 0
-    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.held.items()}
-    own = {}
-    if is_distributed():
-        own[f"random.rank{dist.get_rank()}"] = ones_own(state.step, dist.get_rank())
-    assert_same(whole, numbers(state.step) | own)
+    assert_same(state.held, numbers(state.step))
     assert state.noted == {"tokens": state.step * 100}
     return state.step
 
 
-def _faults(how: int | str, *, victim: int = 0):
-    """`faults` on the rank `victim`, for as long as it has one; nothing happens on others."""
-    for fault in faults(how):
-        well = is_distributed() and dist.get_rank() != victim
-        yield Fault(0, how) if well else fault
-        if is_distributed():
-            fault.hit = all_gather_object(fault.hit)[victim]
-
-
-def sweep_of_saves(root: Path, how: int | str, *, background: bool = False, victim: int = 0) -> int:
+def sweep_of_saves(root: Path, how: int | str, stride: int = 1, *, background: bool = False) -> int:
     """Saves that remove an older checkpoint, in a directory that others use too."""
     directory, newest, count = root / "checkpoints", 2, 0
-    if victim == (dist.get_rank() if is_distributed() else 0):
-        litter(directory)
+    litter(directory)
     for step in (1, 2):
         saved_at(directory, step)
-    for fault in _faults(how, victim=victim):
+    for fault in faults(how, stride):
         step, count = newest + 1, count + 1
         came = outcome(root, fault, partial(saved_at, directory, step, background=background))
         found = loaded_step(directory)
@@ -125,9 +107,9 @@ def sweep_of_saves(root: Path, how: int | str, *, background: bool = False, vict
     return count - 1
 
 
-def sweep_of_first_saves(root: Path, how: int | str) -> int:
+def sweep_of_first_saves(root: Path, how: int | str, stride: int = 1) -> int:
     """Saves into a directory that is not there, whose parent is not there."""
-    for count, fault in enumerate(_faults(how)):
+    for count, fault in enumerate(faults(how, stride)):
         directory = root / f"{count}" / "run" / "checkpoints"
         came = outcome(root, fault, partial(saved_at, directory, 1))
         assert loaded_step(directory) == 1 or came is not True, fault.hit
@@ -138,12 +120,12 @@ def sweep_of_first_saves(root: Path, how: int | str) -> int:
     return count
 
 
-def sweep_of_loads(root: Path, how: int | str) -> int:
+def sweep_of_loads(root: Path, how: int | str, stride: int = 1) -> int:
     directory, count = root / "checkpoints", 0
     for step in (1, 2):
         saved_at(directory, step)
     litter(directory)
-    for count, fault in enumerate(_faults(how)):  # noqa: B007
+    for count, fault in enumerate(faults(how, stride)):  # noqa: B007
         came = outcome(root, fault, partial(loaded_step, directory))
         assert came in (2, REFUSED, KILLED) or (came == 1 and fault.how == LOST), f"{fault.hit}: {came}"
         for aside in directory.glob(".bad-*"):
@@ -153,7 +135,7 @@ def sweep_of_loads(root: Path, how: int | str) -> int:
     return count
 
 
-def sweep_of_reads(root: Path, how: int | str) -> int:
+def sweep_of_reads(root: Path, how: int | str, stride: int = 1) -> int:
     """A search for the newest, and a verification."""
     directory, count = root / "checkpoints", 0
     for step in (1, 2):
@@ -162,7 +144,7 @@ def sweep_of_reads(root: Path, how: int | str) -> int:
     def read() -> int:
         return len(str(latest_checkpoint(directory))) + len(list(iterate_damage(directory / "step-00000002")))
 
-    for count, fault in enumerate(_faults(how)):  # noqa: B007
+    for count, fault in enumerate(faults(how, stride)):  # noqa: B007
         outcome(root, fault, read)
         assert loaded_step(directory) == 2
     return count
@@ -173,7 +155,7 @@ def as_now() -> DriveSystemCalls:
     return DriveSystemCalls(os.open, os.preadv, os.pwritev, os.fdatasync, os.fsync, os.posix_fallocate)
 
 
-def sweep_of_generations(root: Path, how: int | str) -> int:
+def sweep_of_generations(root: Path, how: int | str, stride: int = 1) -> int:
     """A start on what is on the drive, and a generation more."""
     directory, newest, count = root / "run" / "rank-00003", 0, 0
 
@@ -181,7 +163,7 @@ def sweep_of_generations(root: Path, how: int | str) -> int:
         with opened(directory, system=as_now()) as generations:
             return put(generations, step).step
 
-    for fault in _faults(how):
+    for fault in faults(how, stride):
         count += 1
         came = outcome(root, fault, partial(kept, newest + 1))
         steps = usable(directory)
@@ -194,9 +176,9 @@ def sweep_of_generations(root: Path, how: int | str) -> int:
     return count - 1
 
 
-def sweep_of_discards(root: Path, how: int | str) -> int:
+def sweep_of_discards(root: Path, how: int | str, stride: int = 1) -> int:
     directory, count = root / "run" / "rank-00003", 0
-    for count, fault in enumerate(_faults(how)):  # noqa: B007
+    for count, fault in enumerate(faults(how, stride)):  # noqa: B007
         with opened(directory) as generations:
             put(generations, 1)
         (directory / "notes.txt").touch()
@@ -222,10 +204,10 @@ def _steps_in(directory: Path) -> list[int]:
     return [int(line.split(b",")[0].rpartition(b":")[2]) for line in lines]
 
 
-def sweep_of_logs(root: Path, how: int | str) -> int:
+def sweep_of_logs(root: Path, how: int | str, stride: int = 1) -> int:
     """A resume whose log has lines of later steps and half a line."""
     directory, count = root / "run", 0
-    for count, fault in enumerate(_faults(how)):  # noqa: B007
+    for count, fault in enumerate(faults(how, stride)):  # noqa: B007
         shutil.rmtree(directory, ignore_errors=True)
         _logged(directory, after=0, to=5)
         with (directory / "metrics.jsonl").open("ab") as file:
@@ -294,15 +276,18 @@ def _first_generation(place: Path) -> None:
 
 
 def lost_writes_after_kills(root: Path, samples: int) -> int:
-    """A power cut right after an act that follows on one which was killed, at each of its calls in turn."""
+    """A power cut right after an act that follows on one which was killed at each of its calls in turn.
+
+    At every third, if there are no samples.
+    """
     return sum(
         _after_kills(root / act.__name__, act, samples=samples) for act in (_first_save, _first_generation)
     )
 
 
-def _after_kills(root: Path, act: Callable[[Path], None], **chosen: Any) -> int:
+def _after_kills(root: Path, act: Callable[[Path], None], *, samples: int) -> int:
     count = 0
-    for after in itertools.count():
+    for after in itertools.count(0, 1 if samples else 3):
         place = root / f"{after}"
         place.mkdir(parents=True)
         recorder = Recorder(place, kill_after=after)
@@ -318,7 +303,7 @@ def _after_kills(root: Path, act: Callable[[Path], None], **chosen: Any) -> int:
             steps = [loaded_step(disk / "run/checkpoints")] if first else usable(disk / "run/rank-00003")
             assert steps not in ([], [0]), f"killed after {after} of {moment}"
 
-        count += _built(root, recorder, check, begin=len(recorder.record), **chosen)
+        count += _built(root, recorder, check, begin=len(recorder.record), samples=samples)
     return count
 
 

@@ -1,4 +1,7 @@
-"""Each call to the operating system in turn fails, or is the last one of its process or its machine."""
+"""Each call to the operating system in turn fails, or is the last one of its process or its machine.
+
+In `make test`, every third call.
+"""
 
 import pytest
 
@@ -10,23 +13,25 @@ DRIVE = "a start on a drive, a generation"
 # Beside errors at each call.
 HERE = [(SAVE, SHORT), (DRIVE, SHORT), (SAVE, NOTHING), (DRIVE, NOTHING)]
 HERE += [(SAVE, KILL), (DRIVE, KILL), ("a removal from a drive", KILL)]
-LONG = [(BACKGROUND, ANY_ERROR), (BACKGROUND, KILL), ("the first save", KILL)]
+HERE += [(one, ANY_ERROR) for one in SWEEPS if one != BACKGROUND]
+EACH = [*HERE, (BACKGROUND, ANY_ERROR), (BACKGROUND, KILL), ("the first save", KILL)]
 
 
 @pytest.mark.parametrize(
-    ("what", "how"),
-    [(one, ANY_ERROR) for one in SWEEPS if one != BACKGROUND]
-    + HERE
-    + [pytest.param(*one, marks=pytest.mark.long) for one in LONG],
+    ("what", "how", "stride"),
+    [(*one, 3) for one in HERE] + [pytest.param(*one, 1, marks=pytest.mark.long) for one in EACH],
 )
-def test_at_whichever_call_it_happens_nothing_acknowledged_is_lost(what: str, how: str) -> None:
-    assert apart(SWEEPS[what], how) > 0
+def test_at_whichever_call_it_happens_nothing_acknowledged_is_lost(what: str, how: str, stride: int) -> None:
+    assert apart(SWEEPS[what], how, stride) > 0
 
 
 def test_a_log_that_may_not_grow_is_an_error_at_whichever_byte() -> None:
     assert apart(sweep_of_full_logs) > 100
 
 
+@pytest.mark.parametrize("samples", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", LOST_WRITES)
-def test_whichever_unflushed_writes_a_power_cut_loses_what_was_acknowledged_loads(what: str) -> None:
-    assert apart(LOST_WRITES[what], 0) > 100
+def test_whichever_unflushed_writes_a_power_cut_loses_what_was_acknowledged_loads(
+    what: str, samples: int
+) -> None:
+    assert apart(LOST_WRITES[what], samples) > 100

@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 from fullshard.checkpoint.load import iterate_damage
 from fullshard.errors import OffloadError
@@ -46,19 +49,34 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 FEW_STEPS = "train.steps=10"
 
 
-def test_a_full_drive_ends_the_command_with_its_exit_code_and_loses_no_step(ranks, tmp_path: Path) -> None:
+def said_by_ranks(ranks: Callable, run: Path, more: Sequence[str]) -> str:
+    with pytest.raises(OffloadError) as caught:
+        ranks(2).run(trained, str(run), tuple(more), True)
+    return str(caught.value)
+
+
+def said_by_the_command(_ranks: Callable, run: Path, more: Sequence[str]) -> str:
+    """Which ends with the error's exit code, and makes no other attempt."""
+    sets = [part for setting in settings(run, *more, "run.restarts=2") for part in ("--set", setting)]
+    command = [sys.executable, "-m", "fullshard", "train", *sets, "--resume"]
+    full = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert full.returncode == OffloadError.exit_code, full.stderr
+    assert "would fail again" in full.stderr
+    assert "restart 1" not in full.stderr
+    return full.stderr
+
+
+@pytest.mark.parametrize(
+    "said_by", [said_by_ranks, pytest.param(said_by_the_command, marks=pytest.mark.long)]
+)
+def test_a_full_drive_is_an_error_and_loses_no_step(ranks, tmp_path: Path, said_by: Callable) -> None:
     """The files of one rank fit at most. What had been saved serves elsewhere."""
     run, tier = tmp_path / "run", ("offload.tier=optimizer:nvme", FEW_STEPS)
     ranks(2).run(trained, str(run), ("train.steps=5",), False)
     with small_disk(tmp_path / "nvme", size_bytes=48 << 20) as place:
-        overrides = settings(run, *tier, f"offload.path={place}", "run.restarts=2")
-        sets = [part for setting in overrides for part in ("--set", setting)]
-        command = [sys.executable, "-m", "fullshard", "train", *sets, "--resume"]
-        full = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
-    assert full.returncode == OffloadError.exit_code, full.stderr
-    for word in ("not enough space", "got: ", "why: ", "try: ", "would fail again"):
-        assert word in full.stderr
-    assert "restart 1" not in full.stderr
+        said = said_by(ranks, run, (*tier, f"offload.path={place}"))
+    for word in ("not enough space", "got: ", "why: ", "try: "):
+        assert word in said
     assert [list(iterate_damage(one)) for one in (run / "checkpoints").glob("step-*")] == [[]]
     ranks(2).run(trained, str(run), tier, True)
     ranks(2).run(trained, str(tmp_path / "undisturbed"), (FEW_STEPS,), False)
