@@ -32,7 +32,7 @@ from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
 
 # Large enough that scalars and scratch are nothing, small enough for a step in a tenth of a second.
-SHAPES = ["model.d_model=128", "model.layers=3", "model.d_ff=384", "model.vocabulary=1024"]
+SHAPES = ["model.d_model=128", "model.layers=2", "model.d_ff=384", "model.vocabulary=1024"]
 MOST_STEPS = 8  # that are measured
 FEWEST_TOKENS = 32  # in the vocabulary of every model of `tests.fakes.architectures_hf`
 

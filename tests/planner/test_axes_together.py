@@ -10,7 +10,7 @@ from tests.fakes.hardware import cpu_of
 from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import meta_model, model_parallel_bytes, moved_bytes, plan_of, predicted
 
-LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 2, 4, 8, 2, 64
+LAYERS, RANKS, EXPERTS, CHOICES, LENGTH = 1, 4, 8, 2, 64
 
 
 def mixed_plan(

@@ -40,7 +40,7 @@ from tests.planner.measured import (
 )
 from tests.planner.search.test_search import prediction_of
 
-LAYERS, RANKS, EXPERTS, CHOICES = 2, 4, 8, 2
+LAYERS, RANKS, EXPERTS, CHOICES = 1, 4, 8, 2
 
 
 def expert_plan(experts: int, *overrides: str, ranks: int = RANKS, **more: int) -> Plan:

@@ -26,7 +26,7 @@ from tests.planner.measured import (
 )
 from tests.planner.test_memory_bound import bound_of
 
-LAYERS, RANKS = 2, 4
+LAYERS, RANKS = 1, 4
 TENSOR, CONTEXT = f"sharding.tensor_parallel={RANKS}", f"sharding.context_parallel={RANKS}"
 
 

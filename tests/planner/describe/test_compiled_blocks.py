@@ -18,7 +18,7 @@ from tests.fakes.architectures import on_meta
 # The compiler's own, on some releases of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 SMALL = (
-    *("model.layers=6", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=160"),
+    *("model.layers=3", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=160"),
     *("data.sequence_length=32", "train.microbatch=2", "train.global_batch=2", "precision.mode=fp32"),
 )
 

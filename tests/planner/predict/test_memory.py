@@ -171,7 +171,7 @@ def test_moments_in_eight_bits_save_memory_on_a_gpu_however_large_one_parameter_
     [
         ["model.tied=true", "optimizer.name=sgd", "optimizer.options={momentum=0.9}"],
         pytest.param(["sharding.units.min_parameters=60000"], marks=pytest.mark.long),
-        [MIXED_UNITS],
+        ["model.layers=3", MIXED_UNITS],
     ],
     ids=["tied, sgd", "by size", "mixed units"],
 )
