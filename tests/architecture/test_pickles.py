@@ -16,7 +16,7 @@ def reads(call: ast.Call) -> str | None:
     """Returns the name of a call that can read a pickle, with `weights_only` if it is given."""
     name = ast.unparse(call.func)
     given = [ast.unparse(one) for one in call.keywords if one.arg in ("weights_only", "allow_pickle")]
-    if name not in _READS or (name.endswith("np.load") and not given):  # numpy reads none unless told to
+    if name not in _READS or (name.endswith("np.load") and not given):  # numpy reads none unless asked
         return None
     return f"{name}({', '.join(given)})" if given else name
 

@@ -102,7 +102,7 @@ def test_the_largest_microbatch_fits_and_is_planned_with(capsys: Any) -> None:
 
 
 def test_drive_rate_is_an_option(capsys: Any) -> None:
-    pins = ("offload.tier=optimizer:nvme", "sharding.strategy=full_shard", "train.global_batch=16")
+    pins = ("offload.tier=optimizer:nvme", "sharding.strategy=full_shard", "train.global_batch=2")
     arguments = [PRESET, "--on", "2xH100", *(part for pin in pins for part in ("--set", pin))]
     assert main(["plan", *arguments]) == 3
     assert "--drive-rate" in capsys.readouterr().err
