@@ -1,4 +1,4 @@
-"""Fixtures that every test may ask for, and what holds for all of them: one thread, no deadline."""
+"""Fixtures that every test may ask for, and what holds for all: one thread, no measuring, no deadline."""
 
 import gc
 import os
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 # For the processes that tests start, too: threads of OpenMP that wait for work spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Runs of tests are planned alike on every machine, and none is measured before.
+os.environ["FULLSHARD_CALIBRATION"] = "off"
 
 import pytest
 import torch

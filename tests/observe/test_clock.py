@@ -10,6 +10,7 @@ import torch
 from fullshard.observe.clock import (
     find_matmul_peak,
     measure_calls_per_second,
+    measure_fastest_calls_per_second,
     measure_matmul_peak,
     measure_steady_calls_per_second,
 )
@@ -49,6 +50,26 @@ def test_measuring_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     assert measure_matmul_peak(torch.device("cpu"), torch.float32, seconds=0.02) > 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_busy_machine_does_not_lower_the_fastest_call():
+    seconds = itertools.cycle([0.5, 0.01, 3.0])
+    passed = 0.0
+
+    def timer(work: Callable[[], object], calls: int) -> float:
+        nonlocal passed
+        taken = calls * next(seconds)
+        passed += taken
+        return taken
+
+    rate = measure_fastest_calls_per_second(lambda: None, seconds=5.0, timer=timer, clock=lambda: passed)
+    assert rate == pytest.approx(100.0)
+    assert passed < 5.0 + 3.5
+
+
+def test_a_calibrated_peak_is_not_measured_again():
+    peak = find_matmul_peak(torch.device("cpu"), "fp32", calibrated={"fp32": 5e9})
+    assert (peak.flops_per_second, peak.source) == (5e9, "measured")
 
 
 def peak_on_this_rank() -> tuple[float, str, str]:

@@ -17,6 +17,7 @@ from fullshard.errors import CheckpointError, PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import LaunchId, RunDirectory, open_run_directory
+from fullshard.launch.detect import detect_hardware
 from fullshard.models import build
 from fullshard.models.adapters import warn_of_unexpected_adapter_targets
 from fullshard.models.loss import Loss, choose_loss
@@ -128,7 +129,7 @@ def prepare_job(
     state = _seed_generators_and_make_state(stack, plan, model=model, data=data)
     state.phase, memory_failure.optimizer = where, state.optimizer
     read = restore_train_state(state, plan, weights=weights, saved=saved, must_resume=resume)
-    peak = find_matmul_peak(ranks.device, plan.precision.param)
+    peak = _find_peak(plan, ranks)
     log = stack.enter_context(_open_log(state, plan, ranks=ranks, peak=peak))
     say, record, flush = log.print_message, log.record_event, log.flush_to_disk
     saver = RunCheckpointSaver(directory.checkpoints, plan, say=say, record=record, flush=flush)
@@ -159,6 +160,13 @@ def flops_per_token(plan: Plan, model: nn.Module) -> float | None:
     """Returns FLOPs per token: by formula for the reference decoder, else the plan's prediction, if any."""
     own = build.decoder_flops_per_token(model, plan.run)
     return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
+
+
+def _find_peak(plan: Plan, ranks: RankInfo) -> measurement.MatmulPeak:
+    """Returns the FLOP/s that MFU refers to: on calibrated CPU ranks, those of the plan's. Collective."""
+    known = detect_hardware("cpu") if plan.device == "cpu" else None
+    calibrated = known.chip.flops_per_second if known is not None and known.is_calibrated else None
+    return find_matmul_peak(ranks.device, plan.precision.param, calibrated=calibrated)
 
 
 def _build_checked_model(run: Run, data: TrainingData) -> nn.Module:

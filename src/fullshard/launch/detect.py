@@ -1,11 +1,13 @@
 """Detects this machine's hardware, from the user's hardware.toml or the names that the system reports."""
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,6 +17,7 @@ from fullshard.spec.machine.hardware import AttentionKernel, Chip, CollectiveRat
 from fullshard.system.process import count_cores_of_rank, count_usable_cores
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
+CALIBRATION_VARIABLE = "FULLSHARD_CALIBRATION"
 # Runs in its own process: a CUDA context in the process that starts the ranks would take memory on one of
 # their GPUs, and prevent that process from forking. NVML does not cover AMD's GPUs and hidden GPUs.
 _ASK = """
@@ -64,7 +67,7 @@ def detect_hardware(
 
     A hardware.toml ($FULLSHARD_HARDWARE, or the file that `fullshard calibrate` wrote) is used if it is for
     this chip, and on the CPU for this number of ranks per node. Otherwise GPUs are looked up in the catalog,
-    and CPUs get the figures of a measured core.
+    and CPUs get what a run measured before (`kept_measurement_path`), or else the figures of a measured core.
 
     ranks: number of all ranks; None: torchrun's number if it started this process, else one per GPU; on the
         CPU the number that the file is for, else one
@@ -85,8 +88,10 @@ def detect_hardware(
     by_file = saved.ranks_per_node if saved is not None and saved.device == "cpu" else 1
     count = ranks or gpus.number or by_file
     each = ranks_per_node or count
-    if saved is not None and _is_same_chip(saved, gpus) and (gpus.number or saved.ranks_per_node == each):
-        return saved.with_rank_counts(nodes=max(1, count // each), ranks_per_node=each)
+    kept = None if gpus.number else _load_kept_measurement(each, environment)
+    for known in (saved, kept):
+        if known is not None and _is_same_chip(known, gpus) and (gpus.number or known.ranks_per_node == each):
+            return known.with_rank_counts(nodes=max(1, count // each), ranks_per_node=each)
     found = catalog_hardware_of_machine(gpus, ranks=count, ranks_per_node=each, environment=environment)
     if gpus.number and catalog.find_catalog_entry_of_chip(found.chip) is None:
         raise SpecError(
@@ -146,6 +151,29 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(environment[HARDWARE_VARIABLE])
     configuration = environment.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(os.path.expanduser(configuration), "fullshard", "hardware.toml")
+
+
+def kept_measurement_path(ranks_per_node: int, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Returns the file of this machine's rates with so many CPU ranks, which the first run measures.
+
+    It is in `fullshard/hardware` of $XDG_CACHE_HOME or ~/.cache. None if FULLSHARD_CALIBRATION=off.
+    """
+    if environment.get(CALIBRATION_VARIABLE) == "off":
+        return None
+    root = os.path.expanduser(environment.get("XDG_CACHE_HOME") or "~/.cache")
+    machine = hashlib.sha256(f"{platform.node()} {cpu_name_with_core_count()}".encode()).hexdigest()[:16]
+    path = Path(root, "fullshard", "hardware", f"{machine}-{ranks_per_node}.toml")
+    return path if path.is_absolute() else None
+
+
+def _load_kept_measurement(ranks_per_node: int, environment: Mapping[str, str]) -> Hardware | None:
+    """Returns what `kept_measurement_path` holds; None if it is missing, or no longer valid."""
+    path = kept_measurement_path(ranks_per_node, environment)
+    if path is None or not path.exists():
+        return None
+    with suppress(SpecError):
+        return Hardware.load(path)
+    return None
 
 
 def cpu_name_with_core_count() -> str:

@@ -1,7 +1,8 @@
 """Measures the time of calls, and the highest FLOP/s of matmuls on a rank, which is the reference of MFU."""
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from fullshard.spec.machine.catalog import find_chip_by_device_name
 from fullshard.spec.machine.hardware import ComputeDtype
 from fullshard.spec.plan import Dtype
 from fullshard.spec.records.measurement import MatmulPeak
+from fullshard.system.process import count_cores_of_rank
 from fullshard.training.figures import StepTimer
 
 # Sizes n of the n × n matrices to try.
@@ -33,16 +35,28 @@ def total_seconds_of_calls(work: Callable[[], object], calls: int, *, device: to
 
 
 def measure_calls_per_second(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
-    """Returns the calls of `work` per second, measured over a window of about `seconds`.
-
-    With more ranks than cores, a single call may get a whole core, but a window shows this rank's share.
-    """
+    """Returns the calls of `work` per second, measured over a window of about `seconds`."""
     work()  # the first call of a shape chooses a kernel
     single: list[float] = []
     while len(single) < 3 and sum(single) < seconds:
         single.append(timer(work, 1))
     count = max(1, round(seconds / max(min(single), 1e-7)))
     return count / max(timer(work, count), 1e-9)
+
+
+def measure_fastest_calls_per_second(
+    work: Callable[[], object],
+    *,
+    seconds: float,
+    timer: Timer,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Returns 1 / the seconds of the fastest of the calls of `work` that begin within `seconds`."""
+    work()  # the first call of a shape chooses a kernel
+    end, fastest = clock() + seconds, timer(work, 1)
+    while clock() < end:
+        fastest = min(fastest, timer(work, 1))
+    return 1 / max(fastest, 1e-9)
 
 
 def measure_steady_calls_per_second(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
@@ -61,16 +75,20 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
     Each size is measured with the layouts of a linear layer's forward and backward: in bf16, some CPUs are
     ten times as fast with one of them as with another.
 
-    Collective if there is a process group: all ranks measure at the same time, so that ranks that share cores
-    measure their share. Returns the mean over the ranks.
+    On the CPU, the fastest single call counts, times the rank's share of the cores: so the peak does not
+    depend on what other programs do at that moment.
+
+    Collective if there is a process group: all ranks measure at once. Returns the mean over the ranks.
     """
     _mean_over_ranks(0.0, device)  # a barrier that every backend has
     best, started = 0.0, time.perf_counter()
     edges = _EDGES.get(device.type, _EDGES["cpu"])
     window, timer = seconds / (3 * len(edges)), partial(total_seconds_of_calls, device=device)
-    measure, limit = measure_calls_per_second, seconds
+    measure, limit, share = measure_fastest_calls_per_second, seconds, 1.0
     if device.type == "cuda":
         measure, limit = measure_steady_calls_per_second, seconds * _MOST_WINDOWS
+    else:
+        share = min(1.0, count_cores_of_rank(int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))))
     generator = torch.Generator(device).manual_seed(0)  # keeps the run's own random state unchanged
     for n in edges:
         if best and time.perf_counter() - started > limit:
@@ -82,21 +100,26 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
             best = max(best, 2 * n**3 * measure(multiply, seconds=window, timer=timer))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return _mean_over_ranks(best, device)
+    return _mean_over_ranks(share * best, device)
 
 
-def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
+def find_matmul_peak(
+    device: torch.device, dtype: Dtype, *, calibrated: Mapping[ComputeDtype, float] | None = None
+) -> MatmulPeak:
     """Returns the matmul FLOP/s that MFU refers to: the catalog's for this chip and dtype, or else measured.
 
-    Collective if there is a process group: returns the mean over the ranks' chips. If the catalog lacks any
-    of them, all ranks measure.
+    calibrated: FLOP/s that a calibration of this machine measured, for a device that is not in the catalog
+
+    Collective if there is a process group: returns the mean over the ranks' chips. If the rate of any of them
+    is unknown, all ranks measure.
     """
     rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     arithmetic = "tf32" if dtype == "fp32" and rounded else dtype
     name, listed = _name_and_catalog_rate(device, arithmetic)
-    if _mean_over_ranks(float(listed is not None), device) == 1:
-        rate = _mean_over_ranks(listed or 0.0, device)
-        return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="catalog", device=name)
+    known = listed or (calibrated or {}).get(arithmetic)
+    if _mean_over_ranks(float(known is not None), device) == 1:
+        rate, source = _mean_over_ranks(known or 0.0, device), "catalog" if listed else "measured"
+        return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source=source, device=name)
     rate = measure_matmul_peak(device, TORCH_DTYPE[dtype])
     return MatmulPeak(flops_per_second=rate, dtype=arithmetic, source="measured", device=name)
 

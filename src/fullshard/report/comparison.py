@@ -148,23 +148,25 @@ def _show_comparison(comparison: Comparison, *, file: TextIO | None) -> None:
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Returns the table's cells, row by row, with a heading for each part except the speed.
 
-    Left out are terms that are zero on both sides, and memory below CRUMB_BYTES of the whole.
+    Left out are terms that are zero on both sides, memory below CRUMB_BYTES of the whole, and the errors of
+    seconds that were predicted with guessed rates.
     """
     rows: list[tuple[str, ...]] = []
     least = CRUMB_BYTES * max((line.measured or 0.0 for line in comparison.memory), default=0.0)
     memory = [one for one in comparison.memory if max(one.predicted or 0.0, one.measured or 0.0) >= least]
-    mark = CALIBRATION_MARKS[comparison.calibration]
-    step = f"step ({mark})" if mark else "step"
+    mark, is_guess = CALIBRATION_MARKS[comparison.calibration], comparison.calibration == "none"
+    step = f"step ({'guesses: ' if is_guess else ''}{mark})" if mark else "step"
     for heading, lines, show in (
         ("memory", memory, format_bytes),
         ("drive", comparison.drive, format_bytes),
         (step, comparison.step, format_seconds),
     ):
         if lines:
-            rows += [(heading, "", "", ""), *_format_line_cells(lines, show)]
+            hidden = is_guess and lines is comparison.step
+            rows += [(heading, "", "", ""), *_format_line_cells(lines, show, without_errors=hidden)]
     for line in comparison.speed:
         show = format_count if line.term == "tokens_per_second" else (lambda part: f"{100 * part:.1f} %")
-        rows += _format_line_cells([line], show, indent="")
+        rows += _format_line_cells([line], show, indent="", without_errors=is_guess)
     return rows
 
 
@@ -233,17 +235,21 @@ def _compare_speed(prediction: Prediction | None, measurement: Measurement) -> I
         predicted, planned = prediction.tokens_per_second, prediction.mfu
     yield ComparisonLine(term="tokens_per_second", predicted=predicted, measured=rate)
     if mfu is not None:
-        # Without a peak in the catalog, plan and run each have their own, and their MFUs cannot be compared.
+        # Without a known peak, plan and run each have their own, and their MFUs cannot be compared.
         same_peak = predicted and planned and isclose(planned * rate, mfu * predicted, rel_tol=1e-3)
         yield ComparisonLine(term="mfu", predicted=planned if same_peak else None, measured=mfu)
 
 
 def _format_line_cells(
-    lines: Iterable[ComparisonLine], show: Callable[[float], str], *, indent: str = "  "
+    lines: Iterable[ComparisonLine],
+    show: Callable[[float], str],
+    *,
+    indent: str = "  ",
+    without_errors: bool = False,
 ) -> Iterable[tuple[str, ...]]:
     for line in lines:
         if line.predicted or line.measured:
-            error = line.error_percent
+            error = None if without_errors else line.error_percent
             yield (
                 f"{indent}{_LABELS.get(line.term) or term_label(line.term)}",
                 "-" if line.predicted is None else show(line.predicted),

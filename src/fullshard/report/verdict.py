@@ -120,10 +120,10 @@ def _loss_sentences(run: RunRecord) -> Iterator[str]:
 def _plan_sentences(run: RunRecord) -> Iterator[str]:
     rate, prediction = find_measured_speed(run), run.prediction
     if rate is not None:
-        planned = None
+        planned, mark = None, ""
         if prediction is not None and prediction.has_complete_step_time:
-            planned = prediction.tokens_per_second
-        mark = "" if prediction is None or not planned else CALIBRATION_MARKS[prediction.calibration]
+            mark = CALIBRATION_MARKS[prediction.calibration]
+            planned = None if prediction.calibration == "none" else prediction.tokens_per_second
         share = format_trained_token_share(find_trained_token_share(run))
         beside = f"{f' ({mark})' if mark else ''}{f'; {share}' if share else ''}"
         yield f"{format_count(rate)} tokens/s{_deviation_from_plan(rate, planned)}{beside}."

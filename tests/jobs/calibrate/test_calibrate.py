@@ -57,10 +57,10 @@ def test_each_collective_has_a_curve(found: list[Hardware]):
         assert 0 < rate.predict_seconds(2**20, 2) < rate.predict_seconds(2**20, 3)
 
 
-def test_the_chip_is_as_fast_as_its_fastest_matmul(found: list[Hardware]):
+def test_the_chip_has_a_peak_for_each_dtype_of_its_matmuls(found: list[Hardware]):
     hardware = found[0]
-    for dtype, curve in hardware.rates.matmul.items():
-        assert hardware.chip.flops_per_second[dtype] == max(point.rate for point in curve)
+    assert hardware.chip.flops_per_second.keys() == hardware.rates.matmul.keys()
+    assert min(hardware.chip.flops_per_second.values()) > 0
     assert (hardware.device, hardware.ranks_per_node, hardware.overlap) == ("cpu", 2, 0.0)
 
 

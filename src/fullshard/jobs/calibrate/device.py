@@ -32,7 +32,7 @@ from fullshard.spec.machine.hardware import (
     interpolate_rate,
 )
 
-_TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
+TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
@@ -72,6 +72,12 @@ class RateMeter:
         self.device = device
         self.kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         self._generator = torch.Generator(device).manual_seed(0)
+        self._seconds = self._processor_seconds = 0.0
+
+    @property
+    def core_share(self) -> float:
+        """The part of a core that this process got while it worked; less than 1 beside other programs."""
+        return min(1.0, self._processor_seconds / max(self._seconds, 1e-9))
 
     def random_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns a tensor of normally distributed numbers. (GPUs compute faster on constant data.)"""
@@ -96,8 +102,10 @@ class RateMeter:
     def _time_calls(self, work: Callable[[], object], calls: int) -> float:
         """Returns the seconds in which each rank makes `calls` calls. Collective."""
         mean_over_ranks(0.0)  # a barrier: all ranks start together
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         seconds = total_seconds_of_calls(work, calls, device=self.device)
+        self._processor_seconds += time.process_time() - worked
+        self._seconds += seconds
         if self.kind == "cpu":
             mean_over_ranks(0.0)  # the first rank to start waits here for the last to finish
             seconds = time.perf_counter() - started
@@ -150,8 +158,8 @@ def measure_matmul(meter: RateMeter, dtype: ComputeDtype, *, seconds: float) -> 
     """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
 
     def make_task(n: int) -> BenchmarkTask:
-        x, g = (meter.random_tensor(2 * n, n, dtype=_TORCH_DTYPES[dtype]) for _ in range(2))
-        weight = meter.random_tensor(n, n, dtype=_TORCH_DTYPES[dtype])
+        x, g = (meter.random_tensor(2 * n, n, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
+        weight = meter.random_tensor(n, n, dtype=TORCH_DTYPES[dtype])
 
         def run_matmuls() -> None:
             torch.mm(x, weight.t())
@@ -169,7 +177,7 @@ def measure_unaligned_matmul_rate_fraction(meter: RateMeter, dtype: ComputeDtype
     aligned = {"cpu": 256, "cuda": 4096}[meter.kind]
 
     def measure_rate(n: int) -> float:
-        x, w = (meter.random_tensor(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n))
+        x, w = (meter.random_tensor(rows, n, dtype=TORCH_DTYPES[dtype]) for rows in (2 * n, n))
         return n**3 * meter.measure_calls_per_second(lambda: torch.mm(x, w.t()), seconds=seconds / 2)
 
     return min(1.0, measure_rate(aligned + 1) / measure_rate(aligned))
@@ -233,7 +241,7 @@ def measure_attention(
     heads, size = _HEADS[meter.kind], _HEAD_DIM[meter.kind]
 
     def random_inputs(sequence: int) -> list[Tensor]:
-        return [meter.random_tensor(1, heads, sequence, size, dtype=_TORCH_DTYPES[dtype]) for _ in range(4)]
+        return [meter.random_tensor(1, heads, sequence, size, dtype=TORCH_DTYPES[dtype]) for _ in range(4)]
 
     def make_forward_task(sequence: int) -> BenchmarkTask:
         q, k, v, _ = random_inputs(sequence)

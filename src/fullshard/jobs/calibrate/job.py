@@ -12,16 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, all_to_all_parts_pairwise
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.device import BenchmarkTask, RateMeter, mean_over_ranks
+from fullshard.jobs.calibrate.whole_step import fit_rates_to_steps, measure_whole_steps
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
+from fullshard.observe.clock import measure_matmul_peak
 from fullshard.parallel.mesh import RankInfo, build_mesh_of_axes, process_group
 from fullshard.spec.machine import hardware
-from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
+from fullshard.spec.machine.catalog import find_catalog_entry_of_chip, round_to_four_digits
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
+_LEAST_CORE_SHARE = 0.85  # below, other programs are at work
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
 _UNALIGNED, _HOST_ADAM = 2, 4
+_STEP_SHARE = 0.4  # on CPU ranks, of all the time
 _SIZES = {
     "cpu": tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24)),
     "cuda": tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28)),
@@ -31,25 +35,35 @@ Collective = Callable[[Tensor], object]
 
 
 def run_calibration(
-    run: Run, *, resume: bool, plan: Plan | None, command_started: float, seconds: float, drive: str, out: str
+    run: Run,
+    *,
+    resume: bool,
+    plan: Plan | None,
+    command_started: float,
+    seconds: float,
+    out: str,
+    drive: str | None = None,
 ) -> None:
     """Runs this rank's part of `fullshard calibrate`. Rank 0 writes the hardware.toml `out`.
 
     seconds: approximate measuring time, excluding the start of the ranks
-    drive: a directory on the drive to measure, as a path that is valid on every rank
+    drive: a directory on the drive to measure, a path that is valid on every rank; None for no drive
     """
     del resume, plan, command_started
     with process_group(run.run.device) as ranks:
-        found = measure_hardware(ranks, seconds=seconds, drive=Path(drive))
+        on_cpu = ranks.device.type == "cpu"
+        alone = seconds * (1 - _STEP_SHARE) if on_cpu else seconds
+        found = measure_hardware(ranks, seconds=alone, drive=None if drive is None else Path(drive))
+        steps = measure_whole_steps(seconds=seconds - alone) if on_cpu else None
         if ranks.rank == 0:
-            found.save(out)
+            (found if steps is None else fit_rates_to_steps(found, steps)).save(out)
 
 
-def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardware.Hardware:
+def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path | None) -> hardware.Hardware:
     """Measures this hardware with all ranks. Collective.
 
     seconds: approximate duration
-    drive: a directory on the drive to measure
+    drive: a directory on the drive to measure; None to measure no drive
     """
     compute = _MATMUL + _UNALIGNED + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH
     seconds_per_share = seconds / (compute + _COPIES + _LINKS + _HOST_ADAM)
@@ -58,6 +72,7 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
     known = catalog_hardware_of_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     at_start = meters.measure_bytes_outside_allocator(ranks.device)
     rates = _measure_rates(meter, known.rates, seconds_per_share=seconds_per_share)
+    core_share = meters.mean_over_ranks(meter.core_share)  # before collectives, in which ranks wait
     is_gpu = meter.kind == "cuda"  # its kernels are loaded by now; a host's bytes include memory freed since
     now = meters.measure_bytes_outside_allocator(ranks.device) if is_gpu else at_start
     own_bytes = meters.max_over_ranks(now)
@@ -67,11 +82,12 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
         "host_bytes_per_second": meters.measure_round_trip_copy_rate(
             meter, seconds=_COPIES * seconds_per_share
         ),
-        "disk_bytes_per_second": meters.read_plus_write_bandwidth(
-            drive, pieces=max(1, min(16, round(seconds / 2)))
-        ),
+        "disk_bytes_per_second": None
+        if drive is None
+        else meters.read_plus_write_bandwidth(drive, pieces=max(1, min(16, round(seconds / 2)))),
         "adam_per_second": meters.host_adamw_params_per_second(seconds=_HOST_ADAM * seconds_per_share),
         "is_calibrated": True,
+        "is_busy": not is_gpu and core_share < _LEAST_CORE_SHARE,
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **_measure_links(ranks, meter, seconds_per_share=seconds_per_share),
     }
@@ -85,7 +101,12 @@ def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path) -> hardwar
         groups = sum(link in updated for link in ("within", "across"))
         updated |= {"communicator_bytes": int(max(0, grown) / max(1, groups)), "peer_bytes": 0}
     if find_catalog_entry_of_chip(known.chip) is None:  # not in the catalog, so its peak is unknown
-        best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
+        best = {
+            dtype: max(point.rate for point in curve)
+            if is_gpu
+            else round_to_four_digits(measure_matmul_peak(ranks.device, meters.TORCH_DTYPES[dtype]))
+            for dtype, curve in rates.matmul.items()
+        }
         peak = max(point.rate for point in rates.memory)
         measured = {"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
         updated["chip"] = known.chip.model_copy(update=measured)

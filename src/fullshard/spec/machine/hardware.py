@@ -203,6 +203,7 @@ class Hardware(FrozenModel):
         machine reached 1.66e9: the host's memory decides, so measure it.
     price_per_hour: dollars per hour for one chip
     is_calibrated: whether the rates were measured on this hardware
+    is_busy: whether other programs took part of the cores meanwhile
     attention_kernel: kernel that torch's attention prefers in half precision: with cuDNN above 9.15,
         "cudnn_256" on Hopper (heads of up to 256), and "cudnn" (up to 128) on Blackwell of data centres. The
         rates of attention are this kernel's.
@@ -232,6 +233,7 @@ class Hardware(FrozenModel):
     adam_per_second: PositiveFloat = 5.2e8
     price_per_hour: PositiveFloat | None = None
     is_calibrated: bool = False
+    is_busy: bool = False
     source: str = ""
 
     @property
@@ -249,8 +251,8 @@ class Hardware(FrozenModel):
 
     @property
     def calibration(self) -> CalibrationState:
-        """The state of the rates: measured on this hardware, or not."""
-        return "idle" if self.is_calibrated else "none"
+        """The state of the rates: measured on this hardware, idle or beside other programs, or not."""
+        return ("busy" if self.is_busy else "idle") if self.is_calibrated else "none"
 
     @property
     def device_bytes_limit(self) -> int:

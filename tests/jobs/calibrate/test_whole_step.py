@@ -1,0 +1,95 @@
+"""Rates that are fitted to whole steps predict these; a first run keeps the rates of an idle machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.jobs.calibrate.whole_step import (
+    MeasuredSteps,
+    fit_rates_to_steps,
+    measure_whole_steps,
+    reference_plan,
+)
+from fullshard.launch.detect import detect_hardware, kept_measurement_path
+from fullshard.planner.describe.describe_run import describe_run
+from fullshard.planner.predict.step_time import StepTimePredictor
+from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.prediction import TimeTerms
+from fullshard.spec.run import Run
+
+
+def predict_reference_step(hardware: Hardware) -> TimeTerms:
+    run = Run.load(overrides=["precision.mode=fp32", "recompute.mode=none", "run.device=cpu"])
+    return StepTimePredictor(describe_run(run, "cpu"), hardware).predict_time(reference_plan(2))
+
+
+@pytest.mark.parametrize(("alone", "together"), [(0.4, 0.5), (3.0, 3.6), (0.05, 0.2)])
+def test_fitted_rates_predict_the_measured_step(alone: float, together: float):
+    fitted = fit_rates_to_steps(detect_hardware("cpu", ranks=2), MeasuredSteps(alone, together))
+    terms = predict_reference_step(fitted)
+    assert terms.compute == pytest.approx(alone, rel=1e-3)
+    assert terms.total == pytest.approx(together, rel=1e-3)
+
+
+def test_a_step_that_is_faster_together_than_alone_leaves_links_some_time():
+    fitted = fit_rates_to_steps(detect_hardware("cpu", ranks=2), MeasuredSteps(0.5, 0.4))
+    terms = predict_reference_step(fitted)
+    assert terms.compute == pytest.approx(0.5, rel=1e-3)
+    assert terms.exposed_all_gather > 0
+
+
+def measured_steps() -> MeasuredSteps:
+    return measure_whole_steps(seconds=0.1)
+
+
+def test_every_rank_measures_the_same_steps(ranks):
+    one, other = ranks(2).run(measured_steps)
+    assert one == other
+    assert min(one) > 0
+    assert not dist.is_initialized()
+
+
+def measured_by_first_run(tmp_path: Path, *options: str) -> tuple[str, list[Path]]:
+    """Returns what a run's first measurement prints, and the files that it keeps."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    environment.pop("FULLSHARD_CALIBRATION")
+    settings = ("train.steps=1", "log.trace_every=0", f"run.dir={tmp_path / 'run'}", *options)
+    sets = [part for one in settings for part in ("--set", one)]
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard", "train", *sets],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stderr, list((tmp_path / "fullshard" / "hardware").glob("*.toml"))
+
+
+def test_the_first_run_measures_the_machine_and_keeps_idle_rates(tmp_path: Path):
+    said, kept = measured_by_first_run(tmp_path, "run.ranks=1", "model.layers=1")
+    assert "measuring this machine" in said
+    if "other programs" in said:  # whatever else this machine does
+        assert not kept
+        return
+    assert Hardware.load(kept[0]).calibration == "idle"
+    again, _ = measured_by_first_run(tmp_path, "run.ranks=1", "model.layers=1")
+    assert "measuring" not in again
+
+
+def test_kept_rates_are_those_of_this_machine_and_number_of_ranks(tmp_path: Path):
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    path = kept_measurement_path(2, environment)
+    assert path is not None
+    known = detect_hardware("cpu", ranks=2, environment=environment)
+    known.model_copy(update={"is_calibrated": True}).save(path)
+    assert detect_hardware("cpu", ranks=2, environment=environment).calibration == "idle"
+    assert detect_hardware("cpu", ranks=3, environment=environment).calibration == "none"
+    off = {**environment, "FULLSHARD_CALIBRATION": "off"}
+    assert detect_hardware("cpu", ranks=2, environment=off).calibration == "none"
+    path.write_text("not TOML [")
+    assert detect_hardware("cpu", ranks=2, environment=environment).calibration == "none"
