@@ -98,15 +98,15 @@ def compare_prediction(prediction: Prediction | None, measurement: Measurement) 
 
 
 def compare_run(run: RunRecord) -> Comparison:
-    """Compares a run's prediction with its measurement, or before it with its peak and median seconds."""
+    """Compares a run's prediction with its measurement, or with the last attempt's peak and median seconds."""
     prediction = run.prediction
     if run.measurement is not None:
         return compare_prediction(prediction, run.measurement)
-    peak, seconds = max(run.metrics.values("peak_bytes"), default=None), run.metrics.values("seconds")
+    peak, seconds = (run.values_of_last_attempt(name) for name in ("peak_bytes", "seconds"))
     memory = {} if prediction is None else prediction.memory.terms()
     step = {} if prediction is None else prediction.time.terms()
     return Comparison(
-        memory=tuple(_compare_terms(memory, peak)),
+        memory=tuple(_compare_terms(memory, max(peak, default=None))),
         step=tuple(_compare_terms(step, median(seconds) if seconds else None)),
         calibration="idle" if prediction is None else prediction.calibration,
     )

@@ -152,6 +152,11 @@ class RunRecord:
         spans = pairwise([*starts, len(self.events)])
         return sum((self.events[b - 1].at - self.events[a].at).total_seconds() for a, b in spans)
 
+    def values_of_last_attempt(self, name: str) -> list[float]:
+        """Returns the known values of a column of the steps since the run was last resumed."""
+        resumed = [event.step for event in self.events_of_kinds("resume") if event.attempt == self.attempts]
+        return [value for step, value in self.metrics.points(name) if step > (resumed or [0])[-1]]
+
     def events_of_kinds(self, *kinds: str) -> list[RunEvent]:
         """Returns the events of these kinds."""
         return [event for event in self.events if event.event in kinds]

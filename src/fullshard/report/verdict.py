@@ -127,7 +127,7 @@ def _plan_sentences(run: RunRecord) -> Iterator[str]:
         share = format_trained_token_share(find_trained_token_share(run))
         beside = f"{f' ({mark})' if mark else ''}{f'; {share}' if share else ''}"
         yield f"{format_count(rate)} tokens/s{_deviation_from_plan(rate, planned)}{beside}."
-    peaks = run.metrics.values("peak_bytes")
+    peaks = run.values_of_last_attempt("peak_bytes")
     if peaks:
         planned = None if prediction is None else prediction.memory.total
         yield f"{format_bytes(max(peaks))} of memory at the peak{_deviation_from_plan(max(peaks), planned)}."
