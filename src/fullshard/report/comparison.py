@@ -98,7 +98,7 @@ def compare_prediction(prediction: Prediction | None, measurement: Measurement) 
 
 
 def compare_run(run: RunRecord) -> Comparison:
-    """Compares a run's prediction with its measurement, or with the last attempt's peak and median seconds."""
+    """Compares a run's prediction with its measurement, or the last attempt's peak and median seconds."""
     prediction = run.prediction
     if run.measurement is not None:
         return compare_prediction(prediction, run.measurement)

@@ -32,6 +32,7 @@ from fullshard.parallel.units import Predicate
 from fullshard.spec.groups import OffloadGroup
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import compute_dtype
+from fullshard.training import plain_loop
 
 logger = logging.getLogger("fullshard")
 
@@ -74,6 +75,7 @@ def shard(
     >>> model.blocks[0].feed_forward.gate.weight.placements
     (Shard(dim=0),)
     """
+    plain_loop.mark_unsharded_parameters(model)
     split = divide_model_and_return_split_dims(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
@@ -98,6 +100,7 @@ def shard(
         set_up_fp8_gathers(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
     carried.set_on(model)
     install_reshard_after_evaluation(model, unit_order)
+    plain_loop.guard_sharded_model(model)
     return model
 
 
