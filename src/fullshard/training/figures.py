@@ -71,10 +71,17 @@ class PendingResult:
 
     read_result: waits for the result and returns it, or raises the step's TrainError
     must_wait: whether `read_result` has to wait for the device
+    own_loss: () the sum of this rank's losses, on the device
     """
 
-    def __init__(self, read_result: Callable[[], StepResult], *, must_wait: bool = False) -> None:
-        self._read_result, self.must_wait = read_result, must_wait
+    def __init__(
+        self,
+        read_result: Callable[[], StepResult],
+        *,
+        must_wait: bool = False,
+        own_loss: Tensor | None = None,
+    ) -> None:
+        self._read_result, self.must_wait, self.own_loss = read_result, must_wait, own_loss
         self._result: StepResult | None = None
 
     @property
@@ -89,7 +96,7 @@ class PendingResult:
         return self._result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_result": self.read(), "must_wait": False}
+        return {"_result": self.read(), "must_wait": False, "own_loss": None}
 
 
 class StepTimer:

@@ -6,16 +6,17 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from fullshard.data.batches import MicrobatchSource, RowSource
+from fullshard.data.batches import MicrobatchSource, RowSource, microbatch_sample_numbers
 from fullshard.distributed.agreement import all_gather_object, all_ranks_have, rank
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.unit_order import find_unit_order_recorder
@@ -151,17 +152,17 @@ def train(
             own = launched.result
             late, state.not_acted_on = (own, None) if own.is_read else (state.not_acted_on, own)
             known = late.read() if late is not None else _NOTHING_KNOWN
-            skips.count_step(known)
+            skips.count_step(known, own_loss=None if late is None else late.own_loss)
             can_roll_back = plan.run.fault_tolerance.on_spike == "rollback"
             stopping, rollback = known.stop_requested, can_roll_back and (known.spike or skips.are_too_many)
             yield replace(launched, stopping=stopping, rollback=rollback)
-            skips.withdraw_and_raise_if_too_many(state)
+            skips.withdraw_and_raise_if_too_many(state, plan)
             if stopping:
                 break
         if (last := state.not_acted_on) is not None:
             state.not_acted_on = None
-            skips.count_step(last.read())
-            skips.withdraw_and_raise_if_too_many(state)
+            skips.count_step(last.read(), own_loss=last.own_loss)
+            skips.withdraw_and_raise_if_too_many(state, plan)
 
 
 _NOTHING_KNOWN = StepResult(loss=math.nan, grad_norm=math.nan, tokens=0, trained_tokens=0, skipped=False)
@@ -221,6 +222,7 @@ class _SkipsInARow:
     begun_after: number of steps of the state when counting began; 0 for a new run
     total: number of steps counted
     without_labels: number of skipped steps in a row without a label that counts, up to the last
+    own_loss: the sum of this rank's losses in the last step
     """
 
     most: int
@@ -229,8 +231,10 @@ class _SkipsInARow:
     count: int = 0
     without_labels: int = 0
     last: StepResult = _NOTHING_KNOWN
+    own_loss: Tensor | None = None
 
-    def count_step(self, result: StepResult) -> None:
+    def count_step(self, result: StepResult, *, own_loss: Tensor | None) -> None:
+        self.own_loss = own_loss
         self.total += result is not _NOTHING_KNOWN
         self.count, self.last = self.count + 1 if result.skipped else 0, result
         self.without_labels = self.without_labels + 1 if result.trained_tokens == 0 and result.skipped else 0
@@ -239,12 +243,19 @@ class _SkipsInARow:
     def are_too_many(self) -> bool:
         return self.count >= self.most
 
-    def withdraw_and_raise_if_too_many(self, state: TrainState) -> None:
-        """Raises TrainError after `most` skipped steps in a row. Withdraws the offloaded generation first."""
+    def withdraw_and_raise_if_too_many(self, state: TrainState, plan: Plan) -> None:
+        """Raises TrainError after `most` skipped steps in a row. Withdraws the offloaded generation first.
+
+        All ranks come to the same decision, and tell each other whose loss was not finite.
+        """
         if self.are_too_many:
             if state.offloaded:
                 state.offloaded.withdraw_generation()
-            raise _too_many_skipped_error(self)
+            is_own_finite = self.own_loss is None or math.isfinite(self.own_loss.item())
+            by_rank: list[bool] = all_gather_object(is_own_finite)
+            behind = 1 if state.not_acted_on is None else 2  # a host ahead of its device launched one more
+            row = (state.rows or 0) - behind * plan.run.train.global_batch
+            raise _too_many_skipped_error(self, losses=_finite_losses_text(by_rank, plan, row=row))
 
 
 def _make_microbatch_source(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
@@ -389,7 +400,29 @@ class _TimedMicrobatches:
             yield batch
 
 
-def _too_many_skipped_error(skips: _SkipsInARow) -> TrainError:
+def _finite_losses_text(by_rank: Sequence[bool], plan: Plan, *, row: int) -> str:
+    """Returns which ranks had a loss that is not finite in the step from sample `row` on, and in which samples."""
+    wrong = [rank for rank, is_finite in enumerate(by_rank) if not is_finite]
+    if not wrong:
+        return "each rank's loss was finite, so a gradient was not"
+    if len(wrong) == len(by_rank):
+        return f"the loss was not finite on {'any rank' if len(wrong) > 1 else 'the rank'}"
+    numbers = np.concatenate(
+        [
+            row + microbatch_sample_numbers(turn, data_rank=plan.data_rank(wrong[0]), plan=plan)
+            for turn in range(plan.accumulation)
+        ]
+    )
+    more = f" and {len(wrong) - 1} more of {len(by_rank)}" if len(wrong) > 1 else f" alone of {len(by_rank)}"
+    samples = (
+        f"in samples {numbers[0]:,} to {numbers[-1]:,}"
+        if plan.accumulation == 1
+        else (f"in {len(numbers):,} of the samples {numbers[0]:,} to {numbers[-1]:,}")
+    )
+    return f"the loss was not finite on rank {wrong[0]}{more}, {samples} of the run's order"
+
+
+def _too_many_skipped_error(skips: _SkipsInARow, *, losses: str) -> TrainError:
     count, last = skips.count, skips.last
     if skips.without_labels == count:
         return TrainError(
@@ -403,7 +436,7 @@ def _too_many_skipped_error(skips: _SkipsInARow) -> TrainError:
     or_stands_out = ", or stood out" if last.spike else ""
     return TrainError(
         f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",
-        got=f"loss {last.loss}, gradient norm {last.grad_norm}",
+        got=f"loss {last.loss}, gradient norm {last.grad_norm}; in the last of them, {losses}",
         why="nothing was updated in them, and nothing suggests that the next one would differ",
         fix=f"an older checkpoint, if that of step {loaded} is what is wrong (move it away), "
         "or a look at the data"

@@ -121,7 +121,7 @@ def run_step(
         recent=state.recent,
         run=plan.run,
     )
-    result = _copy_result_to_host(decision, totals)
+    result = _copy_result_to_host(decision, totals, own_loss=sums[0])
     if host_waits_before_each_update(state.optimizer, plan) or not result.must_wait:
         result.read()
     with TimedRange("update"):
@@ -146,7 +146,9 @@ def _clear_gradients_and_balance_experts(
         balance_experts(state.model, rate=section.balance_bias_rate * (1 - decision.found_inf))
 
 
-def _copy_result_to_host(decision: figures.StepDecision, totals: _Totals) -> figures.PendingResult:
+def _copy_result_to_host(
+    decision: figures.StepDecision, totals: _Totals, *, own_loss: Tensor
+) -> figures.PendingResult:
     """Returns the result, whose `read` raises TrainError if the ranks were not in the same step."""
     count = len(decision.figures)
     copy = figures.HostCopy(torch.cat([decision.figures, totals.numbers[_SUMS:]]))
@@ -158,7 +160,7 @@ def _copy_result_to_host(decision: figures.StepDecision, totals: _Totals) -> fig
             fingerprint.check_same_fingerprints(own, numbers[count:], world_size=size, events=events)
         return figures.step_result(numbers[:count])
 
-    return figures.PendingResult(read_result, must_wait=not copy.is_ready)
+    return figures.PendingResult(read_result, must_wait=not copy.is_ready, own_loss=own_loss)
 
 
 def _all_reduce(
