@@ -401,7 +401,7 @@ class _TimedMicrobatches:
 
 
 def _finite_losses_text(by_rank: Sequence[bool], plan: Plan, *, row: int) -> str:
-    """Returns which ranks had a loss that is not finite in the step from sample `row` on, and which samples."""
+    """Returns which ranks had a loss that is not finite in the step from sample `row` on, and the samples."""
     wrong = [rank for rank, is_finite in enumerate(by_rank) if not is_finite]
     if not wrong:
         return "each rank's loss was finite, so a gradient was not"
