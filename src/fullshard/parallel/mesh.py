@@ -39,6 +39,7 @@ EXPERT_SHARD_AXIS, EXPERT_AXIS = "dp_mod_ep", "ep"
 _MEETING = "fullshard"  # key prefix in torchrun's store: see `agree_on_store_prefix`
 _STORE_TIMEOUT = timedelta(seconds=60)
 _TURN_SECONDS = 0.05
+_LAST_TENSORS: list[torch.Tensor] = []  # see `_close_process_group`
 _MPI_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")  # Open MPI's; Intel MPI's and MPICH's
 
 
@@ -165,7 +166,10 @@ def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
         if kind == "cuda":
             torch.cuda.synchronize()
         # A rank that tears down early aborts the others' last collectives. Over gloo, which a dead peer ends.
-        all_gather_object(None)
+        # Gloo's thread may release the tensor while the interpreter ends. It must not be the last owner, for
+        # then the process aborts (pytorch/pytorch#179291).
+        _LAST_TENSORS.append(torch.zeros(1, device="cpu"))
+        dist.all_reduce(_LAST_TENSORS[-1])
     if clean or kind == "cpu":
         dist.destroy_process_group()
         forget_groups()
