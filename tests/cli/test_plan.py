@@ -9,6 +9,7 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
 from fullshard.spec.plan import Plan
+from tests.fakes.architectures_hf import write_config
 
 SMALL = ("model.layers=3", "model.d_model=64", "model.heads=4", "model.d_ff=128", "data.sequence_length=64")
 PRESET = "smollm2-135m"  # whose spec is shipped
@@ -33,6 +34,12 @@ def test_plan_page_fits_a_hundred_columns(capsys: Any) -> None:
 def test_a_run_that_counts_epochs_is_planned(capsys: Any) -> None:
     settings = [part for setting in (*SMALL, *ONE_TRACE, "train.epochs=2") for part in ("--set", setting)]
     assert main(["plan", *settings, "--on", "2xH100"]) == 0
+
+
+def test_a_run_of_a_model_of_its_own_without_data_is_not_planned(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "run.toml").write_text(f'[model]\nhf = "{write_config("llama", tmp_path)}"\n')
+    assert main(["plan", str(tmp_path / "run.toml"), "--on", "2xH100"]) == SpecError.exit_code
+    assert "the run has no data" in capsys.readouterr().err
 
 
 def test_the_number_of_ranks_overrides_that_of_the_hardware(capsys: Any) -> None:

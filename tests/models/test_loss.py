@@ -55,6 +55,27 @@ def test_an_output_with_logits_is_as_good_and_half_precision_is_summed_in_fp32()
     torch.testing.assert_close(total, next_token_loss(Fixed(logits.bfloat16().float()), batch)[0])
 
 
+class Pair(Fixed):
+    """Returns (logits, loss) as nanoGPT: without targets only the logits of the last token, and no loss."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        return (self.logits[:, [-1]], None) if targets is None else (self.logits, self.logits.sum())
+
+
+class Last(Fixed):
+    """Returns the logits of the last token alone."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.logits[:, -1]
+
+
+@pytest.mark.parametrize("kind", [Pair, Last])
+def test_a_model_that_does_not_return_logits_for_each_token_is_refused(kind: type[Fixed]) -> None:
+    logits, batch = example()
+    with pytest.raises(TrainError, match=r"(?s)returns no logits for each token.*train\.loss = .*\[1\]"):
+        next_token_loss(kind(logits), batch)
+
+
 @pytest.mark.parametrize(
     ("batch", "got"),
     [

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from fullshard.distributed.sequence_parts import reduce_over_ranks
+from fullshard.errors import TrainError
 from fullshard.models import deferred_logits
 
 IGNORED_LABEL = -100
@@ -98,7 +99,7 @@ def chunked_cross_entropy(
         chunk_rows = AUTO_ROWS if 4 * length * count > _WORTHWHILE_BYTES else 0
     if head is None or not (chunk_rows or divided):
         output = call()
-        return _loss_without_chunks(getattr(output, "logits", output), targets), output
+        return _loss_without_chunks(_logits_of(output, model, labels=labels), targets), output
     rows = min(int(chunk_rows), length) if chunk_rows else labels.numel()
     finish = partial(_call_head_for_loss, targets=targets, rows=rows)
     with deferred_logits.defer_head(model, head, finish=finish) as found:
@@ -107,7 +108,7 @@ def chunked_cross_entropy(
         logits = getattr(found.output, "logits", found.output)
         if isinstance(logits, deferred_logits.DeferredLogits):
             logits = logits.call.compute_whole_logits("the loss")
-        return _loss_without_chunks(logits, targets), found.output
+        return _loss_without_chunks(_logits_of(logits, model, labels=labels), targets), found.output
     return found.value, found.output
 
 
@@ -119,6 +120,23 @@ class _Targets(NamedTuple):
 
     def slice_rows(self, part: slice) -> "_Targets":
         return _Targets(self.labels[part], None if self.weights is None else self.weights[part])
+
+
+def _logits_of(output: Any, model: nn.Module, *, labels: Tensor) -> Tensor:
+    """Returns the logits in a model's output. Raises TrainError without any, as in (logits, loss)."""
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, Tensor) and logits.ndim and logits.shape[:-1].numel() == labels.numel():
+        return logits
+    items: Any = logits if isinstance(logits, tuple) else (logits,)
+    kinds = [str(list(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in items]
+    raise TrainError(
+        f"{type(model).__name__.removeprefix('FSDP')} returns no logits for each token.",
+        got=", ".join(kinds),
+        why=f"the default loss reads logits {[*labels.shape, 'vocabulary']} or an object with such `logits`",
+        fix='train.loss = "package.module:function"; for a model that returns (logits, loss) if it gets '
+        'targets: def function(model, batch): return model(batch["tokens"], batch["labels"])[1], where '
+        "labels of -100 do not count",
+    )
 
 
 def _loss_without_chunks(logits: Tensor, targets: _Targets) -> Tensor:

@@ -22,7 +22,7 @@ from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
-from fullshard.spec.settings.run_checks import count_groups, divisors
+from fullshard.spec.settings.run_checks import check_own_model_has_data, count_groups, divisors
 from fullshard.system.targets import check_output_file, convert_write_errors, make_load_predicate
 from fullshard.system.terminal import escape_control_characters
 
@@ -73,6 +73,8 @@ class PlanOptions(NamedTuple):
         """Returns the planning question on a machine; None is this one. Prints notes to standard error."""
         subject, pinned = resolve_model_to_plan(self.model), [*self.pinned]
         asked, ranks = subject.load_run(pinned), self.ranks
+        if not subject.chosen_here:  # a whole run, which trains; a model by name has no data
+            check_own_model_has_data(asked)
         if machine is not None:  # ranks in a run.toml are of another machine; those of --set count
             ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None
             pinned += ["run.ranks=0", "run.device=auto"]

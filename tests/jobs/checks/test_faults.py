@@ -1,13 +1,17 @@
 """Each fault is found by the check that is meant for it, and what has no fault is not complained about."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fullshard.jobs.checks.data import build_data_trial
+from fullshard.jobs.checks.data import DataTrial, build_data_trial, check_vocabulary_range
 from fullshard.jobs.checks.machine import quick_problems
 from fullshard.jobs.checks.model_trial import build_model_trial
+from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
+from fullshard.spec.run import Run
+from tests.fakes.architectures_hf import write_config
 from tests.jobs.checks.faults import (
     DATA,
     ENVIRONMENT,
@@ -37,6 +41,23 @@ def test_fault_is_found_by_its_check(fault: Fault, tmp_path: Path) -> None:
     found = problems(fault.make(tmp_path), group=GROUP_OF[fault.check])
     assert fault.check in found
     assert found[fault.check].fix or found[fault.check].why
+
+
+def test_bytes_for_a_model_that_has_a_tokenizer_are_a_failure(tmp_path: Path) -> None:
+    settings = [f"model.hf={write_config('llama', tmp_path).parent}", "data.source=stdlib"]
+    trial = DataTrial(AbsentData(), Run.load(overrides=settings), ranks=1, vocabulary=None)  # type: ignore[arg-type]
+    assert check_vocabulary_range(trial).is_problem is False
+    (tmp_path / "tokenizer.json").touch()
+    finding = check_vocabulary_range(trial)
+    assert finding.is_problem
+    assert f"data.tokenizer = '{tmp_path}'" in str(finding.fix)
+
+
+class AbsentData:
+    """Data without batches."""
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[None]:
+        return iter(())
 
 
 def test_every_check_has_a_fault_that_it_finds() -> None:

@@ -3,7 +3,9 @@
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,14 +13,17 @@ from torch import Tensor
 
 from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
+from fullshard.data.tokenizer import TOKENIZER_FILE
 from fullshard.distributed.agreement import ErrorCapture
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, SpecError
 from fullshard.jobs.checks.model_trial import IGNORED, make_eager_fp32_cpu_run
 from fullshard.models.build import count_vocabulary_rows
 from fullshard.quantities import count_text
 from fullshard.spec.plan import Plan
+from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.torch_private.tensors import tree_leaves
 
 # A global batch of 12 can be shared out over 1, 2 and 3 ranks in microbatches of 2.
@@ -94,7 +99,13 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
 
 
 def check_vocabulary_range(trial: DataTrial) -> Finding:
-    """Compares the tokens and labels of the first steps with the rows of the model's embedding."""
+    """Compares the tokens and labels of the first steps with the model's tokenizer and embedding."""
+    if (tokenizer := _unused_tokenizer_of_model(trial.run)) is not None:
+        return Finding.failure(
+            f"the tokens are bytes, and the model has a tokenizer: {tokenizer}",
+            why="its weights know the tokens of that tokenizer: bytes are other words to them",
+            fix=f"data.tokenizer = {str(tokenizer.parent)!r}, with data.source and data.paths of texts",
+        )
     batches = trial.token_batches()
     if not batches or trial.vocabulary is None:
         return Finding.skipped(
@@ -112,6 +123,19 @@ def check_vocabulary_range(trial: DataTrial) -> Finding:
             fix="the model's own tokenizer, or a larger vocabulary",
         )
     return Finding.ok(f"tokens from {least} to {largest} of {trial.vocabulary}")
+
+
+def _unused_tokenizer_of_model(run: Run) -> Path | None:
+    """Returns the tokenizer's file beside the model's config, if the run's tokens are bytes nevertheless."""
+    if not isinstance(run.model, HuggingFaceModel) or run.data.tokenizer is not None:
+        return None
+    if "tokenizer" not in run.data.token_makers:  # another program made the tokens
+        return None
+    with suppress(SpecError):
+        config = locate_config_file(run.model.hf)
+        files = map(config.with_name, (TOKENIZER_FILE, "tokenizer.model", "vocab.json"))
+        return next((file for file in files if file.is_file()), None)
+    return None
 
 
 def check_labels(trial: DataTrial) -> Finding:
