@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fullshard.checkpoint import load, save
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
+from fullshard.data.batches import VALIDATED_ON
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -180,6 +181,19 @@ class Reseeded(ByStep):
     @property
     def row_order(self) -> str:
         return str(id(self))
+
+
+class Revalidated(ByStep):
+    @property
+    def row_order(self) -> str:
+        return f"in order{VALIDATED_ON}{id(self)}"
+
+
+def test_other_validation_data_is_reported_and_is_no_other_order_of_the_rows(
+    ranks: Any, tmp_path: Path
+) -> None:
+    _, messages = ranks(1).run(rows_used, tmp_path, [], [], Revalidated)[0]
+    assert [message.partition(":")[0] for message in messages] == ["the held-out data is another than before"]
 
 
 def test_another_order_of_the_rows_is_reported(ranks: Any, tmp_path: Path) -> None:

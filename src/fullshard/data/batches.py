@@ -15,6 +15,10 @@ IGNORED_LABEL = -100
 """Label of a position that the loss ignores."""
 
 
+VALIDATED_ON = "; validated on "
+"""Text in a `row_order` before a digest of validation data that the user names."""
+
+
 class MicrobatchSource(Protocol):
     """A source of microbatches that keeps no position: a step's samples depend only on its number."""
 

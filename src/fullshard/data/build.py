@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +14,7 @@ import numpy as np
 from fullshard.data import packing, token_store
 from fullshard.data.batches import TrainingData
 from fullshard.data.packed import PackedData, ShufflePool
-from fullshard.data.sources import open_token_stores
+from fullshard.data.sources import check_validation_files_are_apart, open_token_stores
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer_safely
 from fullshard.errors import DataError
 from fullshard.spec.run import Run
@@ -87,17 +89,19 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     check_own_model_has_data(run)
     section, root = run.data, Path(run.data.cache)
     sources = section.sources or (section,)
-    stores = [open_token_stores(source, section, root=root, alive=alive) for source in sources]
-    every_store = [store for group in stores for store in group]
-    tokenizer = _open_and_check_tokenizer(section, every_store)
+    check_validation_files_are_apart(sources)
+    open_stores = partial(open_token_stores, section=section, root=root, alive=alive)
+    stores = [open_stores(source) for source in sources]
+    held_out = [open_stores(one.of_validation_data()) if one.has_validation_data else [] for one in sources]
+    tokenizer = _open_and_check_tokenizer(section, list(chain(*stores, *held_out)))
     weights = [source.weight for source in section.sources if source.weight is not None]
     if not weights:
-        stores, weights = [every_store], [1.0]
+        stores, held_out, weights = [list(chain(*stores))], [list(chain(*held_out))], [1.0]
     seeds = [f"{run.run.seed} {i}" for i in range(len(stores))] if len(stores) > 1 else [run.run.seed]
     return PackedData(
         pools=tuple(
-            _build_shuffle_pool(token_store.TokenStream(tuple(group)), run, alive=alive, seed=seed)
-            for group, seed in zip(stores, seeds, strict=True)
+            _build_shuffle_pool(group, run, held_out=validated, alive=alive, seed=seed)
+            for group, validated, seed in zip(stores, held_out, seeds, strict=True)
         ),
         pattern=packing.build_source_interleaving(weights),
         sequence_length=section.sequence_length,
@@ -134,14 +138,21 @@ def _open_and_check_tokenizer(
     return tokenizer
 
 
+_Stores = Sequence[token_store.TokenStore]
+
+
 def _build_shuffle_pool(
-    stream: token_store.TokenStream, run: Run, *, alive: token_store.Heartbeat, seed: int | str
+    stores: _Stores, run: Run, *, held_out: _Stores, alive: token_store.Heartbeat, seed: int | str
 ) -> ShufflePool:
-    """Packs the documents of `stream` into rows, which are kept in the cache unless tokens are in memory."""
+    """Packs the documents of `stores` into rows, which are kept in the cache unless tokens are in memory.
+
+    held_out: stores of the validation data that the user names
+    """
     section, root = run.data, Path(run.data.cache)
+    stream, given = token_store.TokenStream((*stores, *held_out)), len(held_out)
     keys = [store.key for store in stream.stores]
     if None in keys:
-        arrays, facts = _pack_training_and_held_out(stream, run)
+        arrays, facts = _pack_training_and_held_out(stream, run, given=given)
     else:
         settings = {
             "stores": keys,
@@ -149,10 +160,11 @@ def _build_shuffle_pool(
             "packing": section.packing,
             "fraction": section.validation_fraction,
             "seed": run.run.seed if section.packing == "concat" else None,
+            **({"validation_stores": given} if given else {}),
         }
 
         def write_layout(draft: Path) -> Mapping[str, Any]:
-            arrays, facts = _pack_training_and_held_out(stream, run)
+            arrays, facts = _pack_training_and_held_out(stream, run, given=given)
             for name, array in arrays.items():
                 token_store.save_array(draft / f"{name}.npy", array)
             return facts
@@ -162,7 +174,7 @@ def _build_shuffle_pool(
         )
         arrays = {path.stem: np.load(path, mmap_mode="r") for path in entry.glob("*.npy")}
         facts = token_store.read_manifest(entry)
-    training, held_out = (
+    training, validation = (
         packing.build_rows_from_arrays(
             {name.rpartition("-")[2]: array for name, array in arrays.items() if name.startswith(part)},
             tokens=facts["tokens"][part],
@@ -171,19 +183,25 @@ def _build_shuffle_pool(
         )
         for part in _PARTS
     )
-    pool = ShufflePool(stream, training, held_out, seed)
+    pool = ShufflePool(stream, training, validation, seed, validation_stores=given)
     _check_sequence_length(pool, section, tokens=facts["tokens"], longest=facts["longest"])
     return pool
 
 
 def _pack_training_and_held_out(
-    stream: token_store.TokenStream, run: Run
+    stream: token_store.TokenStream, run: Run, *, given: int
 ) -> tuple[Mapping[str, token_store.Integers], Mapping[str, Any]]:
-    """Returns (row arrays of both parts, number of tokens per part and of the longest training document)."""
+    """Returns (row arrays of both parts, number of tokens per part and of the longest training document).
+
+    given: number of the last stores of the stream that are the validation data; without any, a fraction of
+        the tokens is held out
+    """
     section = run.data
-    training, held_out = packing.split_off_held_out(
-        *stream.document_begins_and_lengths(), fraction=section.validation_fraction
-    )
+    begins, lengths = stream.document_begins_and_lengths()
+    training, held_out = packing.split_off_held_out(begins, lengths, fraction=section.validation_fraction)
+    if given:
+        place = stream.store_bounds[len(stream.stores) - given]
+        training, held_out = (training.select_spans(part) for part in (begins < place, begins >= place))
     if section.packing == "concat":
         training = packing.shuffle_spans(training, seed=run.run.seed)
     arrays, tokens = dict[str, token_store.Integers](), dict[str, int]()
@@ -198,20 +216,25 @@ def _check_sequence_length(
     pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int
 ) -> None:
     """Raises DataError for sequences longer than a part, or than every document with `packing = "none"`."""
-    length, name = section.sequence_length, " + ".join(store.name for store in pool.stream.stores)
+    length = section.sequence_length
+    training, given = (" + ".join(store.name for store in part) for part in pool.parts)
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
-        if rows.row_count or (part == "held-out" and section.validation_fraction == 0):
+        if rows.row_count or (part == "held-out" and section.validation_fraction == 0 and not given):
             continue
-        larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
+        name, larger = f"{part} part of {training}", ""
+        if part == "held-out" and given:
+            name = f"validation data {given}"
+        elif part == "held-out":
+            larger = "; a larger data.validation_fraction, or 0 for no validation"
         raise DataError(
-            f"sequence too long: the {part} part of {name} does not fill one.",
+            f"sequence too long: the {name} does not fill one.",
             got=f"{tokens[part]} tokens, data.validation_fraction = {section.validation_fraction}",
             why=f"data.sequence_length = {length} needs {length + 1}: itself and one label",
             fix=f"more data, or a shorter data.sequence_length{larger}",
         )
     if section.packing == "none" and length > longest:
         raise DataError(
-            f"data.sequence_length is longer than any document of {name}.",
+            f"data.sequence_length is longer than any document of {training}.",
             got=f"{length}, where the longest document has {longest} tokens",
             why='packing = "none" has one document a sequence: part of every sequence would be padding',
             fix=f'data.sequence_length = {longest}, or data.packing = "best_fit"',

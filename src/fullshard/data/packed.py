@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
+from fullshard.data.batches import IGNORED_LABEL, VALIDATED_ON, microbatch_sample_numbers
 from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream, cache_key
 from fullshard.data.tokenizer import Tokenizer
@@ -25,12 +25,22 @@ class ShufflePool:
     """Rows of one stream that are shuffled together.
 
     Each epoch takes every training row once, in an order that depends on `seed` and the epoch.
+
+    stream: the stores of the training data, then those of the validation data that the user names
+    validation_stores: number of the latter
     """
 
     stream: TokenStream
     training: Rows
     held_out: Rows
     seed: int | str
+    validation_stores: int = 0
+
+    @property
+    def parts(self) -> tuple[Sequence[TokenStore], Sequence[TokenStore]]:
+        """The stores of the training data, and those of the validation data that the user names."""
+        count = len(self.stream.stores) - self.validation_stores
+        return self.stream.stores[:count], self.stream.stores[count:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +66,16 @@ class PackedData:
 
     @cached_property
     def row_order(self) -> str:
-        """Digest of everything that determines which tokens sample i has."""
+        """Digest of everything that determines which tokens sample i has, and of given validation data."""
         pools = [
             [pool.seed, pool.training.row_count, pool.training.token_count]
-            + [store.content_key for store in pool.stream.stores]
+            + [store.content_key for store in pool.parts[0]]
             for pool in self.pools
         ]
         facts = {"sequence_length": self.sequence_length, "packing": self.packing, "pools": pools}
-        return cache_key({**facts, "shares": self.pattern.counts.tolist()})
+        order = cache_key({**facts, "shares": self.pattern.counts.tolist()})
+        held_out = [store.content_key for pool in self.pools for store in pool.parts[1]]
+        return f"{order}{VALIDATED_ON}{cache_key({'stores': held_out})}" if held_out else order
 
     @property
     def token_stores(self) -> list[TokenStore]:
@@ -135,7 +147,7 @@ class PackedData:
             yield _build_batch(self, pieces, plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """Yields a data rank's share of at most `train.validate_sequences` held-out rows.
+        """Yields a data rank's share of at most `train.validate_sequences` held-out rows (0: of all).
 
         The rows are spread evenly over each pool, and each pool contributes in proportion to its weight.
         Batches are shaped as in `microbatches`, and every rank yields the same number. Rows that only fill up
@@ -157,7 +169,8 @@ class PackedData:
         efficiency: fraction of the places in training rows that hold a token; the others are padding
         """
         return {
-            "source": " + ".join(store.name for store in self.token_stores),
+            "source": " + ".join(store.name for pool in self.pools for store in pool.parts[0]),
+            "validation source": " + ".join(store.name for pool in self.pools for store in pool.parts[1]),
             "documents": self.document_count,
             "documents cut": self.overlong_masked_document_count,
             "records left out": sum(store.notes.skipped for store in self.token_stores),
@@ -179,8 +192,9 @@ class PackedData:
 
     def describe(self) -> str:
         """Returns a line about the data, one with an example of records left out if any are, and warnings."""
-        held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         facts = self.summary_values()
+        held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
+        held_out += f" of {facts['validation source']}" if facts["validation source"] else ""
         return (
             f"{facts['source']}: {document_counts_text(facts, unit=' documents')}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
@@ -203,12 +217,13 @@ def document_counts_text(summary: Mapping[str, Any], *, unit: str = "") -> str:
 
 
 def _evenly_spaced_held_out_rows(data: PackedData, asked: int) -> list[tuple[ShufflePool, int]]:
-    """Returns (pool, row number) of at most `asked` held-out rows, spread over all pools."""
+    """Returns (pool, row number) of at most `asked` held-out rows, spread over all pools; of all for 0."""
     found: list[tuple[ShufflePool, int]] = []
     for pool, part in zip(data.pools, data.pattern.source_shares, strict=True):
-        count = min(pool.held_out.row_count, max(round(asked * part), 1))
-        found += [(pool, i * pool.held_out.row_count // count) for i in range(count)]
-    return found[:asked]
+        rows = pool.held_out.row_count
+        count = min(rows, max(round(asked * part), 1)) if asked else rows
+        found += [(pool, i * rows // count) for i in range(count)]
+    return found[: asked or None]
 
 
 def _build_batch(data: PackedData, rows: Sequence[_RowPieces], *, plan: Plan) -> dict[str, Tensor]:

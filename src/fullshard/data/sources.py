@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ IN_MEMORY_BYTES = 64 << 20
 
 # Fields of a source that say where its rows are, which the content of the files stands for.
 _LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
+_LOCATION_FIELDS |= {"validation_paths", "validation_split"}
 
 # Kind of records -> the part of it that is trained on if only answers are.
 _ANSWERS: Mapping[str, Literal["assistant", "completion"]] = {
@@ -73,6 +75,29 @@ class _FileSet:
         """True for uncompressed texts that are few enough to be encoded as bytes at each start."""
         small = self.kind == "text" and self.total_file_bytes <= IN_MEMORY_BYTES
         return small and not any(is_compressed(file.path) for file in self.files)
+
+
+def check_validation_files_are_apart(sources: Sequence[DataSource | DataSection]) -> None:
+    """Raises DataError if a file of the validation data that the user names is trained on, too."""
+    if not any(source.has_validation_data for source in sources):
+        return
+    trained = {path for source in sources for path in _list_paths(source)}
+    validated = (_list_paths(one.of_validation_data()) for one in sources if one.validation_paths)
+    if shared := trained & set(chain(*validated)):
+        raise DataError(
+            f"{min(shared)} is both trained and validated on.",
+            got=f"{len(shared)} files of data.validation_paths are among those of data.paths",
+            why="the validation loss would measure what was learnt by heart",
+            fix="data.paths without these files: a directory stands for all files below it",
+        )
+
+
+def _list_paths(source: DataSource | DataSection) -> list[str]:
+    """Returns the real paths of a source's files; none of a dataset, which the settings compare."""
+    kind = source.source
+    if kind not in ("text", "jsonl", "parquet", "memmap"):
+        return []
+    return [os.path.realpath(file.path) for file in list_matching_files(source.paths, kind=kind)]
 
 
 def open_token_stores(

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.settings import train_section
-from fullshard.spec.settings.data_section import DataSection
+from fullshard.spec.settings.data_section import DataSection, named_validation_data
 from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
 from fullshard.spec.value import (
@@ -329,6 +329,16 @@ class Run(FrozenModel):
             )
         return self.model
 
+    @model_validator(mode="before")
+    @classmethod
+    def _validate_on_all_given_data(cls, data: Any) -> Any:
+        """Lets a validation read all of the data that [data] names for it, unless [train] says how much."""
+        sections = cast(Mapping[str, Any], data) if isinstance(data, Mapping) else {}
+        section, train = sections.get("data"), sections.get("train", {})
+        if isinstance(train, Mapping) and isinstance(section, Mapping) and named_validation_data(section):
+            return {**sections, "train": {"validate_sequences": 0, **train}}
+        return data
+
     @model_validator(mode="after")
     def _check_fp8(self) -> Self:
         if self.precision.mode == "fp8" and self.offload.offloads_optimizer:
@@ -352,7 +362,12 @@ class Run(FrozenModel):
 
 
 # A setting of the command line replaces the other one of the file, too.
-_INSTEAD_OF = {"train.steps": "epochs", "train.epochs": "steps"}
+_INSTEAD_OF = {
+    "train.steps": "epochs",
+    "train.epochs": "steps",
+    "data.validation_paths": "validation_fraction",
+    "data.validation_split": "validation_fraction",
+}
 
 
 def _apply_cli_override(data: dict[str, Any], override: str) -> str:

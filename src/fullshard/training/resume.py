@@ -16,6 +16,7 @@ from torch import nn
 from fullshard.checkpoint import load
 from fullshard.checkpoint.location import CheckpointLocation, newest_complete_step
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
+from fullshard.data.batches import VALIDATED_ON
 from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.plan import Plan
@@ -228,7 +229,12 @@ def _align_rows_and_describe_changes(
     moved = [key for key in changed if key == "run.seed" or key.startswith("data.")]
     moved = [key for key in moved if key not in _SAME_ROWS]
     known = order is not None and before.row_order is not None
-    if order != before.row_order if known else moved:
+    rows_before, _, validated_before = (before.row_order or "").partition(VALIDATED_ON)
+    rows_now, _, validated_now = (order or "").partition(VALIDATED_ON)
+    if known and validated_now != validated_before:
+        state.best = None
+        yield "the held-out data is another than before: its losses cannot be compared with earlier ones"
+    if rows_now != rows_before if known else moved:
         why = ", ".join(moved) or "the content of the data, or what made its tokens"
         yield (
             f"the rows of the data {'are' if known else 'may be'} in another order than before ({why}): "

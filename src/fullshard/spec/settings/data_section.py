@@ -1,7 +1,7 @@
 """[data]: settings of the training data of a run."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,9 @@ class DataSourceFields(value.FrozenModel):
         for `datasets`, directories that `save_to_disk` wrote
     `name`, `subset`, `split`: a dataset by name, from this machine's cache; `split` also applies to a dataset
         on disk
+    `validation_paths`: held-out files, as `paths`: the validation set is exactly these, and nothing of the
+        training data is held out
+    `validation_split`: as `validation_paths`, a split of the dataset: `split` is then trained on
     `records`: content of a row of jsonl, parquet or datasets. `text`: the text in `text_field`. `messages`: a
         list of {role, content} in `messages_field`, formatted by the tokenizer's chat template. Messages in
         `completion_field` follow them, and only theirs are then answers to train on. `completion`:
@@ -39,6 +42,8 @@ class DataSourceFields(value.FrozenModel):
     name: str | None = None
     subset: str | None = None
     split: str = "train"
+    validation_paths: tuple[value.PathText, ...] = ()
+    validation_split: str | None = None
     records: Literal["text", "messages", "completion", "tokens"] = "text"
     text_field: str = "text"
     messages_field: str = "messages"
@@ -51,6 +56,16 @@ class DataSourceFields(value.FrozenModel):
     tokens_field: str = "input_ids"
     dtype: TokenDtype | None = None
     eod_token: value.NonNegativeInt | None = None
+
+    @property
+    def has_validation_data(self) -> bool:
+        """Whether the user names data to validate on."""
+        return bool(self.validation_paths or self.validation_split)
+
+    def of_validation_data(self) -> Self:
+        """Returns these settings with the validation data in place of the training data."""
+        paths = self.validation_paths or self.paths
+        return self.model_copy(update={"paths": paths, "split": self.validation_split or self.split})
 
 
 class DataSource(DataSourceFields):
@@ -86,6 +101,7 @@ class DataSection(DataSourceFields):
         on this machine; false refuses a tokenizer that cannot be loaded without it
     `packing`: `concat` joins the documents and cuts them into full sequences. `best_fit` fills sequences with
         whole documents, cuts only longer ones, and pads. `none` has one document per sequence.
+    `validation_fraction`: fraction of the tokens that is held out; 0 if validation data is given
     `document_mask`: attention and positions restart with each document, and no label crosses a boundary
     `train_on`: `assistant` and `completion` both train only on answers: on the assistant's part of
         `messages`, and not on the prompt of `completion` records
@@ -112,6 +128,28 @@ class DataSection(DataSourceFields):
     cache: value.PathText = "~/.cache/fullshard/data"
     processes: value.Processes = 0
     prefetch_steps: value.Count = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hold_nothing_out_beside_validation_data(cls, data: Any) -> Any:
+        """Sets `validation_fraction` to 0 beside validation data. Raises ValueError for another value."""
+        if not isinstance(data, Mapping):
+            return data
+        fields = dict(cast(Mapping[str, Any], data))
+        given = named_validation_data(fields)
+        if fields.get("validation_fraction") is None:
+            fields.pop("validation_fraction", None)
+        elif given and fields["validation_fraction"]:
+            raise ValueError(
+                f"{given} and validation_fraction = {fields['validation_fraction']} exclude each other: "
+                "what is given is the whole validation set, and nothing else is held out"
+            )
+        return fields | {"validation_fraction": 0} if given else fields
+
+    @property
+    def has_held_out_data(self) -> bool:
+        """Whether there is anything to validate on: a fraction held out, or data that the user names."""
+        return self.validation_fraction > 0 or any(s.has_validation_data for s in self.sources or (self,))
 
     @property
     def token_makers(self) -> set[Literal["tokenizer", "other program"]]:
@@ -153,6 +191,14 @@ class DataSection(DataSourceFields):
         return self
 
 
+def named_validation_data(section: Mapping[str, Any]) -> str | None:
+    """Returns the setting of [data], not parsed yet, that names validation data; None if none does."""
+    sources: Any = section.get("sources") or (section,)
+    fields = [dict(one) for one in sources if isinstance(one, Mapping | DataSource)]
+    names = ("validation_paths", "validation_split")
+    return next((name for name in names if any(one.get(name) for one in fields)), None)
+
+
 # Setting -> the records that it is for. A factory of Python may read any of them.
 _RECORDS_OF_SETTING = {
     "text_field": "text",
@@ -170,7 +216,22 @@ def _differs_from_default(fields: DataSourceFields, name: str) -> bool:
     return getattr(fields, name) != DataSourceFields.model_fields[name].get_default(call_default_factory=True)
 
 
+def _check_validation_data(source: str, fields: DataSourceFields) -> None:
+    paths, split = fields.validation_paths, fields.validation_split
+    if source in ("stdlib", "python") and fields.has_validation_data:
+        raise ValueError(f'validation_paths is given, but not for source = "{source}"')
+    if split and (source != "datasets" or paths):
+        raise ValueError('validation_split is for source = "datasets" without validation_paths')
+    if fields.name and paths:
+        raise ValueError("a dataset by name takes validation_split, not validation_paths")
+    if shared := {*fields.paths} & {*paths}:
+        raise ValueError(f"paths and validation_paths both have {min(shared)!r}")
+    if split == fields.split:
+        raise ValueError(f"split and validation_split are both {split!r}")
+
+
 def _check_source_fields(source: str, fields: DataSourceFields) -> None:
+    _check_validation_data(source, fields)
     has_rows = source in ("jsonl", "parquet", "datasets")
     if twice := [path for path in dict.fromkeys(fields.paths) if fields.paths.count(path) > 1]:
         raise ValueError(f"paths has {twice[0]!r} twice; sources with weights set how often data is read")

@@ -19,6 +19,8 @@ class TrainSection(value.FrozenModel):
     `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
         `last_microbatch` keeps whole gradients on every rank and reduces once per step (least communication).
         `auto`: the planner's choice; unplanned, `last_microbatch` for zero1 and no_shard, else the other.
+    `validate_sequences`: most held-out sequences that a validation reads, evenly spread; 0 is all, which is
+        the default for validation data that is given
     `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.models.loss`);
         unset, next-token loss for models that predict it, else the model's own loss
     `loss_chunk`: rows of logits that the next-token loss computes at once, at most a sequence, so that the
@@ -34,7 +36,7 @@ class TrainSection(value.FrozenModel):
     loss: str | None = None
     loss_chunk: Literal["auto"] | value.Count = "auto"
     validate_every: value.Count = 100
-    validate_sequences: value.PositiveCount = 240
+    validate_sequences: value.Count = 240
     max_skipped_steps: value.PositiveCount = 10
 
     @model_validator(mode="before")
