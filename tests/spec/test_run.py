@@ -272,3 +272,17 @@ def test_keys_of_two_kinds_of_model_are_refused(overrides, what, fix):
         Run.load(overrides=overrides)
     assert what in caught.value.what
     assert str(caught.value.fix).startswith(fix)
+
+
+@pytest.mark.parametrize("key", ["schedule.warmup_steps", "train.validate_every", "checkpoint.every"])
+def test_a_fraction_of_the_steps_is_a_number_of_steps_once_it_is_known(key: str) -> None:
+    section, _, name = key.partition(".")
+    run = Run.load(overrides=[f"{key}=0.03", "train.steps=150"])
+    assert getattr(getattr(run, section), name) == 5, "rounded up"
+    epochs = Run.load(overrides=[f"{key}=0.03", "train.epochs=2"])
+    assert getattr(getattr(epochs, section), name) == 0.03
+    assert getattr(getattr(epochs.with_overrides(["train.steps=150"]), section), name) == 5
+    assert getattr(getattr(Run.load(overrides=[f"{key}=0.003", "train.steps=9"]), section), name) == 1
+    assert getattr(getattr(Run(), section), name) == getattr(getattr(Run.load(), section), name)
+    with pytest.raises(SpecError, match=key):
+        Run.load(overrides=[f"{key}=1.5"])

@@ -1,5 +1,6 @@
 """Run: the user's settings, read from a `run.toml`. Every default is defined on its field."""
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.settings import train_section
-from fullshard.spec.settings.data_section import DataSection, named_validation_data
+from fullshard.spec.settings.data_section import DataSection
 from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
 from fullshard.spec.value import (
@@ -264,6 +265,10 @@ class RunSetupSection(FrozenModel):
     compile: bool | Literal["auto"] = "auto"
 
 
+# Settings that may be a fraction of the run's steps.
+_FRACTIONS_OF_STEPS = (("schedule", "warmup_steps"), ("train", "validate_every"), ("checkpoint", "every"))
+
+
 class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
@@ -329,15 +334,18 @@ class Run(FrozenModel):
             )
         return self.model
 
-    @model_validator(mode="before")
-    @classmethod
-    def _validate_on_all_given_data(cls, data: Any) -> Any:
-        """Lets a validation read all of the data that [data] names for it, unless [train] says how much."""
-        sections = cast(Mapping[str, Any], data) if isinstance(data, Mapping) else {}
-        section, train = sections.get("data"), sections.get("train", {})
-        if isinstance(train, Mapping) and isinstance(section, Mapping) and named_validation_data(section):
-            return {**sections, "train": {"validate_sequences": 0, **train}}
-        return data
+    @model_validator(mode="after")
+    def _complete_settings(self) -> Self:
+        """Turns fractions of the steps into numbers, if there are steps, and validates on all named data."""
+        if self.data.names_validation_data and "validate_sequences" not in self.train.model_fields_set:
+            self.complete_setting("train", self.train.model_copy(update={"validate_sequences": 0}))
+        for section, key in _FRACTIONS_OF_STEPS:
+            settings = getattr(self, section)
+            share = getattr(settings, key)
+            if self.train.steps is not None and 0 < share < 1:
+                count = max(1, math.ceil(share * self.train.steps))
+                self.complete_setting(section, settings.model_copy(update={key: count}))
+        return self
 
     @model_validator(mode="after")
     def _check_fp8(self) -> Self:
@@ -393,5 +401,5 @@ def _apply_cli_override(data: dict[str, Any], override: str) -> str:
             raise SpecError(f"--set {override}: {part!r} is a value, not a section.")
     section[key] = value
     if name.strip() in _INSTEAD_OF:
-        section[_INSTEAD_OF[name.strip()]] = None
+        section.pop(_INSTEAD_OF[name.strip()], None)
     return name.strip()

@@ -51,6 +51,8 @@ Large = Annotated[int, Field(ge=0, le=10**100)]
 # Counts of a run's settings. The product of two of them fits into 64 bits.
 Count = Annotated[int, NUMBER, Field(ge=0, le=10**9)]
 PositiveCount = Annotated[int, NUMBER, Field(gt=0, le=10**9)]
+# A number of steps, or a fraction of a run's steps, which is a number once their number is known.
+Steps = Count | Annotated[float, NUMBER, Field(gt=0, lt=1)]
 # Numbers of parts of a model that are made or visited one by one: experts, heads, labels, repeated blocks.
 # The largest mixtures have some thousand experts in a layer.
 MOST_PARTS = 65_536
@@ -113,6 +115,11 @@ class FrozenModel(BaseModel):
     def write_json(self, path: str | Path, *, indent: int | None = None) -> None:
         """Writes the value as JSON: replaces a file atomically, or writes into a pipe. Raises OSError."""
         write_file_or_stream(Path(path), self.model_dump_json(indent=indent) + "\n")
+
+
+    def complete_setting(self, name: str, value: Any) -> None:
+        """Sets a field that follows from others. For validators, before anything has read the value."""
+        object.__setattr__(self, name, value)
 
 
 _Section = type[FrozenModel]

@@ -101,7 +101,7 @@ def warn_that_schedule_multiplies_rates(optimizer: torch.optim.Optimizer, run: R
         "acts later, as ReduceLROnPlateau does, starts from the products; for the optimizer's own rates: "
         'schedule.kind = "constant" and schedule.warmup_steps = 0',
         section.kind,
-        count_text(section.warmup_steps, "warmup step"),
+        count_text(int(section.warmup_steps), "warmup step"),
         join_names(list(dict.fromkeys(f"{float(group['lr']):.6g}" for group in groups))),
     )
 

@@ -204,7 +204,7 @@ def check_checkpoint_space(context: RunContext) -> Finding:
     if size is None:
         return Finding.skipped("the size of a checkpoint is not predicted for this run")
     section, steps = context.run.checkpoint, context.run.train.step_count
-    saves = (steps // section.every if section.every else 0) + 1
+    saves = (steps // int(section.every) if section.every else 0) + 1
     kept = min(saves, section.keep or saves)
     kept += steps // section.keep_every if section.keep_every else 0
     number = min(kept + 1, saves)  # a new one is complete before the oldest is removed

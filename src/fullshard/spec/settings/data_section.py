@@ -1,7 +1,7 @@
 """[data]: settings of the training data of a run."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -129,27 +129,10 @@ class DataSection(DataSourceFields):
     processes: value.Processes = 0
     prefetch_steps: value.Count = 1
 
-    @model_validator(mode="before")
-    @classmethod
-    def _hold_nothing_out_beside_validation_data(cls, data: Any) -> Any:
-        """Sets `validation_fraction` to 0 beside validation data. Raises ValueError for another value."""
-        if not isinstance(data, Mapping):
-            return data
-        fields = dict(cast(Mapping[str, Any], data))
-        given = named_validation_data(fields)
-        if fields.get("validation_fraction") is None:
-            fields.pop("validation_fraction", None)
-        elif given and fields["validation_fraction"]:
-            raise ValueError(
-                f"{given} and validation_fraction = {fields['validation_fraction']} exclude each other: "
-                "what is given is the whole validation set, and nothing else is held out"
-            )
-        return fields | {"validation_fraction": 0} if given else fields
-
     @property
-    def has_held_out_data(self) -> bool:
-        """Whether there is anything to validate on: a fraction held out, or data that the user names."""
-        return self.validation_fraction > 0 or any(s.has_validation_data for s in self.sources or (self,))
+    def names_validation_data(self) -> bool:
+        """Whether the user names data to validate on, for any source."""
+        return any(source.has_validation_data for source in self.sources or (self,))
 
     @property
     def token_makers(self) -> set[Literal["tokenizer", "other program"]]:
@@ -178,6 +161,17 @@ class DataSection(DataSourceFields):
         return self
 
     @model_validator(mode="after")
+    def _hold_nothing_out_beside_validation_data(self) -> Self:
+        if self.names_validation_data and self.validation_fraction:
+            if "validation_fraction" in self.model_fields_set:
+                raise ValueError(
+                    f"validation_paths and validation_fraction = {self.validation_fraction} exclude each "
+                    "other: the files are the whole validation set, and nothing else is held out"
+                )
+            self.complete_setting("validation_fraction", 0.0)
+        return self
+
+    @model_validator(mode="after")
     def _check_train_on_and_tokenizer(self) -> Self:
         kinds = {source.records for source in self.sources} or {self.records}
         if self.train_on != "all" and kinds.isdisjoint(("messages", "completion")):
@@ -189,14 +183,6 @@ class DataSection(DataSourceFields):
         if self.eos_token is not None and self.tokenizer is None:
             raise ValueError("eos_token needs a tokenizer")
         return self
-
-
-def named_validation_data(section: Mapping[str, Any]) -> str | None:
-    """Returns the setting of [data], not parsed yet, that names validation data; None if none does."""
-    sources: Any = section.get("sources") or (section,)
-    fields = [dict(one) for one in sources if isinstance(one, Mapping | DataSource)]
-    names = ("validation_paths", "validation_split")
-    return next((name for name in names if any(one.get(name) for one in fields)), None)
 
 
 # Setting -> the records that it is for. A factory of Python may read any of them.

@@ -156,7 +156,8 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         ("train.validate_every", "train.validate_sequences"),
         lambda run: (
             run.data.source == "python"
-            or run.data.has_held_out_data
+            or run.data.validation_fraction > 0
+            or run.data.names_validation_data
             or not run.train.validate_every  # asks for none, and gets none
         ),
         "data.validation_fraction > 0, or data.validation_paths",

@@ -19,6 +19,7 @@ class TrainSection(value.FrozenModel):
     `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
         `last_microbatch` keeps whole gradients on every rank and reduces once per step (least communication).
         `auto`: the planner's choice; unplanned, `last_microbatch` for zero1 and no_shard, else the other.
+    `validate_every`: steps between validations, or a fraction of the steps; 0: only after the last one
     `validate_sequences`: most held-out sequences that a validation reads, evenly spread; 0 is all, which is
         the default for validation data that is given
     `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.models.loss`);
@@ -35,7 +36,7 @@ class TrainSection(value.FrozenModel):
     gradient_sync: Literal["auto", "every_microbatch", "last_microbatch"] = "auto"
     loss: str | None = None
     loss_chunk: Literal["auto"] | value.Count = "auto"
-    validate_every: value.Count = 100
+    validate_every: value.Steps = 100
     validate_sequences: value.Count = 240
     max_skipped_steps: value.PositiveCount = 10
 
@@ -87,11 +88,12 @@ class OptimizerSection(value.FrozenModel):
 class ScheduleSection(value.FrozenModel):
     """Settings of the learning rate: linear warmup, then decay of `kind` to `min_lr_ratio` of the peak.
 
+    `warmup_steps`: number of steps, or a fraction of the steps
     `kind`: `constant` does not decay; `wsd` decays linearly over the last `decay_fraction` of the steps
     """
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: value.Count = 20
+    warmup_steps: value.Steps = 20
     min_lr_ratio: Annotated[float, value.NUMBER, Field(ge=0, le=1)] = 0.1
     decay_fraction: Annotated[float, value.NUMBER, Field(gt=0, le=1)] = 0.2
 
@@ -219,14 +221,14 @@ class CheckpointSection(value.FrozenModel):
     """Settings of checkpoints: location, interval, format and verification.
 
     `dir`: a directory, or the URL of an object store (s3://bucket/run); unset, in `run.dir`
-    `every`: steps between saves; 0 saves only at the end and when interrupted
+    `every`: steps between saves, or a fraction of the run's steps; 0 saves only at the end and when interrupted
     `keep`: number of newest checkpoints to keep; 0 keeps all
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
     `mode`: `async` writes in the background, from a copy in host memory
     """
 
     dir: value.PathText | None = None
-    every: value.Count = 0
+    every: value.Steps = 0
     keep: value.Count = 2
     keep_every: value.Count = 0
     mode: Literal["sync", "async"] = "sync"
