@@ -42,6 +42,17 @@ SETTINGS = {
     "train.microbatch=3 train.global_batch=6 train.steps=200 data.sequence_length=4096 recompute.mode=full "
     "data.packing=best_fit optimizer.learning_rate=2e-05 schedule.warmup_steps=20 schedule.kind=cosine "
     "offload.tier=params+optimizer:cpu optimizer.weight_decay=0.01 optimizer.betas=(0.9,0.999)",
+    "axolotl_chat.yaml": "model.hf=some/model-1b data.source=jsonl data.paths=('chats/train.jsonl',) "
+    "data.validation_paths=('chats/held_out.jsonl',) data.records=messages data.messages_field=conversations "
+    "data.role_field=from data.train_on=assistant data.tokenizer=some/model-1b schedule.warmup_steps=0.1 "
+    "train.validate_every=0.125 checkpoint.every=0.5 log.trackers=('wandb',) adapter.rank=16",
+    "axolotl_dpo.yaml": "data.name=some/preferences data.validation_fraction=0.0",
+    "llama_factory_sft.yaml": "adapter.rank=8 schedule.warmup_steps=0.1 data.validation_fraction=0.1 "
+    "checkpoint.every=500 train.validate_every=500 train.epochs=3.0",
+    "llama_factory_dpo.yaml": "adapter.rank=8 data.validation_fraction=0.0",
+    "trl_sft.yaml": "data.source=datasets data.name=some/chats data.subset=english data.split=train_sft "
+    "data.packing=best_fit schedule.warmup_steps=0.03 train.validate_every=0 checkpoint.every=0",
+    "trl_orpo.yaml": "data.name=some/preferences precision.mode=bf16",
     "trainer_lora.yaml": "sharding.strategy=hybrid_shard adapter.rank=16 adapter.targets=('q_proj','v_proj') "
     "schedule.kind=cosine schedule.min_lr_ratio=0.1 schedule.warmup_steps=10 train.global_batch=8 "
     "data.packing=none log.trackers=('wandb',) checkpoint.every=100 precision.mode=bf16 recompute.mode=none",

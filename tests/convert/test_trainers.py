@@ -2,6 +2,7 @@
 
 import pytest
 
+from fullshard.cli.main import main
 from fullshard.convert.conversion import Conversion, convert_config
 from fullshard.errors import SpecError
 
@@ -89,9 +90,61 @@ def test_batch_size_of_axolotl_is_one_ranks():
     assert convert_config(text, name="config", ranks=8).run.train.global_batch == 256
 
 
-def test_a_warmup_that_depends_on_steps_that_are_not_known_is_noted():
-    assert any("3 % of the steps" in note for note in converted("base_model: a\nsequence_len: 64").notes)
-    assert not any("3 %" in note for note in converted(TRL).notes)
+def test_the_warmup_that_a_tool_has_by_default_is_that_of_the_run():
+    axolotl = converted("base_model: a\nsequence_len: 64")
+    assert axolotl.run.schedule.warmup_steps == 0.03
+    assert any("of at most 100 steps" in note for note in axolotl.notes)
+    assert converted(TRL).run.schedule.warmup_steps == 0
+    assert converted("base_model: a\nsequence_len: 64\nmax_steps: 200").run.schedule.warmup_steps == 6
+
+
+def test_several_datasets_are_sources_and_each_test_dataset_is_held_out_beside_its_like():
+    items = ["{path: a.jsonl, type: chat_template}", "{path: b.parquet, type: completion, field: c}"]
+    tests = "{path: d.parquet, type: completion, field: c}"
+    text = f"base_model: m\nsequence_len: 64\ndatasets: [{', '.join(items)}]\ntest_datasets: [{tests}]"
+    conversion = converted(text)
+    chats, texts = conversion.run.data.sources
+    assert conversion.lost_keys == ()
+    assert (chats.source, chats.paths, chats.records, chats.validation_paths) == (
+        *("jsonl", ("a.jsonl",), "messages", ()),
+    )
+    assert chats.roles == {"human": "user", "gpt": "assistant"}
+    assert (texts.source, texts.text_field, texts.validation_paths) == ("parquet", "c", ("d.parquet",))
+    assert (conversion.run.data.train_on, conversion.run.data.tokenizer) == ("assistant", "m")
+
+
+def test_splits_of_a_dataset_by_name_are_trained_and_validated_on():
+    item = "path: a/b, name: c, type: completion"
+    text = (
+        f"base_model: m\nsequence_len: 64\ndatasets: [{{{item}}}]\ntest_datasets: [{{{item}, split: test}}]"
+    )
+    data = converted(text).run.data
+    assert (data.source, data.name, data.subset, data.split, data.validation_split) == (
+        *("datasets", "a/b", "c", "train", "test"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "template"),
+    [
+        ("chat_template: jinja\nchat_template_jinja: own.jinja", "own.jinja"),
+        ("chat_template_jinja: own.jinja", "own.jinja"),
+        ("chat_template: tokenizer_default_fallback_chatml", None),
+    ],
+)
+def test_a_chat_template_in_a_file_or_of_the_tokenizer_is_kept(lines, template):
+    text = f"base_model: m\nsequence_len: 64\ndatasets: [{{path: a.jsonl, type: chat_template}}]\n{lines}"
+    assert converted(text).lost_keys == ()
+    assert converted(text).run.data.chat_template == template
+
+
+def test_keys_that_need_a_decision_come_first(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(
+        "base_model: m\nsequence_len: 64\nnum_epochs: 1\nrl: dpo\nchat_template: chatml"
+    )
+    assert main(["convert", str(tmp_path / "a.yaml")]) == SpecError.exit_code
+    first = [line.split()[0] for line in capsys.readouterr().err.splitlines() if not line.startswith(" ")][:3]
+    assert first == ["rl", "chat_template", "base_model"]
 
 
 @pytest.mark.parametrize("kind", ["offload", "unsloth", True])

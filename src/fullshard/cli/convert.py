@@ -66,7 +66,8 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     from fullshard.quantities import count_text
     from fullshard.report.table import show_labelled_lines
 
-    show_labelled_lines(((one.key, one.verdict_text) for one in conversion.key_results), file=sys.stderr)
+    lost_first = sorted(conversion.key_results, key=lambda one: not one.is_lost)
+    show_labelled_lines(((one.key, one.verdict_text) for one in lost_first), file=sys.stderr)
     for note in conversion.notes:
         print(f"note: {escape_control_characters(note)}", file=sys.stderr)
     number = Counter(one.verdict for one in conversion.key_results)

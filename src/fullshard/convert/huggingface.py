@@ -5,9 +5,9 @@ trl/trainer/sft_config.py, axolotl/utils/schemas of 2026-07, llamafactory/hparam
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+from fullshard.convert.datasets import convert_datasets
 from fullshard.convert.deepspeed import convert_offload, require_valid_zero_stage
 from fullshard.convert.rules import (
     AUTO,
@@ -202,52 +202,45 @@ _MODEL_PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
+# Plugins of axolotl that compute the same in another way, or only report.
+_PLUGINS_OF_SAME_RESULT = ("liger", "cut_cross_entropy", "swanlab", "lm_eval")
+_WANDB = ("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_mode")
 _PRECISIONS = {"fp8": "fp8", "bf16": "bf16", "fp16": "fp16"}
 
 
 def convert_trainer(state: ConversionState) -> None:
     """Records a verdict on every argument of transformers' Trainer, or of a program with its arguments."""
     state.rename_keys(load_table("trainer", "other_names"))
-    _convert_warmup(state, default_warmup=lambda steps: 0)
     tool = "trl" if _has_any_key_in(state, _TRL) else "trainer"
     tool = "llama_factory" if _has_any_key_in(state, _LLAMA_FACTORY) else tool
-    _convert_arguments(state, defaults=_default_duration(state, epochs=3) | _defaults_of(tool), microbatch=8)
+    _convert_arguments(state, tool=tool, epochs=3, microbatch=8)
 
 
 def convert_axolotl(state: ConversionState) -> None:
     """Records a verdict on every key of an axolotl config."""
     state.rename_keys(load_table("trainer", "other_names"))
-    _convert_warmup(state, default_warmup=lambda steps: min(int(0.03 * steps), 100))
-    _convert_arguments(
-        state, defaults=_default_duration(state, epochs=1) | _defaults_of("axolotl"), microbatch=1
-    )
+    _convert_arguments(state, tool="axolotl", epochs=1, microbatch=1)
 
 
-def _defaults_of(tool: str) -> dict[str, Any]:
-    return load_table("trainer", "defaults") | load_table("trainer", "defaults_of")[tool]
-
-
-def _default_duration(state: ConversionState, *, epochs: int) -> dict[str, Any]:
-    """Returns the trainer's default duration in `epochs`; none if `max_steps` is set, which counts."""
+def _convert_arguments(state: ConversionState, *, tool: str, epochs: int, microbatch: int) -> None:
+    """Records a verdict on every key. `epochs` and `microbatch` are the defaults of the tool."""
+    defaults = load_table("trainer", "defaults") | load_table("trainer", "defaults_of")[tool]
+    state.checked_positive_integer("max_length")
     if state.checked_positive_integer("max_steps", unset=(-1, 0)):
         state.record_not_needed("num_train_epochs", "max_steps says the duration")
-        return {}
-    return {"train.epochs": epochs}
-
-
-def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], microbatch: int) -> None:
-    state.checked_positive_integer("max_length")
+    else:
+        defaults["train.epochs"] = epochs
+    _convert_warmup(state, default_share=0.03 if tool == "axolotl" else 0)
+    _convert_intervals(state, epochs=parse_number(state.get("num_train_epochs")) or epochs)
+    _convert_trackers(state)
     model = state.get("model_name_or_path")
     if isinstance(model, str):
         state.record_setting("model_name_or_path", "model.hf", value=model)
         if is_true_yes_on(state.get("reinit_weights")):
             state.record_setting("reinit_weights", "model.weights", value="none")
         _convert_model_overrides(state)
-    _record_unsupported_masks(state)
-    for key in ("eval_strategy", "evaluation_strategy"):
-        if state.get(key) in ("no", False):
-            state.record_setting(key, "train.validate_every", value=0)
-            state.record_not_needed("eval_steps", "validation is off")
+    _record_other_objectives(state)
+    convert_datasets(state)
     _convert_batch_sizes(state, default=microbatch)
     _convert_trainer_strategy(state)
     _convert_precision(state)
@@ -274,16 +267,50 @@ def _convert_arguments(state: ConversionState, *, defaults: dict[str, Any], micr
     state.record_unknown_keys([*list_exact_keys(rules), *load_table("trainer", "other_names")])
 
 
-def _record_unsupported_masks(state: ConversionState) -> None:
-    """Records data with the mask that LLaMA-Factory has by default, or that axolotl leaves out as asked."""
-    if is_true_yes_on(state.get("train_on_inputs")):
-        for key in state.leaves:
-            if key.startswith("datasets.") and key.endswith(".type"):
-                state.record_unsupported(key, "data.records, with data.train_on = all")
+def _record_other_objectives(state: ConversionState) -> None:
+    """Records heads and plugins with another loss, and LLaMA-Factory's mask, which it has by default."""
+    for key in ("model_type", "type_of_model"):
+        if "Classification" in str(state.get(key)):
+            state.record_unsupported(
+                key, "model.architecture names another head", misses="model.architecture"
+            )
+    plugins: Any = state.get("plugins")
+    for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
+        if not any(one in str(name) for one in _PLUGINS_OF_SAME_RESULT):
+            state.record_unsupported("plugins", f"{name} may change what is trained", misses="train.loss")
     is_tuning = state.get("stage") in (None, "sft") and state.get("train_on_prompt") is None
     if is_tuning and _has_any_key_in(state, _LLAMA_FACTORY):
         why = "trains on answers alone, by default: data.train_on, of data.records = messages or completion"
         state.record_unsupported("dataset", why, misses="data.train_on")
+
+
+def _convert_intervals(state: ConversionState, *, epochs: float) -> None:
+    """Sets how often a run is validated and saved: axolotl's times per epoch, or the Trainer's strategies."""
+    for target, steps, per_epoch, strategies in (
+        ("train.validate_every", "eval_steps", "evals_per_epoch", ("eval_strategy", "evaluation_strategy")),
+        ("checkpoint.every", "save_steps", "saves_per_epoch", ("save_strategy",)),
+    ):
+        times = {key: 1.0 for key in strategies if state.get(key) == "epoch"}
+        times |= {key: 0.0 for key in strategies if state.get(key) in ("no", False)}
+        times |= {per_epoch: count} if (count := parse_number(state.get(per_epoch))) is not None else {}
+        for key, count in times.items():
+            value = 1 / (count * epochs) if count * epochs > 1 else 0
+            why = "a fraction of the steps" if value else "after the last step alone"
+            state.record_setting(key, target, value=value, why=why)
+            state.record_not_needed(steps, f"{key} says how often")
+
+
+def _convert_trackers(state: ConversionState) -> None:
+    """Sets the trackers of axolotl, which uses W&B if its project has a name."""
+    variables = " ".join(f"{key.upper()}={state.get(key)}" for key in _WANDB if state.get(key))
+    wandb = is_true_yes_on(state.get("use_wandb")) or bool(state.get("wandb_project"))
+    wanted = ["tensorboard"] if is_true_yes_on(state.get("use_tensorboard")) else []
+    wanted += ["wandb"] if wandb and state.get("wandb_mode") != "disabled" else []
+    for key in ("use_tensorboard", "use_wandb", "wandb_project"):
+        if wanted and state.get(key):
+            state.record_setting(key, "log.trackers", value=wanted)
+    if "wandb" in wanted and variables:
+        state.notes.append(f"W&B reads these from the environment: {variables}")
 
 
 def _convert_model_overrides(state: ConversionState) -> None:
@@ -360,13 +387,13 @@ def _convert_precision(state: ConversionState) -> None:
             state.record_not_needed(key, f"{', '.join(pure or on) or 'another key'} says the precision")
 
 
-def _convert_warmup(state: ConversionState, *, default_warmup: Callable[[int], int]) -> None:
-    """Sets the warmup, which can be a fraction of the steps, if the number of steps is known.
+def _convert_warmup(state: ConversionState, *, default_share: float) -> None:
+    """Sets the warmup: steps, or a fraction of them.
 
-    default_warmup: returns the trainer's default for a number of steps
+    default_share: fraction of the steps that the trainer warms up for by default, for 100 steps at most
     """
-    steps = state.checked_positive_integer("max_steps", unset=(-1, 0))
-    ratio, own = parse_number(state.get("warmup_ratio")), parse_positive_integer(state.get("warmup_steps"))
+    own, ratio = (parse_number(state.get(key)) for key in ("warmup_steps", "warmup_ratio"))
+    steps = parse_positive_integer(state.get("max_steps"))
     kind = str(state.get("lr_scheduler_type") or "cosine").lower()
     if not kind.startswith("cosine"):
         state.record_not_needed("cosine_min_lr_ratio", f"axolotl reads it for cosine alone, not {kind}")
@@ -374,15 +401,9 @@ def _convert_warmup(state: ConversionState, *, default_warmup: Callable[[int], i
         for key in ("warmup_ratio", "warmup_steps"):
             state.record_not_needed(key, "constant has no warmup")
         state.infer_setting("schedule.warmup_steps", 0, origin="constant has no warmup")
-    elif own is None and ratio and steps:
-        value = math.ceil(ratio * steps)
-        state.record_setting("warmup_ratio", "schedule.warmup_steps", value=value, why="of max_steps")
-    elif own is None and not ratio and (steps or default_warmup(10_000) == 0):
-        why = "the trainer's default, which the file leaves as it is"
-        state.record_not_needed("warmup_ratio", "0: the trainer's default")
-        state.set_default_of_other_tool("schedule.warmup_steps", default_warmup(steps or 0), why=why)
-    elif not {"warmup_ratio", "warmup_steps"} & state.leaves.keys():
-        why = (
-            "axolotl warms up for 3 % of the steps, at most 100, and the file does not say how many there are"
-        )
-        state.notes.append(f"schedule.warmup_steps has its default: {why}")
+    elif own:
+        state.record_not_needed("warmup_ratio", "warmup_steps counts")
+    elif not ratio and not {"warmup_ratio", "warmup_steps"} <= state.leaves.keys():
+        share = min(int(default_share * steps), 100) if steps else default_share
+        why = "the trainer's default" + (", of at most 100 steps" if share else "")
+        state.set_default_of_other_tool("schedule.warmup_steps", share, why=why)

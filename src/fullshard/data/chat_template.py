@@ -107,7 +107,7 @@ class ChatTemplate:
                 raise
         if template is not None:
             self._tokenizer.chat_template = read_chat_template(template)
-        if not Path(path).expanduser().is_dir() or not self._tokenizer.chat_template:
+        if not tokenizer.find_tokenizer(path).is_dir() or not self._tokenizer.chat_template:
             raise DataError(
                 "there is no chat template.",
                 got=f"data.tokenizer = {path!r}",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError, MissingExtraError
+from fullshard.spec.pretrained import find_cached_config
 from fullshard.system.small_files import ForeignErrorTranslator, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -172,9 +173,16 @@ def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokeniz
     return FileTokenizer(backend, tuple(around[:before]), tuple(after))
 
 
+def find_tokenizer(path: str) -> Path:
+    """Returns `path`, or if nothing is there, the directory of a repository in the Hugging Face cache."""
+    place = Path(os.path.expanduser(path))
+    cached = None if os.path.exists(place) else find_cached_config(path)
+    return place if cached is None else cached.parent
+
+
 def locate_tokenizer_file(path: str) -> Path:
     """Returns the tokenizer.json that `path` is or contains. Raises DataError if it is missing."""
-    place = Path(os.path.expanduser(path))
+    place = find_tokenizer(path)
     file = place / TOKENIZER_FILE if os.path.isdir(place) else place
     if not os.path.isfile(file):
         why, fix = None, f"a directory with {TOKENIZER_FILE}, or the path of one"

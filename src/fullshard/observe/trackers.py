@@ -104,7 +104,7 @@ class WandbTracker:
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "fullshard"),
-                name=start.name,
+                name=os.environ.get("WANDB_NAME", start.name),
                 dir=str(start.run_directory),
                 config=dict(start.settings),
                 id=start.run_id,

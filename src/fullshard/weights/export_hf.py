@@ -18,7 +18,7 @@ from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.data.chat_template import ChatTemplate
-from fullshard.data.tokenizer import MORE_TEMPLATES, open_tokenizer_safely
+from fullshard.data.tokenizer import MORE_TEMPLATES, find_tokenizer, open_tokenizer_safely
 from fullshard.data.worker import call_in_worker
 from fullshard.errors import CheckpointError, DataError, MissingExtraError, SpecError
 from fullshard.models.adapters import ADAPTER, has_transposed_weight, insert_adapters, iterate_adapted_layers
@@ -368,7 +368,7 @@ def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
             model = locate_config_file(run.model.hf).parent
     tokenizer: Path | None = None
     if run.data.tokenizer is not None:
-        path = Path(os.path.expanduser(run.data.tokenizer))
+        path = find_tokenizer(run.data.tokenizer)
         tokenizer = path if path.is_dir() else path.parent
     elif run.data.token_makers == {"other program"}:  # tokens of the model's own tokenizer, not bytes
         tokenizer = model

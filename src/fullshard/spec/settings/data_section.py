@@ -93,8 +93,8 @@ class DataSection(DataSourceFields):
     `sources`: several sources instead of one. The keys from `paths` to `eod_token` are explained in
         docs/data.md.
     `factory`: `package.module:make`, called with the run; `options` are its options
-    `tokenizer`: a directory or a tokenizer.json; unset, the tokens are bytes. Only `messages` load more of a
-        tokenizer than its tokenizer.json.
+    `tokenizer`: a directory, a name in the Hugging Face cache or a tokenizer.json; unset, the tokens are
+        bytes. Only `messages` load more of a tokenizer than its tokenizer.json.
     `chat_template`: a Jinja file that formats `messages` in place of the tokenizer's own chat template
     `eos_token`: appended to each document; unset, the tokenizer's own
     `trust_remote_code`: true runs the Python code that comes with the tokenizer, which has your permissions

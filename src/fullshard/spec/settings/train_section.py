@@ -221,7 +221,7 @@ class CheckpointSection(value.FrozenModel):
     """Settings of checkpoints: location, interval, format and verification.
 
     `dir`: a directory, or the URL of an object store (s3://bucket/run); unset, in `run.dir`
-    `every`: steps between saves, or a fraction of the run's steps; 0 saves only at the end and when interrupted
+    `every`: steps between saves, or a fraction of the steps; 0 saves only at the end and when interrupted
     `keep`: number of newest checkpoints to keep; 0 keeps all
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
     `mode`: `async` writes in the background, from a copy in host memory
