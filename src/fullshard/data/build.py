@@ -184,14 +184,14 @@ def _build_shuffle_pool(
         for part in _PARTS
     )
     pool = ShufflePool(stream, training, validation, seed, validation_stores=given)
-    _check_sequence_length(pool, section, tokens=facts["tokens"], longest=facts["longest"])
+    _check_sequence_length(pool, section, tokens=facts["tokens"])
     return pool
 
 
 def _pack_training_and_held_out(
     stream: token_store.TokenStream, run: Run, *, given: int
 ) -> tuple[Mapping[str, token_store.Integers], Mapping[str, Any]]:
-    """Returns (row arrays of both parts, number of tokens per part and of the longest training document).
+    """Returns (row arrays of both parts, number of tokens per part).
 
     given: number of the last stores of the stream that are the validation data; without any, a fraction of
         the tokens is held out
@@ -209,13 +209,11 @@ def _pack_training_and_held_out(
         rows = packing.pack_spans(spans, packing=section.packing, sequence_length=section.sequence_length)
         arrays |= {f"{part}-{name}": array for name, array in rows.items()}
         tokens[part] = packing.count_tokens_in_row_arrays(rows)
-    return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
+    return arrays, {"tokens": tokens}
 
 
-def _check_sequence_length(
-    pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int
-) -> None:
-    """Raises DataError for sequences longer than a part, or than every document with `packing = "none"`."""
+def _check_sequence_length(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]) -> None:
+    """Raises DataError for sequences longer than the training or the validation part."""
     length = section.sequence_length
     training, given = (" + ".join(store.name for store in part) for part in pool.parts)
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
@@ -231,13 +229,6 @@ def _check_sequence_length(
             got=f"{tokens[part]} tokens, data.validation_fraction = {section.validation_fraction}",
             why=f"data.sequence_length = {length} needs {length + 1}: itself and one label",
             fix=f"more data, or a shorter data.sequence_length{larger}",
-        )
-    if section.packing == "none" and length > longest:
-        raise DataError(
-            f"data.sequence_length is longer than any document of {training}.",
-            got=f"{length}, where the longest document has {longest} tokens",
-            why='packing = "none" has one document a sequence: part of every sequence would be padding',
-            fix=f'data.sequence_length = {longest}, or data.packing = "best_fit"',
         )
 
 

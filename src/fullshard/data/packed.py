@@ -178,6 +178,7 @@ class PackedData:
             "warnings": [
                 *(warning for store in self.token_stores for warning in store.warnings),
                 *self.pattern.rounded_share_messages(),
+                *self._padding_messages(),
             ],
             "training tokens": self.training_token_count,
             "training sequences": self.training_sequences,
@@ -189,6 +190,16 @@ class PackedData:
             "vocabulary": self.vocabulary,
             "shares": self.pattern.source_shares,
         }
+
+    def _padding_messages(self) -> list[str]:
+        """Returns a message if sequences are longer than any document, which they have to themselves."""
+        longest = max(int((store.ends - store.begins).max()) for store in self.token_stores)
+        if self.packing != "none" or longest >= self.sequence_length:
+            return []
+        return [
+            f"data.sequence_length = {self.sequence_length} is longer than any document: the rest is padding. "
+            f'{longest} computes the same in less time; data.packing = "best_fit" joins documents'
+        ]
 
     def describe(self) -> str:
         """Returns a line about the data, one with an example of records left out if any are, and warnings."""
