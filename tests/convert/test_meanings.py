@@ -402,6 +402,7 @@ OUTCOMES = {
     (TRAINER, "lr_scheduler_type: polynomial"): LOST,
     (AXOLOTL, "chat_template: chatml"): LOST,
     (AXOLOTL, "chat_template: tokenizer_default"): NOT_NEEDED,
+    (AXOLOTL, "chat_template: tokenizer_default_fallback_chatml"): NOT_NEEDED,
     (AXOLOTL, "chat_template_jinja: '{% for m in messages %}{{ m }}{% endfor %}'"): LOST,
     (TRAINER, "template: qwen"): LOST,
     (AXOLOTL, "overrides_of_model_config: {rope_scaling: {factor: 2.0}}"): (

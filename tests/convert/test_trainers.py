@@ -124,20 +124,6 @@ def test_splits_of_a_dataset_by_name_are_trained_and_validated_on():
     )
 
 
-@pytest.mark.parametrize(
-    ("lines", "template"),
-    [
-        ("chat_template: jinja\nchat_template_jinja: own.jinja", "own.jinja"),
-        ("chat_template_jinja: own.jinja", "own.jinja"),
-        ("chat_template: tokenizer_default_fallback_chatml", None),
-    ],
-)
-def test_a_chat_template_in_a_file_or_of_the_tokenizer_is_kept(lines, template):
-    text = f"base_model: m\nsequence_len: 64\ndatasets: [{{path: a.jsonl, type: chat_template}}]\n{lines}"
-    assert converted(text).lost_keys == ()
-    assert converted(text).run.data.chat_template == template
-
-
 def test_keys_that_need_a_decision_come_first(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text(
         "base_model: m\nsequence_len: 64\nnum_epochs: 1\nrl: dpo\nchat_template: chatml"

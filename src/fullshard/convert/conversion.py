@@ -26,15 +26,11 @@ _READERS: dict[rules.ConfigFormat, Callable[[rules.ConversionState], None]] = {
 }
 
 
-# Settings that say what is trained on what, by section, and settings of these sections that do not say it.
-_WHAT_IS_TRAINED = {"model": 'hf = "…"', "data": 'source = "…"'}
-_SIZES_OF_SEQUENCES = (
-    "data.sequence_length",
-    "data.packing",
-    "data.document_mask",
-    "data.validation_fraction",
-    "model.max_sequence",
-)
+# Settings of which one says what is trained, or on what, and how to write it.
+_WHAT_IS_TRAINED = {
+    '[model] hf = "…"': {"model.hf", "model.d_model"},
+    '[data] source = "…"': {"data.source", "data.sources"},
+}
 _MOST_KEYS = 5_000
 _YAML_LETTERS = 1 << 17  # the YAML parser takes about one second for this many characters
 _FORMATS = small_files.read_toml(Path(__file__).with_name("formats.toml"))
@@ -154,8 +150,7 @@ def _with_file_key_and_auto_explained(
 
 def _note_default_model_and_data(state: rules.ConversionState) -> None:
     """Adds a note if the config does not say what to train, or on what: run.toml then has the defaults."""
-    given = {target.partition(".")[0] for target in state.settings if target not in _SIZES_OF_SEQUENCES}
-    missing = [f"[{section}] {key}" for section, key in _WHAT_IS_TRAINED.items() if section not in given]
+    missing = [text for text, targets in _WHAT_IS_TRAINED.items() if not targets & state.settings.keys()]
     if missing:
         keys = " and ".join(missing)
         state.notes.append(f"run.toml leaves open what is trained, which is then the default: set {keys}")

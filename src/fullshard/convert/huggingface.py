@@ -232,7 +232,10 @@ def _convert_arguments(state: ConversionState, *, tool: str, epochs: int, microb
         defaults["train.epochs"] = epochs
     _convert_warmup(state, default_share=0.03 if tool == "axolotl" else 0)
     _convert_intervals(state, epochs=parse_number(state.get("num_train_epochs")) or epochs)
-    _convert_trackers(state)
+    if state.get("wandb_project") and state.get("wandb_mode") != "disabled":
+        state.record_setting("wandb_project", "log.trackers", value=["wandb"])
+        variables = " ".join(f"{key.upper()}={state.get(key)}" for key in _WANDB if state.get(key))
+        state.notes.append(f"wandb reads these from the environment: {variables}")
     model = state.get("model_name_or_path")
     if isinstance(model, str):
         state.record_setting("model_name_or_path", "model.hf", value=model)
@@ -268,12 +271,9 @@ def _convert_arguments(state: ConversionState, *, tool: str, epochs: int, microb
 
 
 def _record_other_objectives(state: ConversionState) -> None:
-    """Records heads and plugins with another loss, and LLaMA-Factory's mask, which it has by default."""
-    for key in ("model_type", "type_of_model"):
-        if "Classification" in str(state.get(key)):
-            state.record_unsupported(
-                key, "model.architecture names another head", misses="model.architecture"
-            )
+    """Records a head or plugins with another loss, and LLaMA-Factory's mask, which it has by default."""
+    if "Classification" in str(state.get("model_type")):
+        state.record_unsupported("model_type", "model.architecture", misses="model.architecture")
     plugins: Any = state.get("plugins")
     for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
         if not any(one in str(name) for one in _PLUGINS_OF_SAME_RESULT):
@@ -298,19 +298,6 @@ def _convert_intervals(state: ConversionState, *, epochs: float) -> None:
             why = "a fraction of the steps" if value else "after the last step alone"
             state.record_setting(key, target, value=value, why=why)
             state.record_not_needed(steps, f"{key} says how often")
-
-
-def _convert_trackers(state: ConversionState) -> None:
-    """Sets the trackers of axolotl, which uses W&B if its project has a name."""
-    variables = " ".join(f"{key.upper()}={state.get(key)}" for key in _WANDB if state.get(key))
-    wandb = is_true_yes_on(state.get("use_wandb")) or bool(state.get("wandb_project"))
-    wanted = ["tensorboard"] if is_true_yes_on(state.get("use_tensorboard")) else []
-    wanted += ["wandb"] if wandb and state.get("wandb_mode") != "disabled" else []
-    for key in ("use_tensorboard", "use_wandb", "wandb_project"):
-        if wanted and state.get(key):
-            state.record_setting(key, "log.trackers", value=wanted)
-    if "wandb" in wanted and variables:
-        state.notes.append(f"W&B reads these from the environment: {variables}")
 
 
 def _convert_model_overrides(state: ConversionState) -> None:

@@ -92,7 +92,7 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     check_validation_files_are_apart(sources)
     open_stores = partial(open_token_stores, section=section, root=root, alive=alive)
     stores = [open_stores(source) for source in sources]
-    held_out = [open_stores(one.of_validation_data()) if one.has_validation_data else [] for one in sources]
+    held_out = [open_stores(one) if (one := source.validation_data()) else [] for source in sources]
     tokenizer = _open_and_check_tokenizer(section, list(chain(*stores, *held_out)))
     weights = [source.weight for source in section.sources if source.weight is not None]
     if not weights:
@@ -219,16 +219,13 @@ def _check_sequence_length(pool: ShufflePool, section: DataSection, *, tokens: M
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
         if rows.row_count or (part == "held-out" and section.validation_fraction == 0 and not given):
             continue
-        name, larger = f"{part} part of {training}", ""
-        if part == "held-out" and given:
-            name = f"validation data {given}"
-        elif part == "held-out":
-            larger = "; a larger data.validation_fraction, or 0 for no validation"
+        larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
         raise DataError(
-            f"sequence too long: the {name} does not fill one.",
+            f"sequence too long: the {part} part of {training if part == 'training' else given or training} "
+            "does not fill one.",
             got=f"{tokens[part]} tokens, data.validation_fraction = {section.validation_fraction}",
             why=f"data.sequence_length = {length} needs {length + 1}: itself and one label",
-            fix=f"more data, or a shorter data.sequence_length{larger}",
+            fix=f"more data, or a shorter data.sequence_length{larger if not given else ''}",
         )
 
 

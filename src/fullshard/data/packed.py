@@ -17,6 +17,7 @@ from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
 from fullshard.system.terminal import escape_to_single_line
 
+_MOSTLY_PADDING = "most places are padding: a shorter data.sequence_length, or best_fit, takes less time"
 _RowPieces = tuple[TokenStream, Iterator[Piece]]
 
 
@@ -26,8 +27,7 @@ class ShufflePool:
 
     Each epoch takes every training row once, in an order that depends on `seed` and the epoch.
 
-    stream: the stores of the training data, then those of the validation data that the user names
-    validation_stores: number of the latter
+    stream: the training data, then the validation data that the user names: the last `validation_stores`
     """
 
     stream: TokenStream
@@ -168,6 +168,7 @@ class PackedData:
 
         efficiency: fraction of the places in training rows that hold a token; the others are padding
         """
+        efficiency = self.training_token_count / (self.sequence_length * self.training_sequences)
         return {
             "source": " + ".join(store.name for pool in self.pools for store in pool.parts[0]),
             "validation source": " + ".join(store.name for pool in self.pools for store in pool.parts[1]),
@@ -178,28 +179,18 @@ class PackedData:
             "warnings": [
                 *(warning for store in self.token_stores for warning in store.warnings),
                 *self.pattern.rounded_share_messages(),
-                *self._padding_messages(),
+                *([_MOSTLY_PADDING] if efficiency < 0.5 else []),
             ],
             "training tokens": self.training_token_count,
             "training sequences": self.training_sequences,
             "packing": self.packing,
-            "efficiency": self.training_token_count / (self.sequence_length * self.training_sequences),
+            "efficiency": efficiency,
             "validation tokens": self.validation_tokens,
             "validation sequences": sum(pool.held_out.row_count for pool in self.pools),
             "sequence length": self.sequence_length,
             "vocabulary": self.vocabulary,
             "shares": self.pattern.source_shares,
         }
-
-    def _padding_messages(self) -> list[str]:
-        """Returns a message if sequences are longer than any document, which they have to themselves."""
-        longest = max(int((store.ends - store.begins).max()) for store in self.token_stores)
-        if self.packing != "none" or longest >= self.sequence_length:
-            return []
-        return [
-            f"data.sequence_length = {self.sequence_length} is longer than any document: the rest is padding. "
-            f'{longest} computes the same in less time; data.packing = "best_fit" joins documents'
-        ]
 
     def describe(self) -> str:
         """Returns a line about the data, one with an example of records left out if any are, and warnings."""

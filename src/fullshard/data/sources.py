@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,25 +78,22 @@ class _FileSet:
 
 def check_validation_files_are_apart(sources: Sequence[DataSource | DataSection]) -> None:
     """Raises DataError if a file of the validation data that the user names is trained on, too."""
-    if not any(source.has_validation_data for source in sources):
-        return
-    trained = {path for source in sources for path in _list_paths(source)}
-    validated = (_list_paths(one.of_validation_data()) for one in sources if one.validation_paths)
-    if shared := trained & set(chain(*validated)):
+    named = [one.validation_data() for one in sources if one.validation_paths]
+    files: list[set[str]] = [
+        {
+            os.path.realpath(file.path)
+            for one in part
+            if one and one.source in ("text", "jsonl", "parquet", "memmap")
+            for file in list_matching_files(one.paths, kind=one.source)
+        }
+        for part in (named, sources if named else ())
+    ]
+    if shared := files[0] & files[1]:
         raise DataError(
             f"{min(shared)} is both trained and validated on.",
             got=f"{len(shared)} files of data.validation_paths are among those of data.paths",
-            why="the validation loss would measure what was learnt by heart",
             fix="data.paths without these files: a directory stands for all files below it",
         )
-
-
-def _list_paths(source: DataSource | DataSection) -> list[str]:
-    """Returns the real paths of a source's files; none of a dataset, which the settings compare."""
-    kind = source.source
-    if kind not in ("text", "jsonl", "parquet", "memmap"):
-        return []
-    return [os.path.realpath(file.path) for file in list_matching_files(source.paths, kind=kind)]
 
 
 def open_token_stores(

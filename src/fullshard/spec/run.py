@@ -338,13 +338,13 @@ class Run(FrozenModel):
     def _complete_settings(self) -> Self:
         """Turns fractions of the steps into numbers, if there are steps, and validates on all named data."""
         if self.data.names_validation_data and "validate_sequences" not in self.train.model_fields_set:
-            self.complete_setting("train", self.train.model_copy(update={"validate_sequences": 0}))
+            object.__setattr__(self, "train", self.train.model_copy(update={"validate_sequences": 0}))
         for section, key in _FRACTIONS_OF_STEPS:
             settings = getattr(self, section)
             share = getattr(settings, key)
             if self.train.steps is not None and 0 < share < 1:
                 count = max(1, math.ceil(share * self.train.steps))
-                self.complete_setting(section, settings.model_copy(update={key: count}))
+                object.__setattr__(self, section, settings.model_copy(update={key: count}))
         return self
 
     @model_validator(mode="after")
@@ -370,12 +370,7 @@ class Run(FrozenModel):
 
 
 # A setting of the command line replaces the other one of the file, too.
-_INSTEAD_OF = {
-    "train.steps": "epochs",
-    "train.epochs": "steps",
-    "data.validation_paths": "validation_fraction",
-    "data.validation_split": "validation_fraction",
-}
+_INSTEAD_OF = {"train.steps": "epochs", "train.epochs": "steps"}
 
 
 def _apply_cli_override(data: dict[str, Any], override: str) -> str:
@@ -401,5 +396,5 @@ def _apply_cli_override(data: dict[str, Any], override: str) -> str:
             raise SpecError(f"--set {override}: {part!r} is a value, not a section.")
     section[key] = value
     if name.strip() in _INSTEAD_OF:
-        section.pop(_INSTEAD_OF[name.strip()], None)
+        section[_INSTEAD_OF[name.strip()]] = None
     return name.strip()

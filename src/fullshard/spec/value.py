@@ -116,10 +116,6 @@ class FrozenModel(BaseModel):
         """Writes the value as JSON: replaces a file atomically, or writes into a pipe. Raises OSError."""
         write_file_or_stream(Path(path), self.model_dump_json(indent=indent) + "\n")
 
-    def complete_setting(self, name: str, value: Any) -> None:
-        """Sets a field that follows from others. For validators, before anything has read the value."""
-        object.__setattr__(self, name, value)
-
 
 _Section = type[FrozenModel]
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -100,12 +99,17 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
 
 def check_vocabulary_range(trial: DataTrial) -> Finding:
     """Compares the tokens and labels of the first steps with the model's tokenizer and embedding."""
-    if (tokenizer := _unused_tokenizer_of_model(trial.run)) is not None:
-        return Finding.failure(
-            f"the tokens are bytes, and the model has a tokenizer: {tokenizer}",
-            why="its weights know the tokens of that tokenizer: bytes are other words to them",
-            fix=f"data.tokenizer = {str(tokenizer.parent)!r}, with data.source and data.paths of texts",
-        )
+    model, section = trial.run.model, trial.run.data
+    reads_bytes = section.tokenizer is None and "tokenizer" in section.token_makers
+    if isinstance(model, HuggingFaceModel) and reads_bytes:
+        with suppress(SpecError):
+            file = locate_config_file(model.hf).with_name(TOKENIZER_FILE)
+            if file.is_file():
+                return Finding.failure(
+                    f"the tokens are bytes, and the model has a tokenizer: {file}",
+                    why="its weights know other tokens",
+                    fix=f"data.tokenizer = {str(file.parent)!r}, with data.source and data.paths",
+                )
     batches = trial.token_batches()
     if not batches or trial.vocabulary is None:
         return Finding.skipped(
@@ -123,19 +127,6 @@ def check_vocabulary_range(trial: DataTrial) -> Finding:
             fix="the model's own tokenizer, or a larger vocabulary",
         )
     return Finding.ok(f"tokens from {least} to {largest} of {trial.vocabulary}")
-
-
-def _unused_tokenizer_of_model(run: Run) -> Path | None:
-    """Returns the tokenizer's file beside the model's config, if the run's tokens are bytes nevertheless."""
-    if not isinstance(run.model, HuggingFaceModel) or run.data.tokenizer is not None:
-        return None
-    if "tokenizer" not in run.data.token_makers:  # another program made the tokens
-        return None
-    with suppress(SpecError):
-        config = locate_config_file(run.model.hf)
-        files = map(config.with_name, (TOKENIZER_FILE, "tokenizer.model", "vocab.json"))
-        return next((file for file in files if file.is_file()), None)
-    return None
 
 
 def check_labels(trial: DataTrial) -> Finding:

@@ -57,13 +57,10 @@ class DataSourceFields(value.FrozenModel):
     dtype: TokenDtype | None = None
     eod_token: value.NonNegativeInt | None = None
 
-    @property
-    def has_validation_data(self) -> bool:
-        """Whether the user names data to validate on."""
-        return bool(self.validation_paths or self.validation_split)
-
-    def of_validation_data(self) -> Self:
-        """Returns these settings with the validation data in place of the training data."""
+    def validation_data(self) -> Self | None:
+        """Returns these settings with the validation data that they name as `paths` or `split`; else None."""
+        if not self.validation_paths and not self.validation_split:
+            return None
         paths = self.validation_paths or self.paths
         return self.model_copy(update={"paths": paths, "split": self.validation_split or self.split})
 
@@ -132,7 +129,7 @@ class DataSection(DataSourceFields):
     @property
     def names_validation_data(self) -> bool:
         """Whether the user names data to validate on, for any source."""
-        return any(source.has_validation_data for source in self.sources or (self,))
+        return any(source.validation_data() for source in self.sources or (self,))
 
     @property
     def token_makers(self) -> set[Literal["tokenizer", "other program"]]:
@@ -168,7 +165,7 @@ class DataSection(DataSourceFields):
                     f"validation_paths and validation_fraction = {self.validation_fraction} exclude each "
                     "other: the files are the whole validation set, and nothing else is held out"
                 )
-            self.complete_setting("validation_fraction", 0.0)
+            object.__setattr__(self, "validation_fraction", 0.0)
         return self
 
     @model_validator(mode="after")
@@ -203,17 +200,12 @@ def _differs_from_default(fields: DataSourceFields, name: str) -> bool:
 
 
 def _check_validation_data(source: str, fields: DataSourceFields) -> None:
-    paths, split = fields.validation_paths, fields.validation_split
-    if source in ("stdlib", "python") and fields.has_validation_data:
+    if fields.validation_data() and source in ("stdlib", "python"):
         raise ValueError(f'validation_paths is given, but not for source = "{source}"')
-    if split and (source != "datasets" or paths):
+    if fields.validation_split and (source != "datasets" or fields.validation_paths):
         raise ValueError('validation_split is for source = "datasets" without validation_paths')
-    if fields.name and paths:
-        raise ValueError("a dataset by name takes validation_split, not validation_paths")
-    if shared := {*fields.paths} & {*paths}:
-        raise ValueError(f"paths and validation_paths both have {min(shared)!r}")
-    if split == fields.split:
-        raise ValueError(f"split and validation_split are both {split!r}")
+    if {*fields.paths} & {*fields.validation_paths} or fields.split == fields.validation_split:
+        raise ValueError("the same data is to be trained and validated on")
 
 
 def _check_source_fields(source: str, fields: DataSourceFields) -> None:
