@@ -377,6 +377,12 @@ OUTCOMES = {
     (AXOLOTL + "max_steps: 50\n", "warmup_ratio: 0.1"): "schedule.warmup_steps=5",
     (TRAINER, "warmup_steps: 0.03"): "schedule.warmup_steps=0.03",
     (TRAINER, "warmup_steps: -3"): LOST,
+    (AXOLOTL, "warmup_steps: 0"): "schedule.warmup_steps=0",
+    (TRAINER + "warmup_steps: 0\n", "warmup_ratio: 0.1"): "schedule.warmup_steps=0.1",
+    (TRAINER + "max_steps: 50\n", "eval_strategy: epoch"): "train.validate_every=100",
+    (AXOLOTL, "datasets: [{path: a.jsonl, type: chat_template, roles: {user: human}}]"): (
+        "data.roles={'human': 'user'}"
+    ),
     (AXOLOTL + "num_epochs: 2\n", "evals_per_epoch: 4"): "train.validate_every=0.125",
     (AXOLOTL + "num_epochs: 2\n", "saves_per_epoch: 1"): "checkpoint.every=0.5",
     (AXOLOTL, "saves_per_epoch: 1"): "checkpoint.every=0",

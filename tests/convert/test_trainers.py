@@ -113,15 +113,14 @@ def test_several_datasets_are_sources_and_each_test_dataset_is_held_out_beside_i
     assert (conversion.run.data.train_on, conversion.run.data.tokenizer) == ("assistant", "m")
 
 
-def test_splits_of_a_dataset_by_name_are_trained_and_validated_on():
+def test_a_test_split_of_a_dataset_by_name_is_for_the_user_to_save():
     item = "path: a/b, name: c, type: completion"
     text = (
         f"base_model: m\nsequence_len: 64\ndatasets: [{{{item}}}]\ntest_datasets: [{{{item}, split: test}}]"
     )
     data = converted(text).run.data
-    assert (data.source, data.name, data.subset, data.split, data.validation_split) == (
-        *("datasets", "a/b", "c", "train", "test"),
-    )
+    assert (data.source, data.name, data.subset, data.split) == ("datasets", "a/b", "c", "train")
+    assert "test_datasets.0.path" in converted(text).lost_keys
 
 
 def test_keys_that_need_a_decision_come_first(tmp_path, capsys):

@@ -85,30 +85,13 @@ def test_conversations_to_validate_on_have_the_template_and_the_mask_of_training
     assert 0 < len(labels) < 20, "the answer alone, of one conversation"
 
 
-def test_a_split_of_a_dataset_is_validated_on(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    texts = {name: [{"text": f"{name} {i} " * 9} for i in range(5)] for name in ("train", "test")}
-    parts = {name: datasets.Dataset.from_list(rows) for name, rows in texts.items()}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
-    run = run_of(
-        tmp_path / "cache", source="datasets", paths=(str(tmp_path / "both"),), validation_split="test"
-    )
-    shown = [bytes(row).decode() for row in tokens_of(build_packed_data(run), run, part="validation")]
-    assert all("est" in row and "train" not in row for row in shown)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"validation_fraction": 0.1}, "validation_paths and validation_fraction = 0.1 exclude each other"),
-        ({"paths": ("b",)}, "the same data is to be trained and validated on"),
-        ({"source": "stdlib", "paths": ()}, "validation_paths is given, but not for"),
-        ({"source": "python", "factory": "a:b"}, "validation_paths is given, but not for"),
-        ({"validation_split": "test"}, "validation_split is for"),
-        (
-            {"source": "datasets", "validation_paths": (), "validation_split": "train"},
-            "the same data is to be trained and validated on",
-        ),
+        ({"validation_fraction": 0.1}, "the whole validation set: set validation_fraction = 0"),
+        ({"paths": ("b",)}, "paths has 'b' twice"),
+        ({"source": "stdlib", "paths": ()}, 'set source = "text"'),
+        ({"source": "python", "factory": "a:b"}, "the data's own `validation` counts"),
         (
             {"sources": [{"source": "jsonl", "paths": ["c"]}], "source": None, "paths": ()},
             "either validation_paths",
@@ -157,4 +140,4 @@ def test_data_prepare_names_the_validation_files(tmp_path: Path, capsys: Any) ->
     assert main(["data", "prepare", *(part for one in settings for part in ("--set", one))]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["source"].endswith(" train.jsonl")
-    assert lines["validation"].endswith(" of held_out.jsonl")
+    assert lines["validated"].endswith(" held_out.jsonl")

@@ -54,12 +54,9 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("source", summary["source"]), ("documents", document_counts_text(summary))]
     for name in ("training", "validation"):
         counts = (summary[f"{name} tokens"], summary[f"{name} sequences"], summary["sequence length"])
-        of = (
-            f" of {summary['validation source']}"
-            if name == "validation" and summary["validation source"]
-            else ""
-        )
-        rows.append((name, part.format(*counts) + of if counts[1] else "none held out"))
+        rows.append((name, part.format(*counts) if counts[1] else "none held out"))
+    if summary["validation source"]:
+        rows.append(("validated on", summary["validation source"]))
     rows.append(("packing", f"{summary['packing']}, {100 * summary['efficiency']:.2f} % full"))
     rows.append(("vocabulary", f"{summary['vocabulary']:,}"))
     if len(summary["shares"]) > 1:

@@ -108,7 +108,10 @@ def convert_config(
     for target in ("sharding.tensor_parallel", "sharding.context_parallel", "sharding.expert_parallel"):
         if all(one.misses != target for one in state.key_results.values()):  # auto stays open
             state.infer_setting(target, 1, origin=f"{found} has none by default")
-    _note_default_model_and_data(state)
+    missing = [text for text, targets in _WHAT_IS_TRAINED.items() if not targets & state.settings.keys()]
+    if missing:  # run.toml has the default
+        keys = " and ".join(missing)
+        state.notes.append(f"run.toml leaves open what is trained, which is then the default: set {keys}")
     if state.settings.get("schedule.kind", "constant") != "constant":
         state.notes.append(
             "rates may be a step apart: here step warmup_steps has the highest, and the last step the lowest"
@@ -146,14 +149,6 @@ def _with_file_key_and_auto_explained(
             here = f"{target} = {default!r} here, its default"
         changes["why"] = f"a trainer fills it in; {here}"
     return result.model_copy(update=changes)
-
-
-def _note_default_model_and_data(state: rules.ConversionState) -> None:
-    """Adds a note if the config does not say what to train, or on what: run.toml then has the defaults."""
-    missing = [text for text, targets in _WHAT_IS_TRAINED.items() if not targets & state.settings.keys()]
-    if missing:
-        keys = " and ".join(missing)
-        state.notes.append(f"run.toml leaves open what is trained, which is then the default: set {keys}")
 
 
 def _setting_sort_key(target: str) -> tuple[int, str]:

@@ -5,7 +5,7 @@ Keys that are not converted here, such as another `type`, have rules in trainer.
 """
 
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from fullshard.convert.rules import ConversionState, is_true_yes_on
 
@@ -25,9 +25,6 @@ _FIELDS = {
     },
 }
 _USUAL_ROLES = {"human": "user", "gpt": "assistant"}  # which axolotl renames by default
-# What data.train_on = "assistant" does, if a dataset says it.
-_TRAINS_ON_ANSWERS = {"roles_to_train": ["assistant"], "train_on_eos": "turn"}
-
 # Settings of a source of [data], and the setting that each key of the config becomes.
 _Source = tuple[dict[str, Any], dict[str, str]]
 
@@ -50,22 +47,21 @@ def convert_datasets(state: ConversionState) -> None:
             state.record_setting(key, target, value=value)
     state.record_setting(tokenizer, "data.tokenizer", value=state.get(tokenizer))
     records = {settings.get("records") for settings in joined}
-    if records == {"text"} or not is_true_yes_on(
-        state.get("train_on_inputs")
-    ):  # true: the words of all roles
+    trains_on_all_roles = is_true_yes_on(state.get("train_on_inputs"))
+    if records == {"text"} or not trains_on_all_roles:
         state.record_not_needed("train_on_inputs", "texts as a whole, and answers alone: data.train_on")
     if "messages" in records:
         state.infer_setting("data.train_on", "assistant", origin="axolotl trains on answers")
 
 
 def _add_validation_data(test: _Source, sources: list[_Source]) -> None:
-    """Adds a test dataset to a source with the same kind of rows; without one, its keys are lost."""
-    part = "paths" if "paths" in test[0] else "split"
-    rows, name = {**test[0], "paths": (), "split": ""}, f"validation_{part}"
+    """Adds the files of a test dataset to a source with the same kind of rows, else its keys are lost."""
+    files = {"paths": [], "validation_paths": []}
+    paths = test[0].get("paths")
     for settings, targets in sources:
-        if {**settings, "paths": (), "split": ""} == rows:
-            settings[name] = test[0].get(part, "train")
-            targets.update(dict.fromkeys(test[1], name))
+        if paths and settings | files == test[0] | files:
+            settings["validation_paths"] = settings.get("validation_paths", []) + paths
+            targets.update(dict.fromkeys(test[1], "validation_paths"))
             break
 
 
@@ -80,7 +76,7 @@ def _read_source(state: ConversionState, head: str) -> _Source | None:
     leaves = ((key.removeprefix(head), value) for key, value in state.leaves.items() if key.startswith(head))
     own = {name: value for name, value in leaves if value not in (None, "")}
     path, files = own.get("path"), own.get("data_files") or own.get("path")
-    paths = [str(one) for one in (files if isinstance(files, list) else [files])]
+    paths = _as_list(files)
     kind = _KINDS.get(str(own.get("ds_type", path))) or _KINDS.get(PurePosixPath(paths[0]).suffix)
     is_elsewhere = "data_files" in own and path not in _KINDS  # files within a dataset
     if not isinstance(path, str) or is_elsewhere or any("://" in one for one in paths):
@@ -91,19 +87,22 @@ def _read_source(state: ConversionState, head: str) -> _Source | None:
     for name, target in {"name": "subset", "split": "split"}.items() if kind is None else ():
         if str(own.get(name, "-")).isidentifier():  # not a slice, such as train[:1%]
             settings[target], named[name] = own[name], target
-    if (records := _RECORDS.get(str(own.get("type")))) is None:  # for the user to decide
+    records = _RECORDS.get(str(own.get("type")))
+    if records is None:  # for the user to decide
         why = "data.records says what a row is: text, messages, completion or tokens"
         state.record_unsupported(f"{head}path", why, misses="data.records")
-        return settings, {f"{head}{name}": target for name, target in named.items() if name in own}
-    settings["records"], named["type"] = records, "records"
-    for name, target in _FIELDS[records].items():
+    else:
+        settings["records"], named["type"] = records, "records"
+    for name, target in _FIELDS.get(str(records), {}).items():
         if name in own:
             settings[target], named[name] = own[name], target
     if records == "messages":
         roles = {name.removeprefix("roles."): own[name] for name in own if name.startswith("roles.")}
-        renamed = {one: role for role, others in roles.items() for one in others if one != role}
-        settings["roles"] = renamed if roles else _USUAL_ROLES
+        listed = [(role, one) for role, others in roles.items() for one in _as_list(others)]
+        settings["roles"] = {one: role for role, one in listed if one != role} if roles else _USUAL_ROLES
         named |= dict.fromkeys((f"roles.{role}" for role in roles), "roles")
-        for name in (name for name, value in _TRAINS_ON_ANSWERS.items() if own.get(name) == value):
-            state.record_not_needed(f"{head}{name}", 'data.train_on = "assistant"')
     return settings, {f"{head}{name}": target for name, target in named.items() if name in own}
+
+
+def _as_list(value: Any) -> list[str]:
+    return [str(one) for one in (cast(list[Any], value) if isinstance(value, list) else [value])]

@@ -222,16 +222,18 @@ def convert_axolotl(state: ConversionState) -> None:
     _convert_arguments(state, tool="axolotl", epochs=1, microbatch=1)
 
 
-def _convert_arguments(state: ConversionState, *, tool: str, epochs: int, microbatch: int) -> None:
+def _convert_arguments(state: ConversionState, *, tool: str, epochs: float, microbatch: int) -> None:
     """Records a verdict on every key. `epochs` and `microbatch` are the defaults of the tool."""
     defaults = load_table("trainer", "defaults") | load_table("trainer", "defaults_of")[tool]
     state.checked_positive_integer("max_length")
+    epochs = parse_number(state.get("num_train_epochs")) or epochs
     if state.checked_positive_integer("max_steps", unset=(-1, 0)):
         state.record_not_needed("num_train_epochs", "max_steps says the duration")
+        epochs = epochs if tool == "axolotl" else 0
     else:
         defaults["train.epochs"] = epochs
     _convert_warmup(state, default_share=0.03 if tool == "axolotl" else 0)
-    _convert_intervals(state, epochs=parse_number(state.get("num_train_epochs")) or epochs)
+    _convert_intervals(state, epochs=epochs)
     if state.get("wandb_project") and state.get("wandb_mode") != "disabled":
         state.record_setting("wandb_project", "log.trackers", value=["wandb"])
         variables = " ".join(f"{key.upper()}={state.get(key)}" for key in _WANDB if state.get(key))
@@ -275,9 +277,9 @@ def _record_other_objectives(state: ConversionState) -> None:
     if "Classification" in str(state.get("model_type")):
         state.record_unsupported("model_type", "model.architecture", misses="model.architecture")
     plugins: Any = state.get("plugins")
-    for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
-        if not any(one in str(name) for one in _PLUGINS_OF_SAME_RESULT):
-            state.record_unsupported("plugins", f"{name} may change what is trained", misses="train.loss")
+    names = cast(list[Any], plugins) if isinstance(plugins, list) else []
+    if not all(any(one in str(name) for one in _PLUGINS_OF_SAME_RESULT) for name in names):
+        state.record_unsupported("plugins", "they may change what is trained", misses="train.loss")
     is_tuning = state.get("stage") in (None, "sft") and state.get("train_on_prompt") is None
     if is_tuning and _has_any_key_in(state, _LLAMA_FACTORY):
         why = "trains on answers alone, by default: data.train_on, of data.records = messages or completion"
@@ -285,12 +287,15 @@ def _record_other_objectives(state: ConversionState) -> None:
 
 
 def _convert_intervals(state: ConversionState, *, epochs: float) -> None:
-    """Sets how often a run is validated and saved: axolotl's times per epoch, or the Trainer's strategies."""
+    """Sets how often a run is validated and saved: axolotl's times per epoch, or the Trainer's strategies.
+
+    epochs: duration, of which axolotl makes fractions also if max_steps counts; 0 if it is not known
+    """
     for target, steps, per_epoch, strategies in (
         ("train.validate_every", "eval_steps", "evals_per_epoch", ("eval_strategy", "evaluation_strategy")),
         ("checkpoint.every", "save_steps", "saves_per_epoch", ("save_strategy",)),
     ):
-        times = {key: 1.0 for key in strategies if state.get(key) == "epoch"}
+        times = {key: 1.0 for key in strategies if state.get(key) == "epoch" and epochs}
         times |= {key: 0.0 for key in strategies if state.get(key) in ("no", False)}
         times |= {per_epoch: count} if (count := parse_number(state.get(per_epoch))) is not None else {}
         for key, count in times.items():
@@ -388,9 +393,10 @@ def _convert_warmup(state: ConversionState, *, default_share: float) -> None:
         for key in ("warmup_ratio", "warmup_steps"):
             state.record_not_needed(key, "constant has no warmup")
         state.infer_setting("schedule.warmup_steps", 0, origin="constant has no warmup")
-    elif own:
-        state.record_not_needed("warmup_ratio", "warmup_steps counts")
-    elif not ratio and not {"warmup_ratio", "warmup_steps"} <= state.leaves.keys():
+    elif own or ratio:
+        key, other = ("warmup_ratio", "warmup_steps") if own else ("warmup_steps", "warmup_ratio")
+        state.record_not_needed(key, f"{other} counts")
+    elif own is None and ratio is None:
         share = min(int(default_share * steps), 100) if steps else default_share
         why = "the trainer's default" + (", of at most 100 steps" if share else "")
         state.set_default_of_other_tool("schedule.warmup_steps", share, why=why)

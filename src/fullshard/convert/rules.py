@@ -254,12 +254,6 @@ def parse_nonnegative_integer(value: Any) -> int | None:
     return int(read) if read is not None and read >= 0 and read.is_integer() else None
 
 
-def parse_step_count(value: Any) -> float | None:
-    """Returns a number of steps, or a fraction of them between 0 and 1; None for others."""
-    read = parse_number(value)
-    return read if read is not None and 0 < read < 1 else parse_nonnegative_integer(value)
-
-
 def parse_positive_integer(value: Any) -> int | None:
     """Returns `value` as an int if it is a whole number over 0, also as text; otherwise None."""
     return parse_nonnegative_integer(value) or None
@@ -470,7 +464,9 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "number": parse_number,
     "whole": parse_nonnegative_integer,
-    "steps": parse_step_count,
+    "steps": lambda value: (
+        read if 0 < (read := parse_number(value) or 0) < 1 else _CONVERSIONS["whole"](value)
+    ),
     "positive": parse_positive_integer,
     "pair": parse_number_pair,
     "switch": lambda value: None if value is None else is_true_yes_on(value),

@@ -15,8 +15,7 @@ IGNORED_LABEL = -100
 """Label of a position that the loss ignores."""
 
 
-VALIDATED_ON = "; validated on "
-"""Text in a `row_order` before a digest of validation data that the user names."""
+VALIDATED_ON = "; validated on "  # in a row_order, before a digest of the validation data that the user names
 
 
 class MicrobatchSource(Protocol):

@@ -92,7 +92,7 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     check_validation_files_are_apart(sources)
     open_stores = partial(open_token_stores, section=section, root=root, alive=alive)
     stores = [open_stores(source) for source in sources]
-    held_out = [open_stores(one) if (one := source.validation_data()) else [] for source in sources]
+    held_out = [open_stores(one.for_validation()) if one.validation_paths else [] for one in sources]
     tokenizer = _open_and_check_tokenizer(section, list(chain(*stores, *held_out)))
     weights = [source.weight for source in section.sources if source.weight is not None]
     if not weights:
@@ -100,8 +100,10 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     seeds = [f"{run.run.seed} {i}" for i in range(len(stores))] if len(stores) > 1 else [run.run.seed]
     return PackedData(
         pools=tuple(
-            _build_shuffle_pool(group, run, held_out=validated, alive=alive, seed=seed)
-            for group, validated, seed in zip(stores, held_out, seeds, strict=True)
+            _build_shuffle_pool(
+                token_store.TokenStream((*group, *last)), run, given=len(last), alive=alive, seed=seed
+            )
+            for group, last, seed in zip(stores, held_out, seeds, strict=True)
         ),
         pattern=packing.build_source_interleaving(weights),
         sequence_length=section.sequence_length,
@@ -138,18 +140,14 @@ def _open_and_check_tokenizer(
     return tokenizer
 
 
-_Stores = Sequence[token_store.TokenStore]
-
-
 def _build_shuffle_pool(
-    stores: _Stores, run: Run, *, held_out: _Stores, alive: token_store.Heartbeat, seed: int | str
+    stream: token_store.TokenStream, run: Run, *, given: int, alive: token_store.Heartbeat, seed: int | str
 ) -> ShufflePool:
-    """Packs the documents of `stores` into rows, which are kept in the cache unless tokens are in memory.
+    """Packs the documents of `stream` into rows, which are kept in the cache unless tokens are in memory.
 
-    held_out: stores of the validation data that the user names
+    given: number of the last stores, which are validated on; if 0, a fraction of the tokens is held out
     """
     section, root = run.data, Path(run.data.cache)
-    stream, given = token_store.TokenStream((*stores, *held_out)), len(held_out)
     keys = [store.key for store in stream.stores]
     if None in keys:
         arrays, facts = _pack_training_and_held_out(stream, run, given=given)
@@ -191,11 +189,7 @@ def _build_shuffle_pool(
 def _pack_training_and_held_out(
     stream: token_store.TokenStream, run: Run, *, given: int
 ) -> tuple[Mapping[str, token_store.Integers], Mapping[str, Any]]:
-    """Returns (row arrays of both parts, number of tokens per part).
-
-    given: number of the last stores of the stream that are the validation data; without any, a fraction of
-        the tokens is held out
-    """
+    """Returns (row arrays of both parts, number of tokens per part). `given`: see `_build_shuffle_pool`."""
     section = run.data
     begins, lengths = stream.document_begins_and_lengths()
     training, held_out = packing.split_off_held_out(begins, lengths, fraction=section.validation_fraction)

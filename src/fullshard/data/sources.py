@@ -35,8 +35,7 @@ IN_MEMORY_BYTES = 64 << 20
 """Without a tokenizer, uncompressed texts of at most this size together are encoded in memory, not cached."""
 
 # Fields of a source that say where its rows are, which the content of the files stands for.
-_LOCATION_FIELDS = {"paths", "name", "subset", "split", "dtype", "eod_token"}
-_LOCATION_FIELDS |= {"validation_paths", "validation_split"}
+_LOCATION_FIELDS = {"paths", "validation_paths", "name", "subset", "split", "dtype", "eod_token"}
 
 # Kind of records -> the part of it that is trained on if only answers are.
 _ANSWERS: Mapping[str, Literal["assistant", "completion"]] = {
@@ -77,18 +76,18 @@ class _FileSet:
 
 
 def check_validation_files_are_apart(sources: Sequence[DataSource | DataSection]) -> None:
-    """Raises DataError if a file of the validation data that the user names is trained on, too."""
-    named = [one.validation_data() for one in sources if one.validation_paths]
-    files: list[set[str]] = [
+    """Raises DataError if a file of `validation_paths` is trained on, too."""
+    named = [source.for_validation() for source in sources if source.validation_paths]
+    validated, trained = (
         {
             os.path.realpath(file.path)
             for one in part
-            if one and one.source in ("text", "jsonl", "parquet", "memmap")
+            if one.source in ("text", "jsonl", "parquet", "memmap")
             for file in list_matching_files(one.paths, kind=one.source)
         }
         for part in (named, sources if named else ())
-    ]
-    if shared := files[0] & files[1]:
+    )
+    if shared := validated & trained:
         raise DataError(
             f"{min(shared)} is both trained and validated on.",
             got=f"{len(shared)} files of data.validation_paths are among those of data.paths",

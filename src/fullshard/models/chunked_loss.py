@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -127,10 +127,9 @@ def _logits_of(output: Any, model: nn.Module, *, labels: Tensor) -> Tensor:
     logits = getattr(output, "logits", output)
     if isinstance(logits, Tensor) and logits.ndim and logits.shape[:-1].numel() == labels.numel():
         return logits
-    items = cast(tuple[Any, ...], logits) if isinstance(logits, tuple) else (logits,)
     raise TrainError(
         f"{type(model).__name__.removeprefix('FSDP')} returns no logits for each token.",
-        got=", ".join(f"{type(one).__name__} {list(getattr(one, 'shape', ''))}" for one in items),
+        got=f"{type(logits).__name__} {list(getattr(logits, 'shape', ''))}",
         why=f"the default loss reads logits {[*labels.shape, 'vocabulary']} or an object with such `logits`",
         fix='train.loss = "package.module:function"; of a model that returns (logits, loss) for targets: '
         'def function(model, batch): return model(batch["tokens"], batch["labels"])[1]',

@@ -265,10 +265,6 @@ class RunSetupSection(FrozenModel):
     compile: bool | Literal["auto"] = "auto"
 
 
-# Settings that may be a fraction of the run's steps.
-_FRACTIONS_OF_STEPS = (("schedule", "warmup_steps"), ("train", "validate_every"), ("checkpoint", "every"))
-
-
 class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
@@ -337,9 +333,10 @@ class Run(FrozenModel):
     @model_validator(mode="after")
     def _complete_settings(self) -> Self:
         """Turns fractions of the steps into numbers, if there are steps, and validates on all named data."""
-        if self.data.names_validation_data and "validate_sequences" not in self.train.model_fields_set:
+        if self.data.has_validation_files and "validate_sequences" not in self.train.model_fields_set:
             object.__setattr__(self, "train", self.train.model_copy(update={"validate_sequences": 0}))
-        for section, key in _FRACTIONS_OF_STEPS:
+        for name in ("schedule.warmup_steps", "train.validate_every", "checkpoint.every"):
+            section, _, key = name.partition(".")
             settings = getattr(self, section)
             share = getattr(settings, key)
             if self.train.steps is not None and 0 < share < 1:

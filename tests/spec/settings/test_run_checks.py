@@ -73,7 +73,7 @@ RUNNING_CODE = [
 ]
 # Texts and tables that stand for paths, names or words: nothing is imported by them.
 _DATA_FIELDS = ("paths", "name", "subset", "split", "roles", "chat_template_kwargs")
-_DATA_FIELDS += ("validation_paths", "validation_split")
+_DATA_FIELDS += ("validation_paths",)
 NO_CODE = {
     "run": ("dir",),
     "model": ("hf", "architecture"),

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from fullshard.data.batches import TrainingData
 from fullshard.data.build import build_data
 from fullshard.data.tokenizer import TOKENIZER_FILE
 from fullshard.distributed.agreement import ErrorCapture
-from fullshard.errors import FullshardError, SpecError
+from fullshard.errors import FullshardError
 from fullshard.jobs.checks.model_trial import IGNORED, make_eager_fp32_cpu_run
 from fullshard.models.build import count_vocabulary_rows
 from fullshard.quantities import count_text
@@ -100,16 +99,15 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
 def check_vocabulary_range(trial: DataTrial) -> Finding:
     """Compares the tokens and labels of the first steps with the model's tokenizer and embedding."""
     model, section = trial.run.model, trial.run.data
-    reads_bytes = section.tokenizer is None and "tokenizer" in section.token_makers
-    if isinstance(model, HuggingFaceModel) and reads_bytes:
-        with suppress(SpecError):
-            file = locate_config_file(model.hf).with_name(TOKENIZER_FILE)
-            if file.is_file():
-                return Finding.failure(
-                    f"the tokens are bytes, and the model has a tokenizer: {file}",
-                    why="its weights know other tokens",
-                    fix=f"data.tokenizer = {str(file.parent)!r}, with data.source and data.paths",
-                )
+    are_bytes = section.tokenizer is None and section.token_makers == {"tokenizer"}
+    if isinstance(model, HuggingFaceModel) and are_bytes:
+        file = locate_config_file(model.hf).with_name(TOKENIZER_FILE)
+        if file.is_file():
+            return Finding.failure(
+                f"the tokens are bytes, and the model has a tokenizer: {file}",
+                why="its weights know other tokens",
+                fix=f"data.tokenizer = {str(file.parent)!r}, with data.source and data.paths",
+            )
     batches = trial.token_batches()
     if not batches or trial.vocabulary is None:
         return Finding.skipped(

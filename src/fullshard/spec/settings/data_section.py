@@ -19,7 +19,6 @@ class DataSourceFields(value.FrozenModel):
         on disk
     `validation_paths`: held-out files, as `paths`: the validation set is exactly these, and nothing of the
         training data is held out
-    `validation_split`: as `validation_paths`, a split of the dataset: `split` is then trained on
     `records`: content of a row of jsonl, parquet or datasets. `text`: the text in `text_field`. `messages`: a
         list of {role, content} in `messages_field`, formatted by the tokenizer's chat template. Messages in
         `completion_field` follow them, and only theirs are then answers to train on. `completion`:
@@ -43,7 +42,6 @@ class DataSourceFields(value.FrozenModel):
     subset: str | None = None
     split: str = "train"
     validation_paths: tuple[value.PathText, ...] = ()
-    validation_split: str | None = None
     records: Literal["text", "messages", "completion", "tokens"] = "text"
     text_field: str = "text"
     messages_field: str = "messages"
@@ -57,12 +55,9 @@ class DataSourceFields(value.FrozenModel):
     dtype: TokenDtype | None = None
     eod_token: value.NonNegativeInt | None = None
 
-    def validation_data(self) -> Self | None:
-        """Returns these settings with the validation data that they name as `paths` or `split`; else None."""
-        if not self.validation_paths and not self.validation_split:
-            return None
-        paths = self.validation_paths or self.paths
-        return self.model_copy(update={"paths": paths, "split": self.validation_split or self.split})
+    def for_validation(self) -> Self:
+        """Returns these settings with the validation files in place of the training files."""
+        return self.model_copy(update={"paths": self.validation_paths})
 
 
 class DataSource(DataSourceFields):
@@ -98,7 +93,7 @@ class DataSection(DataSourceFields):
         on this machine; false refuses a tokenizer that cannot be loaded without it
     `packing`: `concat` joins the documents and cuts them into full sequences. `best_fit` fills sequences with
         whole documents, cuts only longer ones, and pads. `none` has one document per sequence.
-    `validation_fraction`: fraction of the tokens that is held out; 0 if validation data is given
+    `validation_fraction`: fraction of the tokens that is held out; 0 beside `validation_paths`
     `document_mask`: attention and positions restart with each document, and no label crosses a boundary
     `train_on`: `assistant` and `completion` both train only on answers: on the assistant's part of
         `messages`, and not on the prompt of `completion` records
@@ -127,9 +122,9 @@ class DataSection(DataSourceFields):
     prefetch_steps: value.Count = 1
 
     @property
-    def names_validation_data(self) -> bool:
-        """Whether the user names data to validate on, for any source."""
-        return any(source.validation_data() for source in self.sources or (self,))
+    def has_validation_files(self) -> bool:
+        """Whether the user names files to validate on, for any source."""
+        return any(source.validation_paths for source in self.sources or (self,))
 
     @property
     def token_makers(self) -> set[Literal["tokenizer", "other program"]]:
@@ -152,19 +147,18 @@ class DataSection(DataSourceFields):
             return self
         if self.source == "python" and not self.factory:
             raise ValueError('source = "python" needs factory = "package.module:make"')
-        if self.source in (None, "stdlib") and self.paths:
+        if self.source == "python" and self.validation_paths:
+            raise ValueError("validation_paths is given, but the data's own `validation` counts")
+        if self.source in (None, "stdlib") and (self.paths or self.validation_paths):
             raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
         _check_source_fields(self.source or "stdlib", self)
         return self
 
     @model_validator(mode="after")
-    def _hold_nothing_out_beside_validation_data(self) -> Self:
-        if self.names_validation_data and self.validation_fraction:
+    def _hold_nothing_out_beside_validation_files(self) -> Self:
+        if self.has_validation_files and self.validation_fraction:
             if "validation_fraction" in self.model_fields_set:
-                raise ValueError(
-                    f"validation_paths and validation_fraction = {self.validation_fraction} exclude each "
-                    "other: the files are the whole validation set, and nothing else is held out"
-                )
+                raise ValueError("validation_paths are the whole validation set: set validation_fraction = 0")
             object.__setattr__(self, "validation_fraction", 0.0)
         return self
 
@@ -199,19 +193,10 @@ def _differs_from_default(fields: DataSourceFields, name: str) -> bool:
     return getattr(fields, name) != DataSourceFields.model_fields[name].get_default(call_default_factory=True)
 
 
-def _check_validation_data(source: str, fields: DataSourceFields) -> None:
-    if fields.validation_data() and source in ("stdlib", "python"):
-        raise ValueError(f'validation_paths is given, but not for source = "{source}"')
-    if fields.validation_split and (source != "datasets" or fields.validation_paths):
-        raise ValueError('validation_split is for source = "datasets" without validation_paths')
-    if {*fields.paths} & {*fields.validation_paths} or fields.split == fields.validation_split:
-        raise ValueError("the same data is to be trained and validated on")
-
-
 def _check_source_fields(source: str, fields: DataSourceFields) -> None:
-    _check_validation_data(source, fields)
     has_rows = source in ("jsonl", "parquet", "datasets")
-    if twice := [path for path in dict.fromkeys(fields.paths) if fields.paths.count(path) > 1]:
+    given = [*fields.paths, *fields.validation_paths]
+    if twice := [path for path in given if given.count(path) > 1]:
         raise ValueError(f"paths has {twice[0]!r} twice; sources with weights set how often data is read")
     for name, records in _RECORDS_OF_SETTING.items():
         if (

@@ -157,7 +157,7 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         lambda run: (
             run.data.source == "python"
             or run.data.validation_fraction > 0
-            or run.data.names_validation_data
+            or run.data.has_validation_files
             or not run.train.validate_every  # asks for none, and gets none
         ),
         "data.validation_fraction > 0, or data.validation_paths",
