@@ -4,11 +4,15 @@ import contextlib
 import io
 import runpy
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fullshard.cli.main import main
+from tests.data.samples import CHAT, WORDS, save_tokenizer, write_json_lines
 from tests.fakes.sampling import sampled
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -36,4 +40,82 @@ def test_the_example_runs(name: str, world_size: int, ranks: Any) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, "answer.py"}
+
+
+def answer(model: Path, chats: Path) -> list[str]:
+    sys.argv = ["answer.py", str(model), str(chats)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLES / "answer.py"), run_name="__main__")
+    return out.getvalue().splitlines()
+
+
+def write_chats(path: Path, words: Iterable[str]) -> Path:
+    chats = ([("user", f"say {word}"), ("assistant", f"{word}! {word}!")] for word in words)
+    write_json_lines(path, ({"messages": [{"role": r, "content": c} for r, c in chat]} for chat in chats))
+    return path
+
+
+def save_model(directory: Path) -> None:
+    """A tiny Llama with the tokenizer and chat template of the tests."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    save_tokenizer(directory, template=CHAT)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes, eos_token_id=0)).save_pretrained(directory)
+
+
+def test_a_model_answers_through_its_chat_template(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    lines = answer(tmp_path / "model", write_chats(tmp_path / "chats.jsonl", ["cat", "dog"]))
+    assert lines[:2] == ["user       say cat", "expected   cat! cat!"]
+    assert [line.split()[0] for line in lines if line.startswith("answer")] == ["answer"] * 2
+
+
+AXOLOTL = """
+base_model: {0}/model
+datasets: [{{path: {0}/chats.jsonl, type: chat_template}}]
+test_datasets: [{{path: {0}/held_out.jsonl, type: chat_template, split: train}}]
+chat_template: tokenizer_default
+output_dir: {0}/run
+adapter: lora
+lora_r: 16
+lora_alpha: 32
+lora_target_linear: true
+lora_modules_to_save: [embed_tokens, lm_head]
+sequence_len: 40
+sample_packing: false
+micro_batch_size: 8
+num_epochs: 40
+optimizer: adamw_torch
+lr_scheduler: cosine
+learning_rate: 0.005
+warmup_ratio: 0.1
+evals_per_epoch: 1
+saves_per_epoch: 1
+wandb_project:
+"""
+
+
+@pytest.mark.long
+def test_an_axolotl_file_and_a_chat_file_lead_to_a_model_that_answers(tmp_path: Path, capfd: Any) -> None:
+    save_model(tmp_path / "model")
+    words = [f"{a} {b}" for a in WORDS[:10] for b in WORDS[:10] if a != b]
+    write_chats(tmp_path / "chats.jsonl", words[5:])
+    held_out = write_chats(tmp_path / "held_out.jsonl", words[:5])
+    (tmp_path / "axolotl.yml").write_text(AXOLOTL.format(tmp_path))
+    capfd.readouterr()
+    assert main(["convert", str(tmp_path / "axolotl.yml"), "--ranks", "1"]) == 0
+    run = tmp_path / "run.toml"
+    run.write_text(capfd.readouterr().out)
+    here = ("run.ranks=1", "run.device=cpu", f"data.cache={tmp_path}/cache")
+    settings = [str(run), *(part for one in here for part in ("--set", one))]
+    assert main(["check", *settings]) == 0
+    assert main(["plan", *settings]) == 0
+    assert main(["train", *settings]) == 0
+    assert main(["ckpt", "export", str(tmp_path / "run"), str(tmp_path / "merged"), "--format", "hf"]) == 0
+    answers = [
+        line.split(maxsplit=1)[1] for line in answer(tmp_path / "merged", held_out) if "answer" in line
+    ]
+    assert answers == [f"{word}! {word}!" for word in words[:5]]

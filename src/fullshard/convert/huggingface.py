@@ -5,7 +5,7 @@ trl/trainer/sft_config.py, axolotl/utils/schemas of 2026-07, llamafactory/hparam
 """
 
 import math
-from typing import Any, cast
+from typing import Any
 
 from fullshard.convert.datasets import convert_datasets
 from fullshard.convert.deepspeed import convert_offload, require_valid_zero_stage
@@ -276,9 +276,8 @@ def _record_other_objectives(state: ConversionState) -> None:
     """Records a head or plugins with another loss, and LLaMA-Factory's mask, which it has by default."""
     if "Classification" in str(state.get("model_type")):
         state.record_unsupported("model_type", "model.architecture", misses="model.architecture")
-    plugins: Any = state.get("plugins")
-    names = cast(list[Any], plugins) if isinstance(plugins, list) else []
-    if not all(any(one in str(name) for one in _PLUGINS_OF_SAME_RESULT) for name in names):
+    plugins = str(state.get("plugins") or "liger").split(",")
+    if not all(any(known in plugin for known in _PLUGINS_OF_SAME_RESULT) for plugin in plugins):
         state.record_unsupported("plugins", "they may change what is trained", misses="train.loss")
     is_tuning = state.get("stage") in (None, "sft") and state.get("train_on_prompt") is None
     if is_tuning and _has_any_key_in(state, _LLAMA_FACTORY):
@@ -287,10 +286,7 @@ def _record_other_objectives(state: ConversionState) -> None:
 
 
 def _convert_intervals(state: ConversionState, *, epochs: float) -> None:
-    """Sets how often a run is validated and saved: axolotl's times per epoch, or the Trainer's strategies.
-
-    epochs: duration, of which axolotl makes fractions also if max_steps counts; 0 if it is not known
-    """
+    """Sets how often a run is validated and saved: times per epoch, or strategies. 0 `epochs` are unknown."""
     for target, steps, per_epoch, strategies in (
         ("train.validate_every", "eval_steps", "evals_per_epoch", ("eval_strategy", "evaluation_strategy")),
         ("checkpoint.every", "save_steps", "saves_per_epoch", ("save_strategy",)),
@@ -380,10 +376,7 @@ def _convert_precision(state: ConversionState) -> None:
 
 
 def _convert_warmup(state: ConversionState, *, default_share: float) -> None:
-    """Sets the warmup: steps, or a fraction of them.
-
-    default_share: fraction of the steps that the trainer warms up for by default, for 100 steps at most
-    """
+    """Sets the warmup: steps, or a fraction of them; by default `default_share` of them, at most 100."""
     own, ratio = (parse_number(state.get(key)) for key in ("warmup_steps", "warmup_ratio"))
     steps = parse_positive_integer(state.get("max_steps"))
     kind = str(state.get("lr_scheduler_type") or "cosine").lower()
