@@ -1,4 +1,4 @@
-"""What is converted can be planned, with a model whose config is on this machine."""
+"""Plans of converted files, with a model whose config is on this machine."""
 
 from pathlib import Path
 from typing import Any

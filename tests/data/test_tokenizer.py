@@ -135,6 +135,16 @@ def test_the_end_of_a_document_is_the_one_of_transformers(tmp_path: Path):
         open_tokenizer(str(path))
 
 
+def test_a_name_in_the_cache_of_hugging_face_is_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    here = open_tokenizer(save_tokenizer(snapshot))
+    (snapshot / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="there is no tokenizer"):
+        open_tokenizer("some/model")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert open_tokenizer("some/model").vocabulary_size == here.vocabulary_size
+
+
 def test_absent_and_broken_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"(?s)no tokenizer.*no file"):
         open_tokenizer(str(tmp_path / "absent"))

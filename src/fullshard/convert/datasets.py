@@ -10,8 +10,9 @@ from typing import Any, cast
 from fullshard.convert.rules import ConversionState, is_true_yes_on
 
 # Readers of the package datasets, and endings of files -> data.source.
-_KINDS = {"json": "jsonl", ".jsonl": "jsonl", ".json": "jsonl", "parquet": "parquet", ".parquet": "parquet"}
-_KINDS |= {"text": "text", ".txt": "text"}
+_KINDS = {"json": "jsonl", ".jsonl": "jsonl", ".json": "jsonl", "text": "text", ".txt": "text"} | {
+    name: "parquet" for name in ("parquet", ".parquet")
+}
 _RECORDS = {"chat_template": "messages", "completion": "text", "pretrain": "text"}
 # Keys of a dataset -> keys of [data] with the same value, by records.
 _FIELDS = {
@@ -82,7 +83,7 @@ def _read_source(state: ConversionState, head: str) -> _Source | None:
     if not isinstance(path, str) or is_elsewhere or any("://" in one for one in paths):
         return None
     place = "name" if kind is None and not path.startswith((".", "/", "~")) else "paths"
-    settings = {"source": kind or "datasets", place: path if place == "name" else paths}
+    settings: dict[str, Any] = {"source": kind or "datasets", place: path if place == "name" else paths}
     named = {"path": place, "data_files": "paths", "ds_type": "source"}
     for name, target in {"name": "subset", "split": "split"}.items() if kind is None else ():
         if str(own.get(name, "-")).isidentifier():  # not a slice, such as train[:1%]

@@ -123,7 +123,7 @@ class DataSection(DataSourceFields):
 
     @property
     def has_validation_files(self) -> bool:
-        """Whether the user names files to validate on, for any source."""
+        """True if the user names files to validate on, for any source."""
         return any(source.validation_paths for source in self.sources or (self,))
 
     @property
