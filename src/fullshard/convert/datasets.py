@@ -48,8 +48,7 @@ def convert_datasets(state: ConversionState) -> None:
             state.record_setting(key, target, value=value)
     state.record_setting(tokenizer, "data.tokenizer", value=state.get(tokenizer))
     records = {settings.get("records") for settings in joined}
-    trains_on_all_roles = is_true_yes_on(state.get("train_on_inputs"))
-    if records == {"text"} or not trains_on_all_roles:
+    if records == {"text"} or not is_true_yes_on(state.get("train_on_inputs")):
         state.record_not_needed("train_on_inputs", "texts as a whole, and answers alone: data.train_on")
     if "messages" in records:
         state.infer_setting("data.train_on", "assistant", origin="axolotl trains on answers")

@@ -464,9 +464,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "number": parse_number,
     "whole": parse_nonnegative_integer,
-    "steps": lambda value: (
-        read if 0 < (read := parse_number(value) or 0) < 1 else _CONVERSIONS["whole"](value)
-    ),
+    "steps": lambda value: _CONVERSIONS["fraction"](value) or parse_nonnegative_integer(value),
     "positive": parse_positive_integer,
     "pair": parse_number_pair,
     "switch": lambda value: None if value is None else is_true_yes_on(value),
