@@ -37,7 +37,7 @@ check: $(VENV)/installed-dev
 # The pages of the site keep their places in the repository, so that their links hold in both.
 docs: $(VENV)/installed-dev
 	rm -rf build/pages && mkdir -p build/pages
-	git ls-files -z '*.md' '*.py' '*.toml' docs bench examples CITATION.cff LICENSE | xargs -0 tar -cf - | tar -xf - -C build/pages
+	git ls-files -z '*.md' '*.py' '*.toml' docs bench deploy examples CITATION.cff LICENSE | xargs -0 tar -cf - | tar -xf - -C build/pages
 	$(BIN)/python -m mkdocs build --quiet
 	cp llms.txt build/site/ && cd build/pages && find . -name '*.md' -exec cp --parents -t ../site {} +
 

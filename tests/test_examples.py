@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import runpy
 import sys
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from tests.data.samples import CHAT, WORDS, save_tokenizer, write_json_lines
 from tests.fakes.sampling import sampled
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+README = EXAMPLES.parent / "README.md"
 SAYS = {
     "fsdp_basics.py": "loss",
     "fsdp_transformer.py": "step 30: loss",
@@ -40,7 +42,15 @@ def test_the_example_runs(name: str, world_size: int, ranks: Any) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, "answer.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, "answer.py", "first.py"}
+
+
+def test_the_first_program_of_the_readme_shards_a_model_and_prints_what_the_readme_shows(ranks: Any) -> None:
+    page = README.read_text(encoding="utf-8")
+    program = (EXAMPLES / "first.py").read_text(encoding="utf-8")
+    assert program.split('"""\n\n')[1] in page
+    shown = re.findall(r"^rank \d of 2 holds .*\n", page, re.MULTILINE)
+    assert ranks(2).run(run_example, "first.py") == shown
 
 
 def answer(model: Path, chats: Path) -> list[str]:

@@ -1,7 +1,6 @@
-"""The batch scripts of docs/restarts.md requeue a job that was interrupted and got further, and no other."""
+"""The batch scripts of deploy/ requeue a job that was interrupted and got further, and no other."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -15,8 +14,8 @@ from fullshard.checkpoint.save import save
 from fullshard.cli.main import main
 from tests.checkpoint.states import State, numbers
 
-DOCS = Path(__file__).parents[2] / "docs" / "restarts.md"
-SCRIPTS = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", DOCS.read_text(), flags=re.DOTALL)
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SCRIPTS = sorted(DEPLOY.glob("slurm-*.sh"))
 INTERRUPTED = {"fullshard": 75, "torchrun": 1}  # their exit codes
 TIMEOUT = 200
 
@@ -73,10 +72,10 @@ def listing(directory: Path, steps: tuple[int, ...], *, case: Case, capsys) -> s
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=["one machine", "several machines"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_job_is_requeued_only_if_it_was_interrupted_and_got_further(
-    case: Case, script: str, tmp_path: Path, capsys
+    case: Case, script: Path, tmp_path: Path, capsys
 ) -> None:
     for name, fake in FAKES.items():
         (tmp_path / name).write_text(fake)
@@ -84,14 +83,15 @@ def test_a_job_is_requeued_only_if_it_was_interrupted_and_got_further(
     for name, steps in (("listed", case.before), ("listed_after", case.after)):
         found = listing(tmp_path / f"run of {name}", steps, case=case, capsys=capsys)
         (tmp_path / name).write_text(found)
-    trainer = "torchrun" if "torchrun" in script else "fullshard"
+    trainer = "torchrun" if "torchrun" in script.read_text() else "fullshard"
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "CODE": str(0 if case.finished else INTERRUPTED[trainer]),
         "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "4",
         "SLURM_RESTART_COUNT": str(case.restarts),
     }
-    process = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment)
+    process = subprocess.Popen(["bash", script], cwd=tmp_path, env=environment)
     deadline = time.monotonic() + TIMEOUT
     while not (tmp_path / "trains").exists():
         assert time.monotonic() < deadline, "it does not train"
