@@ -198,7 +198,7 @@ def show_sent(sent: dict[str, int], step: fs.Step) -> None:
     row = [*map(kib, sent.values()), kib(sum(sent.values()))]
     show("KiB sent by a rank", {"in the step": row}, columns=[*sent, "in all"])
     if dist.get_rank() == 0:
-        print(f"step {step.index}: loss {step.loss:.3f} over {step.tokens} samples")
+        print(f"step {step.index}: loss {step.loss:.3f}")
 
 
 def kib(count: int) -> str:
