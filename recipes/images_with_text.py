@@ -7,11 +7,11 @@ from torch import Tensor
 
 import fullshard as fs
 
-IMAGE_TOKEN, PATCHES, PIXELS = 32000, 576, 336  # an image of 336 × 336 is 24 × 24 patches of 14 × 14
+IMAGE_TOKEN, PATCHES, PIXELS = 257152, 256, 224  # an image of 224 × 224 is 16 × 16 patches of 14 × 14
 
 
 class ImagesWithText:
-    """One image before each text. A sample depends on its number alone, so that a run can resume."""
+    """One image, a question and an answer. A sample depends on its number alone, so that a run can resume."""
 
     def __init__(self, run: fs.Run) -> None:
         self._length = run.data.sequence_length
@@ -24,13 +24,15 @@ class ImagesWithText:
             yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def row(self, index: int) -> dict[str, Tensor]:
-        """Returns a sample: the tokens, the image, and labels that are -100 where nothing is learnt."""
+        """Returns a sample. Labels are -100 where nothing is learnt: the image and the question."""
         generator = torch.Generator().manual_seed(index)
         text = torch.randint(3, IMAGE_TOKEN, (self._length - PATCHES,), generator=generator)
         tokens = torch.cat([torch.full((PATCHES,), IMAGE_TOKEN), text])
+        is_answer = torch.arange(self._length) >= PATCHES + len(text) // 2
         return {
             "input_ids": tokens,
             "attention_mask": torch.ones_like(tokens),
+            "token_type_ids": is_answer.long(),  # PaliGemma attends to image and question in both directions
             "pixel_values": torch.rand(3, PIXELS, PIXELS, generator=generator),
-            "labels": tokens.where(tokens != IMAGE_TOKEN, -100),
+            "labels": tokens.where(is_answer, -100),
         }

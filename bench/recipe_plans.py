@@ -1,7 +1,7 @@
 """Writes recipes/README.md from the comments of recipes/*.toml and from what `fullshard plan` prints.
 
-python bench/recipes.py              all recipes; models without a shipped spec are traced, for minutes each
-python bench/recipes.py fp8 lora     these alone; the others keep their sections
+python bench/recipe_plans.py              all recipes; models without a shipped spec are traced for minutes
+python bench/recipe_plans.py fp8 lora     these alone; the others keep their sections
 
 tests/test_recipes.py compares the page with the plans.
 """
@@ -32,7 +32,7 @@ $ fullshard train recipes/one-node.toml
 
 Paths of data and tokenizers are examples. A recipe pins what its source gives, and leaves open what the
 planner decides. None of them was trained to its end here. The plans below are what the first command of each
-file prints, written by `python bench/recipes.py`.
+file prints, written by `python bench/recipe_plans.py`.
 
 Scripts that start a run on a cluster: [deploy](../deploy/README.md).
 
@@ -105,6 +105,7 @@ def main(names: list[str]) -> None:
     table += "".join(f"| [{one.name}](#{one.name}) | {one.title} |\n" for one in RECIPES)
     page = HEAD + table + "\n" + "\n".join(sections[one.name] for one in RECIPES if one.name in sections)
     PAGE.write_text(page, encoding="utf-8")
+    print(f"{PAGE}: {len(chosen)} plans")
 
 
 if __name__ == "__main__":
