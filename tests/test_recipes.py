@@ -6,12 +6,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from recipes.images_with_text import ImagesWithText
 
 import fullshard as fs
 from bench.recipe_plans import PAGE, RECIPES, Recipe, plan_lines, section, shown_sections
 from fullshard.cli.main import main
 from fullshard.models.build import build_model
+from fullshard.planner.describe.describe_run import SHIPPED_FILE, read_shipped_specs, version_without_build
 from fullshard.spec.run import Run
 from tests.test_deploy import check_fullshard
 
@@ -28,6 +30,8 @@ QUICK = {"hsdp", "offload-24gb", "pretrain-1b"}
     ],
 )
 def test_the_page_shows_the_plan_of_the_recipe(recipe: Recipe) -> None:
+    if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(torch.__version__)):
+        pytest.skip("the page was written with another torch")
     assert shown_sections()[recipe.name] == section(recipe, plan_lines(recipe)), (
         "python bench/recipe_plans.py"
     )
