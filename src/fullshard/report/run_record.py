@@ -154,8 +154,9 @@ class RunRecord:
 
     def values_of_last_attempt(self, name: str) -> list[float]:
         """Returns the known values of a column of the steps since the run was last resumed."""
-        resumed = [event.step for event in self.events_of_kinds("resume") if event.attempt == self.attempts]
-        return [value for step, value in self.metrics.points(name) if step > (resumed or [0])[-1]]
+        resumed = (event for event in self.events_of_kinds("resume") if event.attempt == self.attempts)
+        after = max((event.step or 0 for event in resumed), default=0)
+        return [value for step, value in self.metrics.points(name) if step > after]
 
     def events_of_kinds(self, *kinds: str) -> list[RunEvent]:
         """Returns the events of these kinds."""

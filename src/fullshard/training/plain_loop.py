@@ -4,8 +4,8 @@ Both mistakes are silent in torch: an optimizer of parameters that the model no 
 and `torch.save` of a state dict on rank 0 keeps only that rank's shards.
 """
 
+import inspect
 import logging
-import sys
 import weakref
 from functools import cache
 from typing import Any
@@ -82,7 +82,7 @@ class _ShardsNote:
 
 
 def _is_called_by_a_saver() -> bool:
-    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    frame = inspect.currentframe()
     while frame is not None:
         name = f"{frame.f_globals.get('__name__', '')}."
         if name.startswith(_SAVERS) and not name.startswith(f"{__name__}."):
