@@ -65,7 +65,7 @@ def shard(
     offload: other settings of the offloaded state than `offload_settings` returns for the plan
 
     Raises PlanError for another number of ranks, ShardError for a model that cannot be sharded like this (and
-    cannot be used any more), and OffloadError on all ranks if any drive lacks space. Warns of missing weights.
+    cannot be used any more), and OffloadError on all ranks if a drive lacks space. Warns of missing weights.
 
     >>> with torch.device("meta"):  # each rank then allocates its own shards alone
     ...     model = fs.DecoderModel(run.decoder_config)
