@@ -34,11 +34,15 @@ def detect_or_measure_hardware(device: DeviceType, *, ranks: int | None) -> Hard
     if measured is None:
         return known
     if measured.is_busy:
-        print("note: other programs take part of the cores, so the next run measures again", file=sys.stderr)
+        print(
+            "note: other programs take part of the cores, so the next run measures again",
+            file=sys.stderr,
+            flush=True,
+        )
     else:
         with suppress(FullshardError):
             measured.save(kept)
-            print(f"kept in {escape_control_characters(str(kept))}", file=sys.stderr)
+            print(f"kept in {escape_control_characters(str(kept))}", file=sys.stderr, flush=True)
     return measured
 
 
