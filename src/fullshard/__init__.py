@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fullshard.planner.search.search import plan as plan
     from fullshard.planner.search.search import predict as predict
     from fullshard.planner.search.search import search as search
+    from fullshard.report.plan import plan_page as plan_page
     from fullshard.spec.machine.catalog import hardware_on as hardware_on
     from fullshard.spec.machine.hardware import Hardware as Hardware
     from fullshard.spec.model import ModelSpec as ModelSpec
@@ -76,6 +77,7 @@ _NAMES = {
     "planner.describe.describe": "describe",
     "planner.predict.memory": "peak_bytes",
     "planner.search.search": "plan predict search",
+    "report.plan": "plan_page",
     "spec.machine.catalog": "hardware_on",
     "spec.machine.hardware": "Hardware",
     "spec.model": "ModelSpec",

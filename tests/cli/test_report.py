@@ -9,9 +9,11 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
 from fullshard.jobs.run_directory import hold_run_lock
+from fullshard.report.comparison import side_by_side_table
+from fullshard.report.run_record import read_run
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from tests.report.runs import died, finished
+from tests.report.runs import STARTED, died, disturbed, finished
 from tests.report.test_comparison import measured, prediction
 
 
@@ -29,6 +31,33 @@ def test_runs_are_printed_in_order(tmp_path: Path, capsys: Any) -> None:
     text = capsys.readouterr().out
     assert text.count("predicted") == text.count("measured   ") == 2
     assert text.index(str(one)) < text.index(str(other))
+
+
+def test_several_runs_are_compared_in_memory_seconds_and_events(tmp_path: Path, capsys: Any) -> None:
+    one, other = finished(tmp_path / "one", "train.microbatch=2"), disturbed(tmp_path / "other")
+    runs = [read_run(path, is_running=False, now=STARTED) for path in (one, other)]
+    header, rows = side_by_side_table(runs)
+    cells = {row[0].strip(): row[1:] for row in rows}
+    assert header == ["", str(one), str(other)]
+    assert cells["train.microbatch"] == ["2", "null"]
+    assert cells["parameter shards"] == ["100 B", "100 B"]
+    assert cells["compute, host"] == ["325.0 ms", "325.0 ms"]
+    assert cells["fault"] == ["-", "1"]
+    assert cells["save"] == ["1", "2"]
+    order = [row[0] for row in rows if not any(row[1:])]
+    assert order == ["settings", "memory", "step", "events"]
+    assert main(["report", str(one), str(other)]) == 0
+    assert "rollback" in capsys.readouterr().out
+
+
+def test_a_page_of_several_runs_compares_them_and_draws_each(tmp_path: Path) -> None:
+    runs, page = [finished(tmp_path / "one"), disturbed(tmp_path / "other")], tmp_path / "page.html"
+    assert main(["report", *map(str, runs), "--html", str(page)]) == 0
+    text = page.read_text()
+    table = text.partition('<div class="run">')[0]
+    assert "<td>events" in table
+    assert "<td>  parameter shards" in table
+    assert text.count('<div class="run">') == text.count('class="data">') == 2
 
 
 def test_json_has_prediction_and_measurement(tmp_path: Path, capsys: Any) -> None:

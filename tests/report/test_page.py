@@ -158,7 +158,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
     runs.write_events(directory, *events, ("plan", 1, None, {"plan": made.model_dump(mode="json")}))
     page = Page(render_page(read(directory)))
     assert [attributes for tag, attributes in page.tags if tag == "script"] == [
-        {"type": "application/json", "id": "data"},
+        {"type": "application/json", "class": "data"},
         {},
     ]
     assert not any(tag == "img" for tag, _ in page.tags)
@@ -238,7 +238,7 @@ def test_records_without_a_newline_are_read_in_parts(tmp_path: Path):
 
 def test_the_pointer_reads_values_that_were_measured(tmp_path: Path):
     html = render_page(read(runs.finished(tmp_path / "run")))
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html)
+    found = re.search(r'<script type="application/json" class="data">(.*?)</script>', html)
     assert found is not None
     data = json.loads(found[1])
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

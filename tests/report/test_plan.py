@@ -1,9 +1,11 @@
 """A plan's page says every term once, holds it against the whole, and fits 100 columns off a terminal."""
 
 import io
+import re
 
 import pytest
 
+import fullshard as fs
 from fullshard.quantities import format_bytes
 from fullshard.report.plan import (
     PlanReport,
@@ -13,7 +15,7 @@ from fullshard.report.plan import (
     show_plan_table,
     term_label,
 )
-from fullshard.report.table import show_labelled_lines
+from fullshard.report.table import format_table_lines, show_labelled_lines
 from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
@@ -48,7 +50,7 @@ def test_every_term_has_words():
 
 def test_memory_is_relative_to_the_device():
     said = rows(predicted())
-    assert said["memory"] == "45.00 GiB of 80.00 GiB on the fullest rank (56 %): 35.00 GiB free"
+    assert said["memory"] == "45.00 GiB of 80.00 GiB usable, on the fullest rank (56 %): 35.00 GiB free"
     assert said["activations"].split()[:4] == ["16.00", "GiB", "36", "%"]
     assert said["allocator reserve"].split()[:4] == ["4.00", "GiB", "9", "%"]
     assert "buffers" not in said, "what is nothing has no line"
@@ -105,14 +107,63 @@ def test_seconds_are_relative_to_the_step():
 
 
 def test_a_budget_is_time_and_hours_and_money():
-    text = dict(plan_rows(page(predicted(), budget=TrainingBudget(tokens=15 * 10**12, price_per_hour=2.5))))
-    assert text["15.0T tokens"] == "331.1 days"
-    lines = [line for _, line in plan_rows(page(predicted(), budget=TrainingBudget(tokens=15 * 10**12)))]
-    assert "63,578 GPU hours" in lines
+    plan, tokens = predicted(), 15 * 10**12
+    text = rows(plan, budget=TrainingBudget(tokens=tokens, price_per_hour=2.5))
     hours = 15e12 / (128 * 8192 / 2.0) / 3600 * 8
-    assert TrainingBudget(tokens=15 * 10**12, price_per_hour=2.5).rank_hours(
-        predicted(), predicted().prediction
-    ) == pytest.approx(hours)
+    assert text["15.0T tokens"] == f"331.1 days, {hours:,.0f} GPU hours"
+    assert text["price"] == f"$2.50 for a GPU hour, ${2.5 * hours / 15000:.2f} per billion tokens"
+    assert text["plan"] == f"fits; 524k tokens/s; 15.0T tokens in 331.1 days for ${2.5 * hours:,.0f}"
+    text = rows(plan, budget=TrainingBudget(tokens=tokens))
+    assert text["15.0T tokens"].endswith("63,578 GPU hours")
+    assert "price" not in text
+    assert text["plan"] == "fits; 524k tokens/s; 15.0T tokens in 331.1 days"
+
+
+def test_a_price_alone_is_dollars_an_hour_and_for_a_billion_tokens():
+    budget, plan = TrainingBudget(price_per_hour=2.5), predicted()
+    text = rows(plan, budget=budget)
+    assert text["plan"] == "fits; 524k tokens/s; $20.00 an hour; $10.60 per billion tokens"
+    assert not any("tokens" in label for label in text)
+    assert plan.prediction is not None
+    record = budget.json_record(plan, plan.prediction)
+    assert record["dollars_per_hour"] == 20
+    assert record["dollars_per_billion_tokens"] == pytest.approx(20 / 3600 / (128 * 8192 / 2.0) * 1e9)
+    assert record["tokens"] is record["dollars"] is record["seconds"] is None
+
+
+def test_the_answer_is_the_first_line_and_is_of_the_plan_that_does_not_fit_too():
+    label, text = next(iter(plan_rows(page(predicted(capacity=40 * GIB)))))
+    assert (label, text) == ("plan", "does not fit: 5.00 GiB more than a rank has; 524k tokens/s")
+    tight = ActivationOffloadTerms(host_bytes=3 * GIB, host_capacity_bytes=2 * GIB)
+    assert rows(with_prediction(predicted(), activations=tight))["plan"].startswith(
+        "does not fit, with 3.00 GiB of host memory per rank; "
+    )
+
+
+def test_a_printed_plan_is_its_page(monkeypatch: pytest.MonkeyPatch):
+    plan = predicted()
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = str(plan).splitlines()
+    assert str(plan) == fs.plan_page(plan)
+    assert re.match(r"plan +fits; 524k tokens/s$", lines[0])
+    assert {line.split("  ")[0] for line in lines} >= {"hardware", "strategy", "memory", "step", "MFU"}
+    assert max(map(len, lines)) <= 80
+    bare = plan.model_copy(update={"prediction": None})
+    assert str(bare).endswith("none was made")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_table_is_as_wide_as_its_terminal(columns: int):
+    """Nothing of a cell is lost, and no cell leaves its column."""
+    header = ("", "runs/a-run-with-a-rather-long-name", "runs/another")
+    cells = [("a label of several words that is long", "1234 tokens", "x" * 50), ("short", "", "1")]
+    lines = list(format_table_lines(header, cells, columns=columns))
+    assert max(map(len, lines)) <= columns
+    for row in (header, *cells):
+        for cell in row:
+            assert all(word in "".join(lines) or len(word) > 12 for word in cell.split())
+    assert "".join(lines).count("x") == 50
+    assert len(list(format_table_lines(header, cells))) == 3
 
 
 def test_requested_settings_are_marked():

@@ -10,7 +10,7 @@ import typer
 from fullshard.cli.options import AsJson, Overrides, complete_presets, require_positive_number
 
 if TYPE_CHECKING:
-    from fullshard.planner.result import PlanOptions
+    from fullshard.planner.result import PlanOptions, PlanResult
 
 Model = Annotated[
     str | None,
@@ -50,8 +50,21 @@ BudgetOption = Annotated[
 ]
 Price = Annotated[
     float | None,
-    typer.Option(metavar="DOLLARS", callback=require_positive_number, help="Price of one GPU hour."),
+    typer.Option(
+        metavar="DOLLARS",
+        callback=require_positive_number,
+        help="Price of one GPU hour: show dollars for the --budget, or else per hour and billion tokens.",
+    ),
 ]
+Days = Annotated[
+    float | None,
+    typer.Option(
+        metavar="DAYS",
+        callback=require_positive_number,
+        help="Find the fewest GPUs, of nodes as --on has, that process the --budget in this time.",
+    ),
+]
+List = Annotated[bool, typer.Option("--list", help="Show the presets and the chips, and exit.")]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
 Save = Annotated[
     Path | None, typer.Option(metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
@@ -88,6 +101,8 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     force: Force = False,
     largest: Largest = None,
     machines: Machines = None,
+    fewest_gpus_in_days: Days = None,
+    show_list: List = False,
 ) -> None:
     """Predict the memory and time of a run; choose what is fastest."""
     from fullshard.planner.result import (
@@ -97,22 +112,64 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         search_and_explain,
     )
 
+    if show_list:
+        return _show_presets_and_chips()
     if save is not None:  # checked before anything is planned
         check_output_replaceable(save, force=force)
     settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
     pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value is not None))
     given = {"--compare": compare, "--save": save, "--largest": largest, "--on": on}
+    given |= {"--fewest-gpus-in-days": fewest_gpus_in_days}
     options = PlanOptions(model, pinned, ranks, drive_rate, tokens_per_step, budget, price)
     if machines is not None:
         return _plan_on_machines(options, machines, given=given, as_json=as_json)
-    question = options.build_request(on)
+    question = options.build_request(on, quiet=fewest_gpus_in_days is not None)
     spend = options.budget_on(question.hardware)
-    answer = search_and_explain(question) if largest is None else plan_largest_input(question, largest)
+    if fewest_gpus_in_days is not None:
+        answer = _plan_fewest_gpus(options, on, question.hardware.ranks_per_node, days=fewest_gpus_in_days)
+    else:
+        answer = search_and_explain(question) if largest is None else plan_largest_input(question, largest)
     if save is not None:
         answer.save(save)
     if as_json:
         return typer.echo(json.dumps(answer.json_record(spend), indent=2))
     return answer.print_report(spend, compare=compare)
+
+
+def _plan_fewest_gpus(
+    options: "PlanOptions", on: str | None, ranks_per_node: int, *, days: float
+) -> "PlanResult":
+    """Returns the plan of the fewest GPUs that are quick enough. Raises SpecError without a --budget."""
+    from fullshard.errors import SpecError
+    from fullshard.planner.fewest import plan_fewest_gpus
+    from fullshard.quantities import parse_count
+
+    if options.budget is None:
+        raise SpecError("--fewest-gpus-in-days needs a number of tokens.", fix="--budget 15T")
+    answer = plan_fewest_gpus(
+        lambda nodes, ranks: options.build_request(on, size=(nodes, ranks), quiet=True),
+        tokens=parse_count(options.budget),
+        days=days,
+        ranks_per_node=ranks_per_node,
+    )
+    found = answer.question.hardware
+    options.build_request(on, size=(found.nodes, found.ranks_per_node))  # for its notes
+    return answer
+
+
+def _show_presets_and_chips() -> None:
+    """Prints the names that MODEL may have, and machines of each chip that `--on` takes."""
+    from fullshard.quantities import format_bytes
+    from fullshard.report.table import show_labelled_lines
+    from fullshard.spec.machine.catalog import read_catalog_chips
+    from fullshard.spec.pretrained import read_presets
+
+    show_labelled_lines([("MODEL", ""), *((one.name, one.repository) for one in read_presets()), ("", "")])
+    chips = ((min((one.name, *one.aliases), key=len), one) for one in read_catalog_chips())
+    nodes = [
+        (f"{c.ranks_per_node}x{name}", f"{c.name}, {format_bytes(c.chip.memory_bytes)}") for name, c in chips
+    ]
+    show_labelled_lines([("--on", "a node"), *nodes])
 
 
 def _plan_on_machines(

@@ -22,23 +22,24 @@ def report(
     ],
     *,
     html_path: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page about the run, with curves.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page about the runs, with curves.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="With --html: replace a file that is not such a page.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was predicted and measured, as text or a page.
+    """Show what was predicted and measured, as text or a page; of several runs, side by side too.
 
     The run may be training still, or have died.
     """
+    from fullshard.report.comparison import side_by_side_table
+    from fullshard.report.table import show_table
+
     if html_path is not None and as_json:
         raise typer.BadParameter("--html writes a page, and --json prints values: give one of them")
     if html_path is not None:
-        if len(directories) > 1:
-            raise typer.BadParameter("--html writes a page about one run; a tracker draws several together")
-        _write_page(directories[0], html_path, force=force)
+        _write_page(directories, html_path, force=force)
         return
     runs = [_read_run(directory) for directory in directories]
     if as_json:
@@ -48,6 +49,9 @@ def report(
         if index:
             typer.echo()
         _show_run(run)
+    if len(runs) > 1:
+        typer.echo()
+        show_table(*side_by_side_table(runs))
 
 
 def _read_run(directory: Path) -> "RunRecord":
@@ -77,15 +81,15 @@ def _show_run(run: "RunRecord") -> None:
         show_kernels(kernels, attempts=run.attempts)
 
 
-def _write_page(directory: Path, path: Path, *, force: bool) -> None:
-    """Writes the page about the run to `path`. Raises SpecError if it cannot be written."""
+def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
+    """Writes the page about the runs to `path`. Raises SpecError if it cannot be written."""
     from fullshard.quantities import format_bytes
     from fullshard.report.page import is_report_page, render_page
     from fullshard.system.files import write_file_atomically
     from fullshard.system.targets import check_output_file, convert_write_errors
 
     check_output_file(path, is_kind=is_report_page, force=force)
-    page = render_page(_read_run(directory))
+    page = render_page(*map(_read_run, directories))
     with convert_write_errors(path):
         write_file_atomically(path, page)
     written = f"wrote {path} ({format_bytes(len(page.encode()))})"

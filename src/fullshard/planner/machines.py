@@ -25,7 +25,7 @@ from fullshard.spec.plan import Plan
 class MachineRow(NamedTuple):
     """The best plan on a machine, or the reason why nothing fits.
 
-    budget: number of tokens to train on and the machine's price; None without a plan or a number of tokens
+    budget: number of tokens to train on and the machine's price; None without a plan, or without either
     question: what was planned; None if the batch cannot be divided over the machine's ranks
     """
 
@@ -69,7 +69,7 @@ def plan_machines(
     """Returns a row for each (name, price per hour). Where nothing fits, it has a reason instead of a plan.
 
     build_request: returns the planning question for the machine of this name
-    budget: returns the training budget for (hardware, dollars per GPU hour); None without a number of tokens
+    budget: returns the training budget for (hardware, dollars per GPU hour)
 
     Raises SpecError for an unknown name.
     """
@@ -105,9 +105,17 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
             continue
         prediction, cells = require_prediction(row.plan), dict.fromkeys(columns, "-")
         if row.budget is not None:
-            dollars = row.budget.cost_dollars(row.plan, prediction)
-            cells["time"] = format_duration(row.budget.training_seconds(prediction))
-            cells |= {"dollars": format_amount(dollars)} if dollars is not None else {}
+            known = {
+                "time": row.budget.training_seconds(prediction),
+                "dollars": row.budget.cost_dollars(row.plan, prediction),
+                "$ per 1B": row.budget.dollars_per_billion_tokens(row.plan, prediction),
+            }
+            shows = {"time": format_duration}
+            cells |= {
+                name: shows.get(name, format_amount)(value)
+                for name, value in known.items()
+                if value is not None and name in columns
+            }
         yield (
             row.name,
             format_count(prediction.tokens_per_second),
@@ -120,7 +128,8 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
 
 def _budget_columns(rows: Sequence[MachineRow]) -> tuple[str, ...]:
     budgets = [row.budget for row in rows if row.budget is not None]
-    known = {"time": bool(budgets), "dollars": any(budget.price_per_hour for budget in budgets)}
+    tokens, priced = any(one.tokens for one in budgets), any(one.price_per_hour for one in budgets)
+    known = {"time": tokens, "dollars": tokens and priced, "$ per 1B": priced and not tokens}
     return tuple(name for name, shown in known.items() if shown)
 
 
@@ -177,7 +186,8 @@ def _fastest_and_cheapest_lines(rows: Sequence[MachineRow]) -> Iterator[tuple[st
     priced = [
         (cost, row.name)
         for row, plan, prediction in fitting
-        if row.budget is not None and (cost := row.budget.cost_dollars(plan, prediction)) is not None
+        if row.budget is not None
+        and (cost := row.budget.dollars_per_billion_tokens(plan, prediction)) is not None
     ]
     if len(priced) > 1:
         missing = len(fitting) - len(priced)

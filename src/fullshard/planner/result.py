@@ -69,9 +69,15 @@ class PlanOptions(NamedTuple):
     budget: str | None = None
     price: float | None = None
 
-    def build_request(self, machine: str | None) -> PlanRequest:
-        """Returns the planning question on a machine; None is this one. Prints notes to standard error."""
-        subject, pinned = resolve_model_to_plan(self.model), [*self.pinned]
+    def build_request(
+        self, machine: str | None, *, size: tuple[int, int] | None = None, quiet: bool = False
+    ) -> PlanRequest:
+        """Returns the planning question on a machine; None is this one.
+
+        size: (nodes, ranks per node) in place of the machine's own
+        quiet: prints no notes to standard error
+        """
+        subject, pinned, notes = resolve_model_to_plan(self.model), [*self.pinned], list[str | None]()
         asked, ranks = subject.load_run(pinned), self.ranks
         if not subject.chosen_here:  # a whole run, which trains; a model by name has no data
             check_own_model_has_data(asked)
@@ -80,6 +86,8 @@ class PlanOptions(NamedTuple):
             pinned += ["run.ranks=0", "run.device=auto"]
             asked = subject.load_run(pinned)
         hardware = _with_drive_rate(choose_hardware(machine, ranks=ranks, run=asked), self.drive_rate)
+        if size is not None:
+            hardware = hardware.with_rank_counts(nodes=size[0], ranks_per_node=size[1])
         if asked.precision.mode == "auto":
             pinned.append(f"precision.mode={'bf16' if hardware.device == 'cuda' else 'fp32'}")
             asked = subject.load_run(pinned)
@@ -91,24 +99,22 @@ class PlanOptions(NamedTuple):
                 ranks=max(1, hardware.world_size // asked.sharding.ranks_per_sequence),
                 per_node=hardware.ranks_per_node,
             )
-            _print_note(note)
+            notes.append(note)
             asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
-        for text in subject.differs:
-            _print_note(f"planned as the reference decoder: {text}")
+        notes += [f"planned as the reference decoder: {text}" for text in subject.differs]
+        for note in () if quiet else filter(None, notes):
+            print(f"note: {escape_control_characters(note)}", file=sys.stderr)
         degree = asked.sharding.tensor_degree  # before the trace, which would fail without its name
         count_groups(hardware.world_size, degree, key="tensor_parallel", shared="the matmuls")
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
 
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:
-        """Returns the tokens of --budget and a price; None without. Raises SpecError for a price alone."""
-        price = price or self.price
-        if self.budget is None:
-            if price is not None:
-                got = f"--price {price:g}"
-                raise SpecError("--price needs a number of tokens.", got=got, fix="--budget 15T")
+        """Returns the tokens of --budget and the price of --price or the hardware; None without either."""
+        price = price or self.price or hardware.price_per_hour
+        tokens = None if self.budget is None else parse_count(self.budget)
+        if tokens is None and price is None:
             return None
-        per_hour = hardware.price_per_hour if price is None else price
-        figures = {"tokens": parse_count(self.budget), "price_per_hour": per_hour}
+        figures = {"tokens": tokens, "price_per_hour": price}
         return TrainingBudget.parse(figures, source="--budget and --price")
 
 
@@ -131,12 +137,6 @@ def _is_key_overridden(key: str, overrides: Sequence[str]) -> bool:
     return any(text.partition("=")[0].strip() == key for text in overrides)
 
 
-def _print_note(text: str | None) -> None:
-    """Prints a note, if there is one, to standard error."""
-    if text:
-        print(f"note: {escape_control_characters(text)}", file=sys.stderr)
-
-
 @dataclass(frozen=True)
 class PlanResult:
     """The answer to a planning question.
@@ -144,6 +144,7 @@ class PlanResult:
     best: the chosen plan
     found, explanation: the search that found it, and its reasons; None for --largest
     largest: name and size of the maximised quantity, for --largest; else None
+    answer: the answer to a question beyond the plan, which the page begins with
     """
 
     question: PlanRequest
@@ -151,15 +152,13 @@ class PlanResult:
     found: SearchResult | None = None
     explanation: PlanExplanation | None = None
     largest: tuple[str, int] | None = None
+    answer: str = ""
 
     def print_report(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies."""
-        if self.largest is not None:
-            what, size = self.largest
-            show_labelled_lines([(f"largest {what}", f"{size:,}"), ("", "")])
         why: list[str] = []
         if self.explanation is not None:
-            why = list(self.explanation.limit_and_lever_lines())
+            why = list(self.explanation.lines())
         why += map(str, self.question.spec.untraced)
         certainty = speed_deviation_of_model(self.question.spec, self.question.hardware)
         page = PlanReport(
@@ -172,6 +171,7 @@ class PlanResult:
             budget=budget,
             fp8=fp8_summary_text(self.question.spec.fp8) if self.question.spec.fp8 else "",
             certainty=certainty,
+            answer=self.answer,
         )
         show_labelled_lines(plan_rows(page))
         if compare and self.found is not None:
@@ -221,20 +221,21 @@ def check_output_replaceable(path: Path, *, force: bool) -> None:
 
 def find_fastest_fitting_plan(question: PlanRequest) -> Plan:
     """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
-    found = _search_degrees(question).found
+    found = search_degrees(question).found
     return require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
 
 
 def search_and_explain(question: PlanRequest) -> PlanResult:
     """Finds and explains the fastest plan that fits. Raises PlanError as `find_fastest_fitting_plan` does."""
-    searched = _search_degrees(question)
+    searched = search_degrees(question)
     run, spec, found = searched
     best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
     explanation = explain_plan(found, question.hardware, spec=spec, run=run)
     return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
 
 
-def _search_degrees(question: PlanRequest) -> DegreeSearch:
+def search_degrees(question: PlanRequest) -> DegreeSearch:
+    """Searches for the best plan, also over open numbers of ranks that share work."""
     asked, hardware, subject = question.asked, question.hardware, question.subject
     return search_parallel_degrees(
         lambda run: question.spec if run == asked else subject.describe_model(run, hardware),
@@ -263,9 +264,15 @@ def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "seque
             if isinstance(run.model, DecoderConfig):
                 settings["model"] = {"max_sequence": max(size, run.model.max_sequence)}
             own = run_with_settings(run, settings)
-            spec = question.subject.describe_model(own, hardware)
+            try:
+                spec = question.subject.describe_model(own, hardware)
+            except SpecError:  # longer than the model's positions
+                if size == sizes[0]:
+                    raise
+                return True
         if (best := search(spec, hardware, own).best) is not None:
-            found[size] = PlanResult(replace(question, spec=spec), best, largest=(what, size))
+            answer = f"largest {what} {size:,}"
+            found[size] = PlanResult(replace(question, spec=spec), best, largest=(what, size), answer=answer)
         return best is None
 
     fitting = bisect_left(sizes, True, key=does_not_fit)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.launch.detect import detect_hardware
@@ -20,7 +21,7 @@ from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.run import Run
-from fullshard.spec.settings.model_section import DecoderConfig
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 
 # Default if neither the user nor a run.toml sets it: a usual sequence length in pretraining.
 DEFAULT_SEQUENCE = 8192
@@ -72,6 +73,8 @@ def resolve_model_to_plan(name: str | None) -> ModelToPlan:
         raise SpecError(f"{name} cannot be read.", got="no such file")
     cached = pretrained.find_cached_config(name) if "/" in name else None
     preset = pretrained.preset_or_none(name) if cached is None else None
+    if preset is not None and isinstance(preset.model, HuggingFaceModel):
+        return _model_to_plan_from_hf_config(Path(preset.model.hf), name=preset.name)
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
         return ModelToPlan(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
@@ -105,7 +108,9 @@ def _model_to_plan_from_hf_config(path: Path, *, name: str) -> ModelToPlan:
             got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text",
         )
-    positions = (config.get("max_position_embeddings"), config.get("n_positions"))
+    text: Any = config.get("text_config")
+    parts: list[Any] = [config, text] if isinstance(text, dict) else [config]
+    positions = [part.get(key) for part in parts for key in ("max_position_embeddings", "n_positions")]
     longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
     # Images have no tokens, so each counts as one.
     length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)

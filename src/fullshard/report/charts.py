@@ -42,7 +42,7 @@ def draw_charts(run: RunRecord) -> str:
     lines = [_pointer_values(chart.key, curve) for chart in charts for curve in chart.curves if curve.points]
     data = json.dumps({"first": first, "last": last, "lines": lines}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # which could end the element
-    script = f'<script type="application/json" id="data">{data}</script>'
+    script = f'<script type="application/json" class="data">{data}</script>'
     return f'<div class="charts">{"".join(drawn)}</div>{script}'
 
 

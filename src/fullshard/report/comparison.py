@@ -6,15 +6,16 @@ Terms that cannot be measured separately share one line, with the sum of their p
 bytes     The rest (batch, whole gradients, activations, loss, backward) is one line on the CPU. CUDA's
           allocator does not report which tensors are alive at the peak, so on CUDA the rest also contains
           gradients and units in flight.
-seconds   Recompute is part of compute, contention slows compute down, and gaps in which the device waits
-          for the host are predicted as compute: all of these are compared with measured compute and other.
+seconds   Recompute is part of compute, contention slows compute down, and the device waits for launches of
+          the host: all of these are compared with measured compute and other.
           Stragglers are predicted separately, and measured as part of the waiting. With an offload target,
           the predicted delay by host and drive is added to the optimizer, because the update is measured
           there, although gathers may wait for some of it. If the drive's rate was unknown, terms that
           need it were not predicted.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isclose
 from statistics import median
 from typing import TextIO
@@ -28,7 +29,7 @@ from fullshard.quantities import (
     format_seconds,
     format_trained_token_share,
 )
-from fullshard.report.plan import term_label
+from fullshard.report.plan import differing_settings, term_label
 from fullshard.report.run_record import RunRecord
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.report.verdict import setup_and_incidents_text, verdict
@@ -49,7 +50,7 @@ _LABELS = {
     "mfu": "MFU",
 }
 _NOT_MEASURED_ON_CUDA = ("gradients", "units_in_flight")
-_COMPUTING = ("compute", "recompute", "contention")
+_COMPUTING = ("compute", "recompute", "launch_gaps", "contention")
 _SAME_SECONDS = (
     "model_parallel",
     "exposed_all_gather",
@@ -168,6 +169,41 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         show = format_count if line.term == "tokens_per_second" else (lambda part: f"{100 * part:.1f} %")
         rows += _format_line_cells([line], show, indent="", without_errors=is_guess)
     return rows
+
+
+def side_by_side_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows of a table with a column per run.
+
+    Rows: settings that differ, state, losses, measured bytes, seconds and speed, and the number of events of
+    each kind.
+    """
+    columns = [dict(_iterate_run_cells(run)) for run in runs]
+    rows: list[list[str]] = []
+    plans = [run.plan.run for run in runs if run.plan is not None]
+    if len(plans) == len(runs) and (changed := differing_settings(plans)):
+        rows += [["settings", *("" for _ in runs)], *([f"  {key}", *values] for key, values in changed)]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    for part in dict.fromkeys(part for part, _ in keys):
+        rows += [[part, *("" for _ in runs)]] if part else []
+        own = (key for key in keys if key[0] == part)
+        rows += [[key[1], *(column.get(key, "-") for column in columns)] for key in own]
+    return ["", *(str(run.directory) for run in runs)], rows
+
+
+def _iterate_run_cells(run: RunRecord) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yields ((part, label), text) of what a run measured, with an empty part for lines about all of it."""
+    yield ("", "state"), f"{run.state}, step {run.last_step:,}"
+    for name, label in (("loss", "loss"), ("validation_loss", "validation loss")):
+        if values := run.metrics.values(name):
+            yield ("", label), f"{values[-1]:.4f}"
+    part = ""
+    for label, predicted, measured, _ in comparison_rows(compare_run(run)):
+        if not predicted and not measured:
+            part = label.partition(" ")[0]
+        else:
+            yield (part if label.startswith(" ") else "", label), measured
+    for kind, count in Counter(event.event for event in run.events if event.event != "plan").items():
+        yield ("events", f"  {kind.replace('_', ' ')}"), f"{count:,}"
 
 
 def compare_parts(

@@ -1,11 +1,12 @@
-const { first, last, lines } = JSON.parse(document.getElementById("data").textContent);
-const charts = [...document.querySelectorAll("svg[data-key]")];
 const text = v => v == null ? "–" : v && (Math.abs(v) < 1e-3 || Math.abs(v) >= 1e5) ? v.toExponential(2) : String(+v.toPrecision(4));
 const nearest = (steps, at) => {
   let low = 0, high = steps.length - 1;
   while (low < high) { const mid = (low + high) >> 1; if (steps[mid] < at) low = mid + 1; else high = mid; }
   return low && at - steps[low - 1] < steps[low] - at ? low - 1 : low;
 };
+for (const data of document.querySelectorAll(".data")) {
+const { first, last, lines } = JSON.parse(data.textContent);
+const charts = [...data.parentElement.querySelectorAll("svg[data-key]")];
 const show = at => {
   for (const svg of charts) {
     const hair = svg.querySelector(".hair"), x = (at - first) / Math.max(last - first, 1) * svg.dataset.width;
@@ -28,4 +29,5 @@ for (const svg of charts) {
     show(steps[nearest(steps, first + share * (last - first))]);
   });
   svg.addEventListener("pointerleave", hide);
+}
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from fullshard.quantities import count_text, format_bytes, format_seconds
 from fullshard.report import kernels
 from fullshard.report.charts import draw_charts
-from fullshard.report.comparison import HEADER, compare_run, comparison_rows
+from fullshard.report.comparison import HEADER, compare_run, comparison_rows, side_by_side_table
 from fullshard.report.event_texts import describe_event
 from fullshard.report.plan import differing_settings, settings_rows, term_label
 from fullshard.report.run_record import RunRecord
@@ -32,8 +32,15 @@ _FAULTS = ("fault", "save_failed", "out_of_memory")
 _GENERATOR = '<meta name="generator" content="fullshard report">'
 
 
-def render_page(run: RunRecord) -> str:
-    """Returns the HTML of the page about a run."""
+def render_page(run: RunRecord, *others: RunRecord) -> str:
+    """Returns the HTML of the page about a run; of several, a table of all of them comes first."""
+    runs = (run, *others)
+    table = html_table(*side_by_side_table(runs)) if others else ""
+    title = ", ".join(str(one.directory) for one in runs)
+    return _html_document(title, table + "".join(map(_run_sections, runs)))
+
+
+def _run_sections(run: RunRecord) -> str:
     head = f"<h1>{escape_html(str(run.directory))}</h1>"
     head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(setup_and_incidents_text(run))}'
     found = [
@@ -44,7 +51,7 @@ def render_page(run: RunRecord) -> str:
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
     ]
     sections = [f"<section><h2>{heading}</h2>{content}</section>" for heading, content in found if content]
-    return _html_document(str(run.directory), head + draw_charts(run) + "".join(sections))
+    return f'<div class="run">{head}{draw_charts(run)}{"".join(sections)}</div>'
 
 
 def is_report_page(path: Path) -> bool:

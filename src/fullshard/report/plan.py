@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO, cast
 
 from fullshard.quantities import count_text, format_bytes, format_count, format_seconds
-from fullshard.report.table import show_table
+from fullshard.report.table import labelled_lines, show_table
 from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import (
@@ -27,6 +27,7 @@ _LABELS = {
     "rest": "activations, rest",
     "loss": "logits and loss",
     "workspace": "kernels' workspace",
+    "launch_gaps": "waiting: launches",
     "exposed_all_gather": "waiting: all-gather",
     "exposed_reduce_scatter": "waiting: reduce-scatter",
     "exposed_all_reduce": "waiting: all-reduce",
@@ -41,20 +42,26 @@ def term_label(term: str) -> str:
 
 
 class TrainingBudget(FrozenModel):
-    """A number of tokens to train on, and what it costs: None if unknown."""
+    """A number of tokens to train on, and the price of a rank's hour in dollars: None if unknown."""
 
-    tokens: PositiveInt
-    price_per_hour: PositiveFloat | None = None  # dollars per rank
+    tokens: PositiveInt | None = None
+    price_per_hour: PositiveFloat | None = None
 
-    def training_seconds(self, prediction: Prediction) -> float:
+    def training_seconds(self, prediction: Prediction) -> float | None:
         """Returns the seconds that training on the tokens takes."""
-        return self.tokens / prediction.tokens_per_second
+        return self.tokens and self.tokens / prediction.tokens_per_second
 
-    def rank_hours(self, plan: Plan, prediction: Prediction) -> float:
-        return self.training_seconds(prediction) / 3600 * plan.world_size
+    def rank_hours(self, plan: Plan, prediction: Prediction) -> float | None:
+        seconds = self.training_seconds(prediction)
+        return seconds and seconds / 3600 * plan.world_size
 
     def cost_dollars(self, plan: Plan, prediction: Prediction) -> float | None:
-        return self.price_per_hour and self.rank_hours(plan, prediction) * self.price_per_hour
+        hours = self.rank_hours(plan, prediction)
+        return hours and self.price_per_hour and hours * self.price_per_hour
+
+    def dollars_per_billion_tokens(self, plan: Plan, prediction: Prediction) -> float | None:
+        billion = self.model_copy(update={"tokens": 10**9})
+        return billion.cost_dollars(plan, prediction)
 
     def json_record(self, plan: Plan, prediction: Prediction) -> dict[str, object]:
         """Returns tokens, seconds, rank hours and dollars as JSON values."""
@@ -63,30 +70,55 @@ class TrainingBudget(FrozenModel):
             "seconds": self.training_seconds(prediction),
             "rank_hours": self.rank_hours(plan, prediction),
             "dollars": self.cost_dollars(plan, prediction),
+            "dollars_per_hour": self.price_per_hour and self.price_per_hour * plan.world_size,
+            "dollars_per_billion_tokens": self.dollars_per_billion_tokens(plan, prediction),
         }
+
+    def texts(self, plan: Plan, prediction: Prediction) -> Iterator[str]:
+        """Yields time and dollars for the tokens; or without these, dollars per hour and billion tokens."""
+        seconds, cost = self.training_seconds(prediction), self.cost_dollars(plan, prediction)
+        each = self.dollars_per_billion_tokens(plan, prediction)
+        if self.tokens and seconds:
+            dollars = f" for ${format_amount(cost)}" if cost else ""
+            yield f"{format_count(self.tokens)} tokens in {format_duration(seconds)}{dollars}"
+        elif self.price_per_hour and each:
+            yield f"${format_amount(self.price_per_hour * plan.world_size)} an hour"
+            yield f"${format_amount(each)} per billion tokens"
 
 
 class PlanReport(NamedTuple):
     """Contents of the report about one plan."""
 
     plan: Plan
-    asked: Run  # the settings that the user pinned or left open
-    model: str  # one line about the model
-    hardware: str  # one line about the hardware
+    asked: Run = Run()  # the settings that the user pinned or left open
+    model: str = ""  # one line about the model
+    hardware: str = ""  # one line about the hardware
     rates: str = ""  # source of the hardware's rates
     why: Sequence[str] = ()  # paragraphs of reasons
-    budget: TrainingBudget | None = None  # tokens to train on, if any
+    budget: TrainingBudget | None = None  # tokens to train on and a price, if any
     fp8: str = ""  # which matrices are multiplied in fp8, if any
     certainty: SpeedDeviation | None = None  # how far the speed may be wrong, if anything is known about it
+    answer: str = ""  # the answer to a question beyond the plan, if there was one
+
+
+def plan_page(plan: Plan) -> str:
+    """Returns the page about a plan, as `print(plan)` prints it, without lines about what it was chosen from.
+
+    >>> print(fs.plan_page(plan))
+    """
+    hardware = plan.prediction.hardware if plan.prediction is not None else ""
+    return "\n".join(labelled_lines(plan_rows(PlanReport(plan, hardware=hardware))))
 
 
 def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
-    """Yields the (label, text) lines of the report. Empty parts have none."""
+    """Yields the (label, text) lines of the report, the answer first. Empty parts have none."""
     plan, prediction = page.plan, page.plan.prediction
-    yield "model", page.model
-    yield "hardware", page.hardware
-    if page.rates:
-        yield "  rates", page.rates
+    if prediction is not None:
+        budget = () if page.budget is None else page.budget.texts(plan, prediction)
+        texts = (page.answer, _fit_text(prediction), _rate_text(prediction), *budget)
+        yield "plan", "; ".join(filter(None, texts))
+    about = {"model": page.model, "hardware": page.hardware, "  rates": page.rates}
+    yield from ((label, text) for label, text in about.items() if text)
     yield from settings_rows(plan, page.asked)
     if page.fp8:
         yield "fp8", page.fp8
@@ -107,6 +139,21 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
         yield from _budget_rows(page.budget, plan, prediction=prediction)
     for index, text in enumerate(page.why):
         yield "why" if index == 0 else "", text
+
+
+def _fit_text(prediction: Prediction) -> str:
+    """Returns `fits`, or by how much the plan does not fit."""
+    over = prediction.required_device_bytes - prediction.capacity_bytes
+    if over > 0:
+        return f"does not fit: {format_bytes(over)} more than a rank has"
+    host = prediction.host_bytes_per_rank
+    used = f", with {format_bytes(host)} of host memory per rank" if host else ""
+    return "fits" + used if prediction.fits_in_memory else f"does not fit{used}"
+
+
+def _rate_text(prediction: Prediction) -> str:
+    most = "" if prediction.has_complete_step_time else "at most "
+    return f"{most}{format_count(prediction.tokens_per_second)} tokens/s"
 
 
 def show_plan_table(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
@@ -202,7 +249,7 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     sequences = plan.data_parallel_degree * plan.microbatch * plan.accumulation
     batch = f"microbatch {plan.microbatch}"
     if plan.accumulation > 1:
-        when = "in each" if plan.sync_each_microbatch else "once a step"
+        when = "in each microbatch" if plan.sync_each_microbatch else "once a step"
         batch += f" × {plan.accumulation} accumulated, gradients reduced {when}"
     yield "batch", mark_as_asked(batch, pinned=asked.train.microbatch is not None)
     shared = "group" if plan.context_parallel > 1 else "rank"
@@ -225,7 +272,7 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
 def _memory_rows(prediction: Prediction, *, margin: float) -> Iterator[tuple[str, str]]:
     needed, capacity = prediction.required_device_bytes, prediction.capacity_bytes
     rest = f"{format_bytes(abs(capacity - needed))} {'free' if prediction.fits_in_memory else 'TOO MUCH'}"
-    share = f"{format_bytes(needed)} of {format_bytes(capacity)} on the fullest rank"
+    share = f"{format_bytes(needed)} of {format_bytes(capacity)} usable, on the fullest rank"
     yield "memory", f"{share} ({100 * needed / capacity:.0f} %): {rest}"
     if margin:
         used = "" if needed <= (1 - margin) * capacity else ", which this plan uses"
@@ -300,7 +347,7 @@ def _bar_rows(
     width = max(len(show(value)) for value in shown.values())
     for label, value in shown.items():
         part = value / whole if whole else 0.0
-        if value > 0:
+        if value > CRUMB / 10 * whole:
             bar = "█" * round(part * BAR_COLUMNS)
             share = f"{100 * part:3.0f} %" if part >= 0.005 else " <1 %"
             yield f"  {label}", f"{show(value):>{width}}  {share}  {bar}".rstrip()
@@ -311,7 +358,7 @@ def _speed_rows(
 ) -> Iterator[tuple[str, str]]:
     rate = prediction.tokens_per_second
     each = f", {format_count(rate / plan.world_size)} per rank" if plan.world_size > 1 else ""
-    yield "speed", f"{format_count(rate)} tokens/s{each}"
+    yield "speed", _rate_text(prediction) + each
     if certainty is not None:
         slow, fast = (format_count(rate / plan.world_size / (1 + error)) for error in reversed(certainty[:2]))
         yield "  certainty", f"{slow} to {fast} per rank: {certainty.text}"
@@ -320,14 +367,16 @@ def _speed_rows(
 
 
 def _budget_rows(budget: TrainingBudget, plan: Plan, *, prediction: Prediction) -> Iterator[tuple[str, str]]:
-    hours = budget.rank_hours(plan, prediction)
-    yield f"{format_count(budget.tokens)} tokens", format_duration(budget.training_seconds(prediction))
     kind = "GPU" if plan.device == "cuda" else "rank"
-    text = f"{format_amount(hours)} {kind} hours"
-    cost = budget.cost_dollars(plan, prediction)
-    if cost is not None:
-        text += f" at ${budget.price_per_hour:,.2f} = ${format_amount(cost)}"
-    yield "", text
+    hours, seconds = budget.rank_hours(plan, prediction), budget.training_seconds(prediction)
+    if budget.tokens and hours and seconds:
+        yield (
+            f"{format_count(budget.tokens)} tokens",
+            f"{format_duration(seconds)}, {format_amount(hours)} {kind} hours",
+        )
+    if price := budget.price_per_hour:
+        each = format_amount(budget.dollars_per_billion_tokens(plan, prediction) or 0.0)
+        yield "price", f"${format_amount(price)} for a {kind} hour, ${each} per billion tokens"
 
 
 def format_duration(seconds: float) -> str:

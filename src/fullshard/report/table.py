@@ -5,7 +5,9 @@ Also makes tables of HTML. Everything in a run's records may come from a strange
 
 import html
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from shutil import get_terminal_size
 from textwrap import wrap
 from typing import NamedTuple, TextIO
 
@@ -15,43 +17,63 @@ from rich.text import Text
 from fullshard.system.terminal import escape_control_characters, escape_to_single_line
 
 PLAIN_COLUMNS = 100
+LEAST_COLUMNS = 12  # of a text that is wrapped
 
 
 def show_labelled_lines(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
     """Prints (label, text) lines in two columns. Long texts continue on the lines below."""
     out: TextIO = file or sys.stdout
-    rows = [(escape_control_characters(label), escape_control_characters(text)) for label, text in rows]
+    rows = [(escape_control_characters(label), text) for label, text in rows]
+    width = max((len(label) for label, _ in rows), default=0)
+    if not out.isatty():
+        return print("\n".join(labelled_lines(rows, columns=PLAIN_COLUMNS)), file=out)
     console = Console(file=out, highlight=False, soft_wrap=True)
-    columns = console.width if out.isatty() else PLAIN_COLUMNS
+    for line in labelled_lines(rows, columns=console.width):
+        style = "dim" if line.startswith(" ") else "bold"
+        console.print(Text.assemble((line[:width], style), line[width:]))
+    return None
+
+
+def labelled_lines(rows: Iterable[tuple[str, str]], *, columns: int | None = None) -> Iterator[str]:
+    """Yields lines of (label, text) in two columns. Long texts continue on the lines below.
+
+    columns: width of the lines; None is that of the terminal, at most PLAIN_COLUMNS
+    """
+    columns = columns or min(PLAIN_COLUMNS, get_terminal_size((PLAIN_COLUMNS, 0)).columns)
+    rows = [(escape_control_characters(label), escape_control_characters(text)) for label, text in rows]
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
-        style = "dim" if label.startswith(" ") else "bold"
         for index, line in enumerate(_wrap_text(text, columns - width - 2)):
-            shown = f"{label if index == 0 else '':<{width}}"
-            if out.isatty():
-                console.print(Text.assemble((shown, style), f"  {line}"))
-            else:
-                print(f"{shown}  {line}".rstrip(), file=out)
+            yield f"{label if index == 0 else '':<{width}}  {line}".rstrip()
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
-    """Prints a table with the first column left-aligned and the others right-aligned."""
+    """Prints a table with the first column left-aligned and the others right-aligned, as wide as fits."""
     out: TextIO = file or sys.stdout
-    lines = list(format_table_lines(header, rows))
+    console = Console(file=out, highlight=False, soft_wrap=True)
+    lines = list(format_table_lines(header, rows, columns=console.width if out.isatty() else PLAIN_COLUMNS))
     if out.isatty():
-        console = Console(file=out, highlight=False, soft_wrap=True)
         console.print(Text(lines[0], style="bold"))
         lines = lines[1:]
     print("\n".join(lines), file=out)
 
 
-def format_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yields the lines of a table, with the first column left-aligned and the others right-aligned."""
-    rows = [[escape_to_single_line(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        padded = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join([f"{row[0]:<{widths[0]}}", *padded]).rstrip()
+def format_table_lines(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, columns: int | None = None
+) -> Iterable[str]:
+    """Yields the lines of a table, with the first column left-aligned and the others right-aligned.
+
+    columns: width of the lines, to which the widest cells are wrapped; None: any
+    """
+    rows = [[escape_to_single_line(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    while columns is not None and sum(widths) + 2 * len(widths) - 2 > columns and max(widths) > LEAST_COLUMNS:
+        widths[widths.index(max(widths))] -= 1
+    for row in rows:
+        cells = [_wrap_text(cell, width, indent="") for cell, width in zip(row, widths, strict=True)]
+        for first, *others in zip_longest(*cells, fillvalue=""):
+            padded = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+            yield "  ".join([f"{first:<{widths[0]}}", *padded]).rstrip()
 
 
 class Cell(NamedTuple):
@@ -90,8 +112,11 @@ def _html_cell(cell: str | Cell) -> str:
     return f"<td>{escape_html(cell)}"
 
 
-def _wrap_text(text: str, columns: int) -> list[str]:
+def _wrap_text(text: str, columns: int, *, indent: str = "  ") -> list[str]:
     if len(text) <= columns:
         return [text]
-    width = max(columns, 20)
-    return wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    width = max(columns, LEAST_COLUMNS)
+    long = not indent  # a cell never leaves its column
+    joined = text.replace(" %", "\N{NO-BREAK SPACE}%")  # a number and its unit stay together
+    lines = wrap(joined, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=long)
+    return [line.replace("\N{NO-BREAK SPACE}%", " %") for line in lines] or [""]

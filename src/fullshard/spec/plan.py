@@ -1,6 +1,7 @@
 """Plan: all settings of a run on a number of ranks. Every runtime package reads its settings from it."""
 
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -132,6 +133,10 @@ class Plan(FrozenModel):
     @classmethod
     def _read_plan_of_earlier_version(cls, data: Any) -> Any:
         return _replace_removed_values(data)
+
+    def __str__(self) -> str:
+        """The plan's page. `report` makes it, which a value may not import: it is looked up by name."""
+        return str(import_module("fullshard").plan_page(self))
 
     @property
     def data_parallel_degree(self) -> int:

@@ -79,8 +79,9 @@ class SecondsByCause(FrozenModel):
 class TimeTerms(SecondsByCause):
     """Predicted seconds of one optimizer step on the slowest rank, by cause.
 
-    compute                 forward and backward kernels, with the gaps in which the device waits for the host
+    compute                 forward and backward kernels
     recompute               the part of backward that recomputes activations
+    launch_gaps             the device waits for the host to launch its next kernel
     exposed_all_gather      waiting for parameters that are not gathered yet
     exposed_reduce_scatter  waiting for gradients that are still being reduced over shards
     exposed_all_reduce      waiting for all-reduces over replicas, and of the loss
@@ -95,6 +96,7 @@ class TimeTerms(SecondsByCause):
 
     compute: NonNegativeFloat = 0.0
     recompute: NonNegativeFloat = 0.0
+    launch_gaps: NonNegativeFloat = 0.0
     exposed_all_gather: NonNegativeFloat = 0.0
     exposed_reduce_scatter: NonNegativeFloat = 0.0
     exposed_all_reduce: NonNegativeFloat = 0.0

@@ -1,6 +1,6 @@
 """Known models: presets, from `presets.toml`, and the `config.json` files of Hugging Face on this machine.
 
-Models beyond the reference decoder (another norm, activation, head size, or experts) are not presets.
+Presets are reference decoders, or models of transformers whose config.json is in `presets/`.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fullshard.errors import SpecError
-from fullshard.spec.settings.model_section import MOST_LAYERS, DecoderConfig
+from fullshard.spec.settings.model_section import MOST_LAYERS, DecoderConfig, HuggingFaceModel
 from fullshard.spec.value import MOST_PARTS, FrozenModel
 from fullshard.system.small_files import VALUE_BYTES, iterate_integers, parse_json, read_bytes, read_toml
 
@@ -28,7 +28,7 @@ _NOT_EXPRESSED = (
 
 
 class ModelPreset(FrozenModel):
-    """A known model with its sizes as a reference decoder.
+    """A known model: its sizes as a reference decoder, or its config.json in this package.
 
     repository: name on huggingface.co, where its config.json has these sizes
     differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
@@ -36,21 +36,25 @@ class ModelPreset(FrozenModel):
 
     name: str
     repository: str
-    model: DecoderConfig
+    model: DecoderConfig | HuggingFaceModel
     differs: str = ""
 
 
 @cache
 def read_presets() -> tuple[ModelPreset, ...]:
     """Reads all presets of `presets.toml`."""
-    tables = read_toml(Path(__file__).with_name("presets.toml"))
+    here = Path(__file__).parent
+    tables = read_toml(here / "presets.toml")
     found: list[ModelPreset] = []
     for family in tables.values():
         models = {name: family.pop(name) for name in [*family] if isinstance(family[name], dict)}
         differs = family.pop("differs", "")
         for name, sizes in models.items():
             repository = sizes.pop("repository")
-            model = DecoderConfig.parse({**family, **sizes}, source=f"presets.toml, {name}")
+            if "hf" in sizes:
+                model = HuggingFaceModel(hf=str(here / "presets" / sizes["hf"]))
+            else:
+                model = DecoderConfig.parse({**family, **sizes}, source=f"presets.toml, {name}")
             found.append(ModelPreset(name=name, repository=repository, model=model, differs=differs))
     return tuple(found)
 

@@ -122,9 +122,9 @@ def test_step_waits_for_a_slow_host():
     slow = hardware.rates.model_copy(update={"launch_seconds": 1.0})
     plan = plan_for(Shape(), 8, "train.global_batch=8", "sharding.strategy=full_shard")
     timer = StepTimePredictor(decoder_spec(Shape()), hardware.model_copy(update={"rates": slow}))
-    assert timer.predict_time(plan).compute == pytest.approx(
-        timer.sum_phase_ticks(plan).issue / TICKS, rel=1e-3
-    )
+    terms, ticks = timer.predict_time(plan), timer.sum_phase_ticks(plan)
+    assert terms.compute == pytest.approx(ticks.device / TICKS, rel=1e-3)
+    assert terms.compute + terms.launch_gaps == pytest.approx(ticks.issue / TICKS, rel=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from fullshard.planner.search.explain import PlanExplanation, explain_plan
+from fullshard.planner.search.candidates import require_prediction
+from fullshard.planner.search.explain import NOTABLE, PlanExplanation, explain_plan
 from fullshard.planner.search.search import search
 from fullshard.spec.machine.hardware import Hardware
 from tests.fakes.hardware import hardware_of
@@ -17,23 +18,61 @@ def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> PlanExpla
     return explain_plan(search(spec, hardware, run), hardware, spec=spec, run=run)
 
 
-@pytest.mark.parametrize(("scale", "limit"), [(10, "computing"), (0.01, "links")])
-def test_with_enough_memory_the_limit_is_computing_or_slow_links(scale: float, limit: str):
+@pytest.mark.parametrize(("scale", "cost"), [(10, "computing"), (0.1, "links"), (0.01, "links")])
+def test_slow_links_are_the_largest_cost_where_memory_is_enough(scale: float, cost: str):
     hardware = hardware_of(1, 8, gib=4000, scale=scale).model_copy(update={"contention": 0.0})
-    assert explained(hardware).binds == limit
-
-
-def test_waits_that_are_shorter_than_computing_are_named_and_do_not_bind():
-    hardware = hardware_of(1, 8, gib=4000, scale=0.1).model_copy(update={"contention": 0.0})
     found = explained(hardware)
-    assert found.binds == "computing"
-    assert re.search(r"kernels take \d+ % of the step.*; \d+ % of the step waits for links", found.because)
+    assert found.binds == cost
+    words = "largest cost that can be removed: communication, " if cost == "links" else "no cost of links, "
+    assert re.match(rf"kernels take \d+ % of the step( .*)?; {words}", found.because)
 
 
-def test_memory_binds_where_more_of_it_would_be_faster():
-    found = explained(hardware_of(1, 8, gib=60))
-    assert found.binds == "memory"
-    assert re.search(r"with .* more than the .* per rank: ", found.because)
+def test_the_cost_that_is_named_is_the_largest():
+    """Shares of a step that no line of the reasons may contradict: communication beside memory."""
+    for gib, scale in [(60, 1), (60, 0.3), (80, 0.1), (4000, 0.1), (4000, 1)]:
+        hardware, spec = hardware_of(1, 8, gib=gib, scale=scale), decoder_spec(LLAMA_8B)
+        run = run_for(LLAMA_8B, "train.global_batch=16")
+        found = search(spec, hardware, run)
+        assert found.best is not None
+        time = require_prediction(found.best).time
+        own, other = found.best, found.best_in_twice or found.best
+        speeds = [require_prediction(plan).tokens_per_second for plan in (own, other)]
+        links = time.contention + time.exposed_all_gather + time.exposed_reduce_scatter
+        costs = {
+            "links": (links + time.exposed_all_reduce) / time.total,
+            "host": time.launch_gaps / time.total,
+        }
+        costs |= {"memory": 1 - speeds[0] / speeds[1], "computing": NOTABLE}
+        said = explain_plan(found, hardware, spec=spec, run=run)
+        assert said.binds == max(costs, key=lambda name: costs[name])
+
+
+def test_a_slow_host_is_the_largest_cost_beside_quick_kernels():
+    hardware = hardware_of(1, 8, gib=4000)
+    rates = hardware.rates.model_copy(update={"launch_seconds": 0.1})
+    found = explained(hardware.model_copy(update={"rates": rates}))
+    assert found.binds == "host"
+    assert "waiting for the host to launch kernels" in found.because
+
+
+def test_memory_that_is_missing_names_its_size_and_what_it_would_change():
+    hardware, spec = hardware_of(1, 8, gib=60), decoder_spec(LLAMA_8B)
+    run = run_for(LLAMA_8B, "train.global_batch=16")
+    found = search(spec, hardware, run)
+    assert found.best is not None
+    assert found.best_in_twice is not None
+    said = explain_plan(found, hardware, spec=spec, run=run)
+    assert said.binds == "memory"
+    text = re.search(
+        r"memory. With ([\d.]+) GiB more per rank, .* (\d+) % faster: .* instead of ", said.because
+    )
+    assert text is not None, said.because
+    own, faster = map(require_prediction, (found.best, found.best_in_twice))
+    larger = own.capacity_bytes + float(text[1]) * 2**30
+    assert 0.95 * larger == pytest.approx(faster.required_device_bytes, rel=1e-3), "with the margin left free"
+    assert float(text[2]) == pytest.approx(
+        100 * faster.tokens_per_second / own.tokens_per_second - 100, abs=0.5
+    )
 
 
 def test_the_largest_lever_is_a_pinned_setting_that_costs_most():

@@ -142,7 +142,7 @@ def found_with(step_seconds: float, *overrides: str) -> DegreeSearch:
     found = SearchResult(
         best=plan,
         fastest=plan,
-        fastest_in_twice=plan,
+        best_in_twice=plan,
         closest=None,
         by_strategy={},
         limit_bytes=1,

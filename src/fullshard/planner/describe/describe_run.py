@@ -103,12 +103,13 @@ def _find_runs_with_superset_traces(plan: Plan | Run, device: DeviceType) -> lis
 def _build_and_trace_model(
     plan: Plan | Run, device: DeviceType, *, model: "Module | None", attention_kernel: AttentionKernel
 ) -> ModelSpec:
-    from fullshard.models.build import build_model
+    from fullshard.models.build import build_model, check_sequence_length
     from fullshard.models.loss import choose_loss
     from fullshard.planner.describe.describe import describe
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
+    check_sequence_length(model, run)
     if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
         name = escape_to_single_line(type(model).__name__)
         print(f"planning: tracing {name} without its weights …", file=sys.stderr, flush=True)
@@ -153,7 +154,7 @@ def _make_batch_unless_default(plan: Plan | Run, model: "Module") -> Any:
 def _example_meta_batch(model: "Module", run: Run, *, rows: int) -> "dict[str, Tensor] | None":
     """Returns a batch of `rows` samples on the meta device, for `model(**batch)`; None if inputs are unknown.
 
-    Token ids: `data.sequence_length` tokens, at most the model's positions. Images: the config's size.
+    Token ids: `data.sequence_length` tokens. Images: the config's size.
     """
     import inspect  # slow to import
 
@@ -170,9 +171,9 @@ def _example_meta_batch(model: "Module", run: Run, *, rows: int) -> "dict[str, T
             return None
         batch["pixel_values"] = torch.empty((rows, *shape), device="meta")
     if "input_ids" in takes:
-        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-        length = min(run.data.sequence_length, longest or run.data.sequence_length)
-        batch["input_ids"] = torch.empty((rows, length), dtype=torch.int64, device="meta")
+        shape = (rows, run.data.sequence_length)
+        for name in {"input_ids", "decoder_input_ids"} & takes.keys():
+            batch[name] = torch.empty(shape, dtype=torch.int64, device="meta")
     if not batch:
         return None
     if "labels" in takes:

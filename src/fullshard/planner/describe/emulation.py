@@ -67,7 +67,8 @@ class _CudaAttention:
         bias = attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call writes an additive mask
             bias = torch.where(attn_mask.logical_not(), float("-inf"), query.new_zeros(()))
-        if half and _cudnn_supports_head_widths(query, value, kernel=self._preferred):
+        is_trained = bias is not None and bias.requires_grad  # T5's positions; cuDNN's has no such gradient
+        if half and not is_trained and _cudnn_supports_head_widths(query, value, kernel=self._preferred):
             return _ATEN._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
             )[0]

@@ -288,12 +288,14 @@ class StepTimePredictor:
     def _time_terms(self, plan: Plan, streams: fsdp_time.StreamClocks) -> TimeTerms:
         units = self.unit_costs(plan)
         sent = _sum_model_parallel_ticks(self._first_and_later_works(plan), accumulation=plan.accumulation)
-        recompute = min(self._extra_recompute_ticks(plan), streams.computed - sent)
+        kernels = max(0, streams.computed - streams.idle - sent)
+        recompute = min(self._extra_recompute_ticks(plan), kernels)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
         terms = TimeTerms(
-            compute=(streams.computed - recompute - sent) / fsdp_time.TICKS,
+            compute=(kernels - recompute) / fsdp_time.TICKS,
             recompute=recompute / fsdp_time.TICKS,
+            launch_gaps=(streams.computed - sent - kernels) / fsdp_time.TICKS,
             exposed_all_gather=streams.waited_all_gather / fsdp_time.TICKS,
             exposed_reduce_scatter=streams.waited_reduce_scatter / fsdp_time.TICKS,
             exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / fsdp_time.TICKS,

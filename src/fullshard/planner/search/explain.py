@@ -1,4 +1,4 @@
-"""Explanation of a search's result: what limits the plan, and which change gains most."""
+"""Explanation of a search's result: the largest cost that can be removed, and which change gains most."""
 
 from collections.abc import Iterator
 from typing import Literal, cast
@@ -7,22 +7,16 @@ from fullshard.errors import PlanError
 from fullshard.planner.search.candidates import require_prediction, run_with_settings
 from fullshard.planner.search.search import SearchResult, iterate_runs_with_setting_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
+from fullshard.report.plan import recompute_text
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel
 
 # Fraction of the step from which a difference is reported: it would be noticeable.
 NOTABLE = 0.03
 Binding = Literal["memory", "links", "host", "computing"]
-_LIMITS: dict[Binding, str] = {
-    "memory": "memory is the limit",
-    "links": "the links are the limit",
-    "host": "the host is the limit",
-    "computing": "computing is the limit",
-}
 
 
 class PlanImprovement(FrozenModel):
@@ -35,104 +29,102 @@ class PlanImprovement(FrozenModel):
 
 
 class PlanExplanation(FrozenModel):
-    """Explanation of the best plan.
+    """Explanation of the best plan: the largest cost that memory, links or the host have.
 
-    `binds` is the plan's limit, the first of these that is true:
+    `binds` is the largest of these, in parts of the step, or `computing` if none is notable:
 
-    links       waiting for collectives takes more of the step than computing
-    host        the host, or copies by FSDP2 or an offload target, takes more of it than computing
-    memory      the fastest plan in twice as much is notably faster
-    computing   otherwise: the kernels themselves; the longest notable wait is named beside it
+    memory   what the best plan in twice as much would save
+    links    collectives that nothing hides, and what they slow down
+    host     waiting for launches of the host, or for an offload target
     """
 
     binds: Binding
-    because: str  # reason for `binds`, as text
+    because: str  # the share of the kernels, and this cost, as text
     lever: PlanImprovement | None  # the change that gains most, if any is notable
 
-    def limit_and_lever_lines(self) -> tuple[str, ...]:
-        """Returns what binds, and the largest lever, a sentence or two each."""
-        lever = [f"largest lever: {self.lever.text}"] if self.lever is not None else []
-        return f"{_LIMITS[self.binds]}: {self.because}", *lever
+    def lines(self) -> tuple[str, ...]:
+        """Returns the cost, and the change that gains most, a sentence or two each."""
+        if self.lever is None:
+            return (self.because,)
+        kind = "would free memory" if self.lever.plan is None else "would help most, of what was tried"
+        return self.because, f"{kind}: {self.lever.text}"
 
 
 def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanExplanation:
     """Returns the explanation of `found`, the result of a search of `run`."""
     plan = found.best
     assert plan is not None, "a plan that fits is explained"
-    binds, because = _binding_limit_and_reason(plan, found)
+    time = require_prediction(plan).time
+    again = f" ({_percent(time.recompute / time.total)} is recompute)" if time.recompute else ""
+    because = f"kernels take {_percent((time.compute + time.recompute) / time.total)} of the step{again}"
+    costs = [*_iterate_waits(plan), *_memory_costs(plan, found.best_in_twice, margin=run.memory_margin)]
+    share, binds, text = max(costs)
+    if share < NOTABLE:
+        binds, text = "computing", f"no cost of links, host or memory is {_percent(NOTABLE)}"
+    else:
+        text = f"largest cost that can be removed: {text}"
     lever = find_best_change(plan, hardware, spec=spec, run=run)
-    return PlanExplanation(binds=binds, because=because, lever=lever)
+    return PlanExplanation(binds=binds, because=f"{because}; {text}", lever=lever)
 
 
-def _binding_limit_and_reason(plan: Plan, found: SearchResult) -> tuple[Binding, str]:
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _memory_costs(plan: Plan, other: Plan | None, *, margin: float) -> Iterator[tuple[float, Binding, str]]:
+    """Yields what the plan `other`, which needs more memory than there is, would save; nothing if none."""
+    if other is None:
+        return
+    own, faster = require_prediction(plan), require_prediction(other)
+    lacks = faster.required_device_bytes / (1 - margin) - own.capacity_bytes
+    if lacks > 0 and faster.tokens_per_second > own.tokens_per_second:
+        share = 1 - own.tokens_per_second / faster.tokens_per_second
+        gain = _percent(faster.tokens_per_second / own.tokens_per_second - 1)
+        more = f"memory. With {format_bytes(lacks)} more per rank, the step would be {gain} faster"
+        yield share, "memory", f"{more}: {format_difference(other, plan)}"
+
+
+def _iterate_waits(plan: Plan) -> Iterator[tuple[float, Binding, str]]:
+    """Yields (fraction of the step, cause, text) of what the step waits for."""
     prediction = require_prediction(plan)
     time = prediction.time
-    computing = (time.compute + time.recompute) / time.total
-    longest = max(_notable_waits(prediction), key=lambda one: one[0], default=None)
-    if longest is not None and longest[0] > computing:
-        return longest[1:]
-    if reason := _reason_of_memory_limit(plan, found.fastest_in_twice or plan):
-        return "memory", reason
-    repeated = f"{100 * time.recompute / time.total:.0f} % of it to recompute activations"
-    again = f", {repeated}" if time.recompute else ""
-    waits = f"; {longest[2]}" if longest is not None else ""
-    return "computing", f"the model's kernels take {100 * computing:.0f} % of the step{again}{waits}"
-
-
-def _reason_of_memory_limit(plan: Plan, fastest: Plan) -> str | None:
-    """Returns how much faster `fastest`, of the plans in twice the memory, is; None if not notably."""
-    prediction, other = require_prediction(plan), require_prediction(fastest)
-    lacks = other.required_device_bytes - other.capacity_bytes
-    speedup = other.tokens_per_second / prediction.tokens_per_second - 1
-    if lacks <= 0 or speedup < NOTABLE:
-        return None
-    more = f"{format_bytes(lacks)} more than the {format_bytes(prediction.capacity_bytes)}"
-    change = f"{format_difference(fastest, plan)}, {100 * speedup:.0f} % faster"
-    return f"with {more} per rank: {change}"
-
-
-def _notable_waits(prediction: Prediction) -> Iterator[tuple[float, Binding, str]]:
-    """Yields (fraction of the step, limit, reason) of each notable part that is not computing."""
-    total, time = prediction.time.total, prediction.time
-    if time.offload > NOTABLE * total:
-        tier = prediction.offload
-        cause = tier.step_bottleneck if tier is not None else "copies of activations"
-        percent = 100 * time.offload / total
-        text = f"{percent:.0f} % of the step is waiting for the host and its drive: {cause}"
-        yield time.offload / total, "host", text
     waits = {
         "all-gather": time.exposed_all_gather,
         "reduce-scatter": time.exposed_reduce_scatter,
         "all-reduce": time.exposed_all_reduce,
-        "contention with collectives": time.contention,
-        "ranks that share matmuls or sequences": time.model_parallel,
+        "kernels slowed by collectives beside them": time.contention,
+        "exchanges of ranks that share matmuls, sequences or experts": time.model_parallel,
     }
-    share = sum(waits.values()) / total
-    if share > NOTABLE:
-        name, longest = max(waits.items(), key=lambda one: one[1])
-        most = f"most of it {name} ({format_seconds(longest)})"
-        yield share, "links", f"{100 * share:.0f} % of the step waits for links, {most}"
-    if time.engine > NOTABLE * total:
-        share = time.engine / total
-        yield share, "host", f"FSDP2's own copies and hooks are {100 * share:.0f} % of the step"
+    share, (name, most) = sum(waits.values()) / time.total, max(waits.items(), key=lambda one: one[1])
+    text = f"communication, {_percent(share)} of the step, most of it {name} ({format_seconds(most)})"
+    yield share, "links", text
+    share = time.launch_gaps / time.total
+    yield share, "host", f"waiting for the host to launch kernels, {_percent(share)} of the step"
+    share, tier = time.offload / time.total, prediction.offload
+    cause = "copies of activations" if tier is None else tier.step_bottleneck
+    yield share, "host", f"waiting for the host and its drive, {_percent(share)} of the step: {cause}"
 
 
 def format_difference(plan: Plan, chosen: Plan) -> str:
-    """Returns the settings of `plan` in which it differs from `chosen`, as text."""
-    texts = zip(_iterate_setting_texts(plan), _iterate_setting_texts(chosen), strict=True)
-    return ", ".join(own for own, other in texts if own != other) or "the same settings"
+    """Returns the settings in which `plan` differs: `microbatch 2 instead of 1, recompute none instead …`."""
+    pairs = zip(_iterate_settings(plan), _iterate_settings(chosen), strict=True)
+    texts = [f"{name}{own} instead of {other}" for (name, own), (_, other) in pairs if own != other]
+    return ", ".join(texts) or "the same settings"
 
 
-def _iterate_setting_texts(plan: Plan) -> Iterator[str]:
+def _iterate_settings(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields (name with a blank, value) of the settings that a search chooses."""
     run = plan.run
     over = "" if plan.shard_degree == 1 else f" over {plan.shard_degree:,}"
-    yield f"{plan.strategy}{over}"
-    yield f"microbatch {plan.microbatch}"
-    yield f"gradients reduced {'in each microbatch' if plan.sync_each_microbatch else 'once a step'}"
-    yield f"recompute {run.recompute.mode_text}"
-    yield "compiled" if run.run.compile is True else "not compiled"
-    yield f"offload {run.offload.tier}"
-    yield f"tensor parallel {plan.tensor_parallel}"
+    yield "", f"{plan.strategy}{over}"
+    yield "microbatch ", str(plan.microbatch)
+    yield "gradients reduced ", "in each microbatch" if plan.sync_each_microbatch else "once a step"
+    yield "recompute ", recompute_text(run)
+    yield "", "compiled blocks" if run.run.compile is True else "eager blocks"
+    yield "offload ", run.offload.tier
+    yield "tensor parallel ", str(plan.tensor_parallel)
+    yield "context parallel ", str(plan.context_parallel)
+    yield "expert parallel ", str(plan.expert_parallel)
 
 
 def find_best_change(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanImprovement | None:

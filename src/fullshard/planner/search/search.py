@@ -39,7 +39,7 @@ class SearchResult(FrozenModel):
 
     best: Plan | None  # the best plan that fits, by [Note: the choice]; None if none does
     fastest: Plan  # the fastest plan regardless of memory
-    fastest_in_twice: Plan | None  # the fastest plan that fits twice the memory; None if none does
+    best_in_twice: Plan | None  # the best plan that fits twice `limit_bytes`; None if none does
     closest: Plan | None  # if none fits, the plan that lacks the fewest bytes; otherwise None
     # for each `Candidate.strategy_label`, the best plan that fits, or else that needs the fewest bytes
     by_strategy: Mapping[str, Plan]
@@ -130,14 +130,14 @@ def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
         chosen = _find_best(costs, indices, limit=limit)
         by_kind[name] = _find_smallest(costs, indices) if chosen is None else chosen
     fastest, closest = _find_fastest(costs, order, limit=None), None
-    in_twice = _find_fastest(costs, order, limit=2 * costs.hardware.device_bytes_limit)
+    in_twice = _find_best(costs, own, limit=2 * limit)
     if best is None:
         closest = min((costs.plan(index) for index in by_kind.values()), key=_memory_shortfall_sort_key)
     assert fastest is not None, "something was considered"
     return SearchResult(
         best=None if best is None else costs.plan(best),
         fastest=costs.plan(fastest),
-        fastest_in_twice=None if in_twice is None else costs.plan(in_twice),
+        best_in_twice=None if in_twice is None else costs.plan(in_twice),
         closest=closest,
         by_strategy={name: costs.plan(index) for name, index in by_kind.items()},
         limit_bytes=limit,

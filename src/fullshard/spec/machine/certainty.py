@@ -34,8 +34,7 @@ def speed_deviation(numel: int, hardware: Hardware, *, mixture: bool = False) ->
 
     Of a size or chip without published rows, it is the worst of all rows, which may still be too little.
 
-    mixture: whether the model is a mixture of experts. There are too few rows of them for parts of these: the
-        deviation is the worst of them and of all other rows.
+    mixture: whether the model is a mixture of experts, whose deviation is that of mixtures alone
     """
     if hardware.device == "cpu":
         return None
@@ -43,11 +42,8 @@ def speed_deviation(numel: int, hardware: Hardware, *, mixture: bool = False) ->
     every, is_known = table["all"], hardware.chip.name.startswith(tuple(table["chips"]))
     if mixture:
         few = table["mixtures"]
-        grounds = (
-            f"the worst two of {every['rows']} published rows of other models (only {few['rows']} of "
-            "mixtures were compared, with evenly chosen experts)"
-        )
-        return SpeedDeviation(min(every["low"], few["low"]), max(every["high"], few["high"]), grounds)
+        grounds = f"the worst two of only {few['rows']} published rows of mixtures"
+        return SpeedDeviation(few["low"], few["high"], grounds)
     if is_known and numel >= table["parameters"]:
         spread = table["one_node" if hardware.nodes == 1 else "several_nodes"]
         where = "one node" if hardware.nodes == 1 else "several nodes"
