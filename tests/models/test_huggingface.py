@@ -198,6 +198,17 @@ def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None
         check_sequence_length(model, longer)
 
 
+def test_rows_longer_than_the_positions_of_an_encoder_are_refused(tmp_path: Path) -> None:
+    """Except data from Python, whose rows have lengths of their own."""
+    model = build_hf_model(section("bert", tmp_path))
+    longest = model.config.max_position_embeddings
+    longer = [f"model.hf={tmp_path}", f"data.sequence_length={longest + 1}"]
+    with pytest.raises(SpecError, match=f"max_position_embeddings = {longest}"):
+        check_sequence_length(model, Run.load(overrides=longer))
+    own = ["data.source=python", 'data.factory="package.module:make"']
+    check_sequence_length(model, Run.load(overrides=[*longer, *own]))
+
+
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     model, run = build_hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
     check_vocabulary(run, token_count=VOCABULARY, model=model)

@@ -9,7 +9,7 @@ from fullshard.errors import PlanError, SpecError
 from fullshard.planner.target import choose_global_batch, choose_hardware, resolve_model_to_plan
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
-from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from tests.fakes.hardware import hardware_of
 
 
@@ -23,8 +23,9 @@ def write_config(directory: Path, config: dict[str, object]) -> Path:
 @pytest.mark.parametrize("preset", read_presets(), ids=lambda preset: preset.name)
 def test_a_preset_is_a_run_of_that_model(preset):
     run = resolve_model_to_plan(preset.name).load_run([])
-    assert run.decoder_config == preset.model
-    assert run.data.sequence_length == min(8192, preset.model.max_sequence)
+    assert run.model == preset.model
+    longest = preset.model.max_sequence if isinstance(preset.model, DecoderConfig) else 8192
+    assert run.data.sequence_length == min(8192, longest)
 
 
 def test_settings_of_the_user_override_the_preset():
@@ -34,7 +35,11 @@ def test_settings_of_the_user_override_the_preset():
 
 @pytest.mark.parametrize(
     ("config", "length"),
-    [({"model_type": "gpt2", "n_positions": 1024}, 1024), ({"model_type": "vit", "image_size": 224}, 1)],
+    [
+        ({"model_type": "gpt2", "n_positions": 1024}, 1024),
+        ({"model_type": "llava", "text_config": {"max_position_embeddings": 77}}, 77),
+        ({"model_type": "vit", "image_size": 224}, 1),
+    ],
 )
 def test_config_gives_the_length_of_sequences(config: dict[str, object], length: int, tmp_path: Path):
     path = write_config(tmp_path, config)

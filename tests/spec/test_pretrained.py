@@ -100,12 +100,15 @@ PUBLISHED = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
     "smollm3-3b": 3_075_098_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
 }
 
 
 def parameters(model: DecoderConfig) -> int:
     d, kv = model.d_model, model.d_model // model.heads * model.kv_heads
-    block = 2 * d * d + 2 * d * kv + 3 * d * model.d_ff + 2 * d
+    experts = max(1, model.experts)
+    block = 2 * d * d + 2 * d * kv + experts * 3 * d * model.expert_width + model.experts * d + 2 * d
     return model.layers * block + d + (1 if model.tied else 2) * model.vocabulary * d
 
 
@@ -114,6 +117,7 @@ def test_preset_has_the_published_parameters(name):
     preset = preset_or_none(name)
     assert preset is not None
     model = preset.model
+    assert isinstance(model, DecoderConfig)
     head = model.d_model // model.heads
     left_out = 0
     if "biases" in preset.differs:
@@ -131,7 +135,9 @@ def test_names_and_repositories_are_distinct():
         assert preset_or_none(preset.name.upper()) is preset_or_none(preset.repository) is preset
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "google/gemma-2-9b", "Qwen3-4B", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt2-xl", "google/gemma-2-9b", "Qwen3-4B", "mixtral-8x7b-tuned"]
+)
 def test_model_that_the_decoder_cannot_express_is_refused(name):
     with pytest.raises(SpecError, match="reference decoder cannot express it: ") as raised:
         preset_or_none(name)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.errors import SpecError
 from fullshard.planner.describe.describe_run import (
     SHIPPED_FILE,
     build_spec_key,
@@ -44,6 +45,33 @@ def gpt2(directory: Path) -> str:
     path = directory / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
     return f"model.hf={json.dumps(str(path))}"
+
+
+def test_an_encoder_decoder_is_described_with_its_trained_bias(tmp_path: Path) -> None:
+    """cuDNN's kernel has no gradient of a bias; without decoder_start_token_id, labels are not shifted."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 256}
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = (
+        f"model.hf={json.dumps(str(tmp_path))}",
+        "recompute.mode=none",
+        "run.compile=false",
+        *SMALL[4:],
+    )
+    spec = describe_run(Run.load(overrides=settings), "cuda", attention_kernel="cudnn")
+    assert spec.sequence_length == 16
+    assert any(kernel.kind == "attention_backward" for kernel in spec.kernels)
+
+
+def test_rows_longer_than_the_positions_are_not_described(tmp_path: Path) -> None:
+    """They were traced shorter, and counted as long as asked for."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = resolve_model_to_plan(str(tmp_path)).load_run(["precision.mode=bf16"])
+    with pytest.raises(SpecError, match=r"data.sequence_length = 8192 is longer .*") as raised:
+        describe_run(run, "cuda")
+    assert "data.sequence_length = 512" in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["run", "plan", "config"])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -20,6 +21,7 @@ from fullshard.planner.describe.describe_run import (
     version_without_build,
     write_cached_spec,
 )
+from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import (
     Kernel,
     LinearInMicrobatch,
@@ -32,6 +34,7 @@ from fullshard.spec.model import (
 from fullshard.spec.plan import Plan, Precision
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
+from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.spec.settings.train_section import RecomputeSection
 
 SPEC = ModelSpec(
@@ -191,11 +194,11 @@ def test_code_from_elsewhere_is_not_cached(overrides: tuple[str, ...]) -> None:
     assert build_spec_key(Run.load(overrides=overrides), "cpu") is None
 
 
-def shipped_key(name: str, *settings: str) -> SpecKey:
+def shipped_key(name: str, *settings: str, kernel: AttentionKernel = "flash") -> SpecKey:
     from fullshard.planner.target import resolve_model_to_plan
 
     run = resolve_model_to_plan(name).load_run(["precision.mode=bf16", *settings])
-    found = build_spec_key(run, "cuda")
+    found = build_spec_key(run, "cuda", attention_kernel=kernel)
     assert found is not None
     return found
 
@@ -205,7 +208,11 @@ def test_every_preset_is_shipped() -> None:
     if not specs:
         pytest.skip("shipped for another torch")
     keys = {shipped_key(preset.name).settings for preset in read_presets()}
-    keys.add(shipped_key("llama3.1-405b", "sharding.tensor_parallel=8").settings)
+    for name in ("llama3.1-405b", "mixtral-8x22b"):
+        keys.add(shipped_key(name, "sharding.tensor_parallel=8").settings)
+    for preset in read_presets():
+        if isinstance(preset.model, HuggingFaceModel):
+            keys |= {shipped_key(preset.name, kernel=kernel).settings for kernel in get_args(AttentionKernel)}
     assert set(specs) == keys, "bench/preset_specs.py"
 
 
