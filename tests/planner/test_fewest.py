@@ -9,6 +9,7 @@ from fullshard.planner.fewest import least_rank_seconds_per_token, plan_fewest_g
 from fullshard.planner.result import PlanRequest, search_degrees
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.target import ModelToPlan
+from fullshard.report.plan import TrainingBudget
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -89,10 +90,9 @@ def test_fewest_gpus_are_those_of_every_number_of_nodes(case: str):
     deadline = quickest + float(part) * (slowest - quickest)
     expected = min(ranks for ranks, one in days.items() if one <= deadline)
     found = plan_fewest_gpus(
-        lambda nodes, each: request(name, nodes, each, **question),  # type: ignore[arg-type]
-        tokens=TOKENS,
+        lambda *, size=(1, NODE), quiet=False: request(name, *size, **question),  # type: ignore[arg-type]
         days=deadline,
-        ranks_per_node=NODE,
+        budget=TrainingBudget(tokens=TOKENS),
     )
     assert found.best.world_size == expected
     assert found.answer.startswith(f"{expected} GPUs are the fewest for ")
@@ -111,9 +111,8 @@ def test_kernels_alone_take_no_longer_than_any_plan(name: str):
 def test_a_deadline_that_no_number_meets_names_the_quickest():
     with pytest.raises(PlanError, match="no number of GPUs that was tried is done in 0.001 days") as raised:
         plan_fewest_gpus(
-            lambda nodes, each: request("small", nodes, each, batch=8, scale=1.0),
-            tokens=TOKENS,
+            lambda *, size=(1, NODE), quiet=False: request("small", *size, batch=8, scale=1.0),
             days=0.001,
-            ranks_per_node=NODE,
+            budget=TrainingBudget(tokens=TOKENS),
         )
     assert "--tokens-per-step" in str(raised.value)

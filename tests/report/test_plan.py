@@ -110,11 +110,11 @@ def test_a_budget_is_time_and_hours_and_money():
     plan, tokens = predicted(), 15 * 10**12
     text = rows(plan, budget=TrainingBudget(tokens=tokens, price_per_hour=2.5))
     hours = 15e12 / (128 * 8192 / 2.0) / 3600 * 8
-    assert text["15.0T tokens"] == f"331.1 days, {hours:,.0f} GPU hours"
+    assert text["15.0T tokens"] == f"{hours:,.0f} GPU hours"
     assert text["price"] == f"$2.50 for a GPU hour, ${2.5 * hours / 15000:.2f} per billion tokens"
     assert text["plan"] == f"fits; 524k tokens/s; 15.0T tokens in 331.1 days for ${2.5 * hours:,.0f}"
     text = rows(plan, budget=TrainingBudget(tokens=tokens))
-    assert text["15.0T tokens"].endswith("63,578 GPU hours")
+    assert text["15.0T tokens"] == "63,578 GPU hours"
     assert "price" not in text
     assert text["plan"] == "fits; 524k tokens/s; 15.0T tokens in 331.1 days"
 

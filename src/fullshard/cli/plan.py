@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,7 +11,7 @@ import typer
 from fullshard.cli.options import AsJson, Overrides, complete_presets, require_positive_number
 
 if TYPE_CHECKING:
-    from fullshard.planner.result import PlanOptions, PlanResult
+    from fullshard.planner.result import PlanOptions
 
 Model = Annotated[
     str | None,
@@ -105,6 +106,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     show_list: List = False,
 ) -> None:
     """Predict the memory and time of a run; choose what is fastest."""
+    from fullshard.planner.fewest import plan_fewest_gpus
     from fullshard.planner.result import (
         PlanOptions,
         check_output_replaceable,
@@ -126,7 +128,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     question = options.build_request(on, quiet=fewest_gpus_in_days is not None)
     spend = options.budget_on(question.hardware)
     if fewest_gpus_in_days is not None:
-        answer = _plan_fewest_gpus(options, on, question.hardware.ranks_per_node, days=fewest_gpus_in_days)
+        answer = plan_fewest_gpus(partial(options.build_request, on), days=fewest_gpus_in_days, budget=spend)
     else:
         answer = search_and_explain(question) if largest is None else plan_largest_input(question, largest)
     if save is not None:
@@ -134,27 +136,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     if as_json:
         return typer.echo(json.dumps(answer.json_record(spend), indent=2))
     return answer.print_report(spend, compare=compare)
-
-
-def _plan_fewest_gpus(
-    options: "PlanOptions", on: str | None, ranks_per_node: int, *, days: float
-) -> "PlanResult":
-    """Returns the plan of the fewest GPUs that are quick enough. Raises SpecError without a --budget."""
-    from fullshard.errors import SpecError
-    from fullshard.planner.fewest import plan_fewest_gpus
-    from fullshard.quantities import parse_count
-
-    if options.budget is None:
-        raise SpecError("--fewest-gpus-in-days needs a number of tokens.", fix="--budget 15T")
-    answer = plan_fewest_gpus(
-        lambda nodes, ranks: options.build_request(on, size=(nodes, ranks), quiet=True),
-        tokens=parse_count(options.budget),
-        days=days,
-        ranks_per_node=ranks_per_node,
-    )
-    found = answer.question.hardware
-    options.build_request(on, size=(found.nodes, found.ranks_per_node))  # for its notes
-    return answer
 
 
 def _show_presets_and_chips() -> None:

@@ -6,15 +6,16 @@ from the fewest on, except those whose kernels alone would take too long: all FL
 their kind. Ranks that share sequences, matmuls or experts compute no fewer FLOP together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, count
 
-from fullshard.errors import PlanError
+from fullshard.errors import PlanError, SpecError
 from fullshard.planner.predict.phases import nearest_dtype_rate_curve
 from fullshard.planner.result import PlanRequest, PlanResult, search_and_explain, search_degrees
 from fullshard.planner.search.candidates import require_prediction
-from fullshard.report.plan import format_duration
-from fullshard.spec.machine.hardware import MOST_RANKS, Hardware
+from fullshard.report.plan import TrainingBudget, format_duration
+from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.settings.run_checks import divisors
 
@@ -23,22 +24,25 @@ MOST_TIMES, FIRST_NODES = 4, 16
 
 
 def plan_fewest_gpus(
-    build_request: Callable[[int, int], PlanRequest], *, tokens: int, days: float, ranks_per_node: int
+    build_request: Callable[..., PlanRequest], *, days: float, budget: TrainingBudget | None
 ) -> PlanResult:
-    """Returns the plan of the fewest GPUs that process `tokens` in `days`, on parts of a node or whole ones.
+    """Returns the plan of the fewest GPUs that process the budget's tokens in `days`.
 
-    build_request: returns the question for (nodes, ranks per node), or raises PlanError if the batch of a
-        step cannot be divided over them
+    build_request: see `PlanOptions.build_request`; raises PlanError if the ranks cannot divide the batch
 
-    Raises PlanError if none of the numbers that are tried does, with the fastest of them.
+    Raises SpecError without tokens, and PlanError if none of the numbers that are tried is quick enough.
     """
+    if budget is None or (tokens := budget.tokens) is None:
+        raise SpecError("the fewest GPUs for some days need a number of tokens.", fix="--budget 15T")
+    ranks_per_node = build_request(quiet=True).hardware.ranks_per_node
     deadline, least, fastest = days * 86400, 0.0, (float("inf"), 0)
-    for nodes, each in _iterate_sizes(ranks_per_node):
+    parts = ((1, part) for part in divisors(ranks_per_node))
+    for nodes, each in chain(parts, ((nodes, ranks_per_node) for nodes in count(2))):
         ranks = nodes * each
         if nodes > MOST_TIMES * max(least / ranks_per_node, FIRST_NODES):
             break
         try:
-            question = build_request(nodes, each)
+            question = build_request(size=(nodes, each), quiet=True)
             least = tokens * least_rank_seconds_per_token(question.spec, question.hardware) / deadline
             best = None if ranks < least else search_degrees(question).found.best
         except PlanError:
@@ -48,21 +52,15 @@ def plan_fewest_gpus(
         seconds = tokens / require_prediction(best).tokens_per_second
         if seconds <= deadline:
             answer = f"{ranks:,} GPUs are the fewest for {days:g} days"
-            return replace(search_and_explain(question), answer=answer)
+            return replace(search_and_explain(build_request(size=(nodes, each))), answer=answer)
         fastest = min(fastest, (seconds, ranks))
-    found = "nothing fits" if not fastest[1] else f"{format_duration(fastest[0])} on {fastest[1]:,} GPUs"
+    found = f"{format_duration(fastest[0])} on {fastest[1]:,} GPUs" if fastest[1] else "nothing fits"
     raise PlanError(
         f"no number of GPUs that was tried is done in {days:g} days.",
         got=f"the quickest: {found}",
         why=f"tried are {MOST_TIMES} times as many as would do if only kernels took time",
         fix="more days, or more tokens a step (--tokens-per-step), which more GPUs can share",
     )
-
-
-def _iterate_sizes(ranks_per_node: int) -> Iterator[tuple[int, int]]:
-    """Yields (nodes, ranks per node): parts of a node, then whole nodes."""
-    yield from ((1, part) for part in divisors(ranks_per_node))
-    yield from ((nodes, ranks_per_node) for nodes in range(2, MOST_RANKS // ranks_per_node + 1))
 
 
 def least_rank_seconds_per_token(spec: ModelSpec, hardware: Hardware) -> float:
@@ -73,16 +71,13 @@ def least_rank_seconds_per_token(spec: ModelSpec, hardware: Hardware) -> float:
     widest = max(1.0, *(point.rate for curve in curves for point in curve or ()))
     found: list[float] = []
     for trace in spec.traces:
-        for microbatch in (1, 1024) if trace.microbatch is None else (trace.microbatch,):
-            seconds = 0.0
-            for phase in trace.phases:
-                inside = (r.times for r in trace.repeats if r.first <= phase.unit < r.first + r.units)
-                times = next(inside, 1)
-                for launch in phase.work:
-                    kernel = spec.kernels[launch.kernel]
-                    if kernel.kind in ("matmul", "attention", "attention_backward"):
-                        curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
-                        flops = times * launch.times * kernel.flops.value_at(microbatch)
-                        seconds += flops / (widest * max(point.rate for point in curve))
-            found.append(seconds * shared / (microbatch * spec.sequence_length))
+        seconds, microbatch = 0.0, trace.microbatch or 1
+        for phase in trace.phases:
+            times = next((r.times for r in trace.repeats if r.first <= phase.unit < r.first + r.units), 1)
+            for kernel, launches in ((spec.kernels[one.kernel], one.times) for one in phase.work):
+                if kernel.kind in ("matmul", "attention", "attention_backward"):
+                    curve = nearest_dtype_rate_curve(getattr(rates, kernel.kind), kernel.dtype)
+                    flops = times * launches * kernel.flops.value_at(microbatch)
+                    seconds += flops / (widest * max(point.rate for point in curve))
+        found.append(seconds * shared / (microbatch * spec.sequence_length))
     return min(found)

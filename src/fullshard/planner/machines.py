@@ -103,19 +103,7 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
         if row.plan is None:
             yield (row.name, *("-" * (4 + len(columns))))
             continue
-        prediction, cells = require_prediction(row.plan), dict.fromkeys(columns, "-")
-        if row.budget is not None:
-            known = {
-                "time": row.budget.training_seconds(prediction),
-                "dollars": row.budget.cost_dollars(row.plan, prediction),
-                "$ per 1B": row.budget.dollars_per_billion_tokens(row.plan, prediction),
-            }
-            shows = {"time": format_duration}
-            cells |= {
-                name: shows.get(name, format_amount)(value)
-                for name, value in known.items()
-                if value is not None and name in columns
-            }
+        prediction, cells = require_prediction(row.plan), dict.fromkeys(columns, "-") | _budget_cells(row)
         yield (
             row.name,
             format_count(prediction.tokens_per_second),
@@ -127,10 +115,18 @@ def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ..
 
 
 def _budget_columns(rows: Sequence[MachineRow]) -> tuple[str, ...]:
-    budgets = [row.budget for row in rows if row.budget is not None]
-    tokens, priced = any(one.tokens for one in budgets), any(one.price_per_hour for one in budgets)
-    known = {"time": tokens, "dollars": tokens and priced, "$ per 1B": priced and not tokens}
-    return tuple(name for name, shown in known.items() if shown)
+    return tuple(dict.fromkeys(name for row in rows for name in _budget_cells(row)))
+
+
+def _budget_cells(row: MachineRow) -> dict[str, str]:
+    """Returns time and dollars for the tokens, or without tokens, dollars for a billion, where known."""
+    if row.plan is None or row.budget is None:
+        return {}
+    prediction, budget = require_prediction(row.plan), row.budget
+    seconds, cost = budget.training_seconds(prediction), budget.cost_dollars(row.plan, prediction)
+    each = None if budget.tokens else budget.dollars_per_billion_tokens(row.plan, prediction)
+    dollars = {name: format_amount(one) for name, one in (("dollars", cost), ("$ per 1B", each)) if one}
+    return ({"time": format_duration(seconds)} if seconds else {}) | dollars
 
 
 def machine_record(row: MachineRow) -> Mapping[str, object]:

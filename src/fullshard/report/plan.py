@@ -76,14 +76,13 @@ class TrainingBudget(FrozenModel):
 
     def texts(self, plan: Plan, prediction: Prediction) -> Iterator[str]:
         """Yields time and dollars for the tokens; or without these, dollars per hour and billion tokens."""
-        seconds, cost = self.training_seconds(prediction), self.cost_dollars(plan, prediction)
-        each = self.dollars_per_billion_tokens(plan, prediction)
-        if self.tokens and seconds:
-            dollars = f" for ${format_amount(cost)}" if cost else ""
-            yield f"{format_count(self.tokens)} tokens in {format_duration(seconds)}{dollars}"
-        elif self.price_per_hour and each:
-            yield f"${format_amount(self.price_per_hour * plan.world_size)} an hour"
-            yield f"${format_amount(each)} per billion tokens"
+        record = cast(dict[str, float], self.json_record(plan, prediction))
+        if self.tokens:
+            dollars = f" for ${format_amount(record['dollars'])}" if self.price_per_hour else ""
+            yield f"{_tokens_text(self.tokens)} in {format_duration(record['seconds'])}{dollars}"
+        elif self.price_per_hour:
+            yield f"${format_amount(record['dollars_per_hour'])} an hour"
+            yield f"${format_amount(record['dollars_per_billion_tokens'])} per billion tokens"
 
 
 class PlanReport(NamedTuple):
@@ -368,15 +367,16 @@ def _speed_rows(
 
 def _budget_rows(budget: TrainingBudget, plan: Plan, *, prediction: Prediction) -> Iterator[tuple[str, str]]:
     kind = "GPU" if plan.device == "cuda" else "rank"
-    hours, seconds = budget.rank_hours(plan, prediction), budget.training_seconds(prediction)
-    if budget.tokens and hours and seconds:
-        yield (
-            f"{format_count(budget.tokens)} tokens",
-            f"{format_duration(seconds)}, {format_amount(hours)} {kind} hours",
-        )
+    if budget.tokens and (hours := budget.rank_hours(plan, prediction)):
+        yield _tokens_text(budget.tokens), f"{format_amount(hours)} {kind} hours"
     if price := budget.price_per_hour:
         each = format_amount(budget.dollars_per_billion_tokens(plan, prediction) or 0.0)
         yield "price", f"${format_amount(price)} for a {kind} hour, ${each} per billion tokens"
+
+
+def _tokens_text(count: int) -> str:
+    """Returns `100B tokens`: billions are customary here, not giga."""
+    return f"{format_count(count).replace('G', 'B')} tokens"
 
 
 def format_duration(seconds: float) -> str:

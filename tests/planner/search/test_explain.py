@@ -23,7 +23,11 @@ def test_slow_links_are_the_largest_cost_where_memory_is_enough(scale: float, co
     hardware = hardware_of(1, 8, gib=4000, scale=scale).model_copy(update={"contention": 0.0})
     found = explained(hardware)
     assert found.binds == cost
-    words = "largest cost that can be removed: communication, " if cost == "links" else "no cost of links, "
+    words = (
+        "largest cost that can be removed: communication, "
+        if cost == "links"
+        else "links, host and memory cost less "
+    )
     assert re.match(rf"kernels take \d+ % of the step( .*)?; {words}", found.because)
 
 

@@ -46,7 +46,7 @@ class PlanExplanation(FrozenModel):
         """Returns the cost, and the change that gains most, a sentence or two each."""
         if self.lever is None:
             return (self.because,)
-        kind = "would free memory" if self.lever.plan is None else "would help most, of what was tried"
+        kind = "would free memory" if self.lever.plan is None else "best of the other changes tried"
         return self.because, f"{kind}: {self.lever.text}"
 
 
@@ -55,12 +55,12 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
     plan = found.best
     assert plan is not None, "a plan that fits is explained"
     time = require_prediction(plan).time
-    again = f" ({_percent(time.recompute / time.total)} is recompute)" if time.recompute else ""
+    again = f" (recompute: {_percent(time.recompute / time.total)})" if time.recompute else ""
     because = f"kernels take {_percent((time.compute + time.recompute) / time.total)} of the step{again}"
     costs = [*_iterate_waits(plan), *_memory_costs(plan, found.best_in_twice, margin=run.memory_margin)]
     share, binds, text = max(costs)
     if share < NOTABLE:
-        binds, text = "computing", f"no cost of links, host or memory is {_percent(NOTABLE)}"
+        binds, text = "computing", f"links, host and memory cost less than {_percent(NOTABLE)} each"
     else:
         text = f"largest cost that can be removed: {text}"
     lever = find_best_change(plan, hardware, spec=spec, run=run)
@@ -96,7 +96,7 @@ def _iterate_waits(plan: Plan) -> Iterator[tuple[float, Binding, str]]:
         "exchanges of ranks that share matmuls, sequences or experts": time.model_parallel,
     }
     share, (name, most) = sum(waits.values()) / time.total, max(waits.items(), key=lambda one: one[1])
-    text = f"communication, {_percent(share)} of the step, most of it {name} ({format_seconds(most)})"
+    text = f"communication, {_percent(share)} of the step, mainly {name} ({format_seconds(most)})"
     yield share, "links", text
     share = time.launch_gaps / time.total
     yield share, "host", f"waiting for the host to launch kernels, {_percent(share)} of the step"
