@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"training", "parallel", "survival", "report"} | SHARED,
     "jobs": {"observe", "training", "weights", "planner", "parallel", "report"} | LOWER | SHARED,
     "cli": {"jobs", "observe", "weights", "planner", "report", "convert", ""} | LOWER | SHARED,
-    "": {"training", "weights", "planner", "parallel"} | LOWER | SHARED,
+    "": {"training", "weights", "planner", "parallel", "report"} | LOWER | SHARED,
     "__main__": {"cli"},
 }
 PURE = {"convert", "report", "planner.predict", "planner.search"}

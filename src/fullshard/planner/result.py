@@ -4,6 +4,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -230,7 +231,8 @@ def search_and_explain(question: PlanRequest) -> PlanResult:
     searched = search_degrees(question)
     run, spec, found = searched
     best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
-    explanation = explain_plan(found, question.hardware, spec=spec, run=run)
+    describe = partial(question.subject.describe_model, hardware=question.hardware)
+    explanation = explain_plan(found, question.hardware, spec=spec, run=run, describe=describe)
     return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
 
 

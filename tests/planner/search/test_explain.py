@@ -9,7 +9,7 @@ from fullshard.planner.search.explain import NOTABLE, PlanExplanation, explain_p
 from fullshard.planner.search.search import search
 from fullshard.spec.machine.hardware import Hardware
 from tests.fakes.hardware import hardware_of
-from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
+from tests.fakes.specs import LLAMA_8B, MODES, decoder_spec, run_for
 
 
 def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> PlanExplanation:
@@ -86,6 +86,17 @@ def test_the_largest_lever_is_a_pinned_setting_that_costs_most():
     assert lever is not None
     assert lever.change == 'recompute.mode = "auto"'
     assert lever.gain > 0.1
+
+
+def test_a_pinned_recompute_is_tried_with_the_spec_of_the_open_run():
+    """A run that pins its mode is traced in this mode alone."""
+    hardware, pinned = hardware_of(1, 8, gib=4000), ("recompute.mode=full", "train.global_batch=16")
+    spec, run = decoder_spec(LLAMA_8B, modes=MODES[1:2]), run_for(LLAMA_8B, *pinned)
+    found = search(spec, hardware, run)
+    said = explain_plan(found, hardware, spec=spec, run=run, describe=lambda _: decoder_spec(LLAMA_8B))
+    assert said.lever is not None
+    assert said.lever.change == 'recompute.mode = "auto"'
+    assert "recompute none instead of full" in said.lever.text
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_mixture_is_less_certain_than_any_other_model():
 
 
 def test_the_spread_of_mixtures_is_of_all_their_published_rows():
-    """Of the blind rows, too, none of which was within the bars of other models."""
+    """The blind rows are among them, none of which was within the bars of other models."""
     page, blind = MIXTURES.read_text(), PAGES[1].read_text().partition("## Mixtures of experts")[2]
     late = re.search(r"\| Megatron Core Qwen3 235B-A22B, .*\| (-[\d.]+) % \|", page)
     assert late is not None

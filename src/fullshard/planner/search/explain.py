@@ -1,6 +1,6 @@
 """Explanation of a search's result: the largest cost that can be removed, and which change gains most."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, cast
 
 from fullshard.errors import PlanError
@@ -16,6 +16,7 @@ from fullshard.spec.value import FrozenModel
 
 # Fraction of the step from which a difference is reported: it would be noticeable.
 NOTABLE = 0.03
+Describe = Callable[[Run], ModelSpec]
 Binding = Literal["memory", "links", "host", "computing"]
 
 
@@ -50,8 +51,13 @@ class PlanExplanation(FrozenModel):
         return self.because, f"{kind}: {self.lever.text}"
 
 
-def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanExplanation:
-    """Returns the explanation of `found`, the result of a search of `run`."""
+def explain_plan(
+    found: SearchResult, hardware: Hardware, *, spec: ModelSpec, run: Run, describe: Describe | None = None
+) -> PlanExplanation:
+    """Returns the explanation of `found`, the result of a search of `run`.
+
+    describe: returns the spec of a run whose recompute mode is not pinned, which `spec` may not be of
+    """
     plan = found.best
     assert plan is not None, "a plan that fits is explained"
     time = require_prediction(plan).time
@@ -63,7 +69,7 @@ def explain_plan(found: SearchResult, hardware: Hardware, *, spec: ModelSpec, ru
         binds, text = "computing", f"links, host and memory cost less than {_percent(NOTABLE)} each"
     else:
         text = f"largest cost that can be removed: {text}"
-    lever = find_best_change(plan, hardware, spec=spec, run=run)
+    lever = find_best_change(plan, hardware, spec=spec, run=run, describe=describe)
     return PlanExplanation(binds=binds, because=f"{because}; {text}", lever=lever)
 
 
@@ -127,7 +133,9 @@ def _iterate_settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "expert parallel ", str(plan.expert_parallel)
 
 
-def find_best_change(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run) -> PlanImprovement | None:
+def find_best_change(
+    plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run, describe: Describe | None = None
+) -> PlanImprovement | None:
     """Returns the change that gains most tokens/s per rank over `plan`, if it is notable.
 
     Tried are: a pinned microbatch, recompute or sharding left to the planner, compiled blocks, a batch twice
@@ -138,7 +146,9 @@ def find_best_change(plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Ru
     tiers = (cast("Tier", plan.run.offload.tier),)
     for change, other, machine in _iterate_changes(plan, hardware, run=run):
         try:
-            found = search(spec, machine, other, tiers=tiers).best
+            frees = describe is not None and other.recompute.mode != run.recompute.mode
+            own_spec = describe(other) if describe and frees else spec
+            found = search(own_spec, machine, other, tiers=tiers).best
         except PlanError:
             continue  # impossible on these ranks, or not traced
         if found is None:

@@ -17,13 +17,13 @@ Plans that offload are compared only if none fits without. Ranks that share sequ
 with the number that is chosen without them, if it has a plan that fits without offload.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.search import candidates
-from fullshard.planner.search.explain import NOTABLE
+from fullshard.planner.search.explain import NOTABLE, Describe
 from fullshard.planner.search.search import SearchResult, list_offload_targets, search
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -36,8 +36,6 @@ LEAST_TOKENS = 8192
 """Fewest tokens of a sequence per rank that a search tries. Shorter parts make smaller matmuls."""
 EXPOSED = 0.1
 """Fraction of a step in waiting for parameters and gradients above which shared matmuls are tried."""
-
-Describe = Callable[[Run], ModelSpec]
 
 
 class DegreeSearch(NamedTuple):
