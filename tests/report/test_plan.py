@@ -138,6 +138,8 @@ def test_the_answer_is_the_first_line_and_is_of_the_plan_that_does_not_fit_too()
     assert rows(with_prediction(predicted(), activations=tight))["plan"].startswith(
         "does not fit, with 3.00 GiB of host memory per rank; "
     )
+    unknown = rows(with_prediction(predicted(), offload=OffloadTerms(host_bytes=3 * GIB)))["plan"]
+    assert unknown.startswith("fits, with 3.00 GiB of host memory per rank, which is not checked; ")
 
 
 def test_a_printed_plan_is_its_page(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from fullshard.report.plan import (
 )
 from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip
-from fullshard.spec.machine.certainty import speed_deviation_of_model
+from fullshard.spec.machine.certainty import speed_deviation_of_plan
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.plan import Plan
 
@@ -134,7 +134,7 @@ def machine_record(row: MachineRow) -> Mapping[str, object]:
     if row.plan is None or row.question is None:
         return {"machine": row.name, "reason": row.reason}
     prediction, hardware = require_prediction(row.plan), row.question.hardware
-    certainty = speed_deviation_of_model(row.question.spec, hardware)
+    certainty = speed_deviation_of_plan(row.question.spec, hardware, row.plan)
     return {
         "machine": row.name,
         "reason": None,
@@ -161,7 +161,7 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
     batch = f"microbatch {row.plan.microbatch} × {row.plan.accumulation}, {tokens} tokens a step"
     rest = f"recompute {recompute_text(row.plan.run)}, {format_bytes(hardware.device_bytes_limit)} usable"
     yield row.name, f"{sharding_text(row.plan)}{offload}, {batch}, {rest}"
-    if (certainty := speed_deviation_of_model(row.question.spec, hardware)) is not None:
+    if (certainty := speed_deviation_of_plan(row.question.spec, hardware, row.plan)) is not None:
         yield "", certainty.text
     entry = find_catalog_entry_of_chip(hardware.chip)
     if hardware.calibration != "none":

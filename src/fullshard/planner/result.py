@@ -17,7 +17,7 @@ from fullshard.planner.target import ModelToPlan, choose_global_batch, choose_ha
 from fullshard.quantities import format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, plan_rows, show_plan_table
 from fullshard.report.table import show_labelled_lines
-from fullshard.spec.machine.certainty import speed_deviation_of_model
+from fullshard.spec.machine.certainty import speed_deviation_of_plan
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
@@ -161,7 +161,7 @@ class PlanResult:
         if self.explanation is not None:
             why = list(self.explanation.lines())
         why += map(str, self.question.spec.untraced)
-        certainty = speed_deviation_of_model(self.question.spec, self.question.hardware)
+        certainty = speed_deviation_of_plan(self.question.spec, self.question.hardware, self.best)
         page = PlanReport(
             self.best,
             self.question.asked,
@@ -208,7 +208,7 @@ class PlanResult:
             data["considered"] = self.found.considered
             plans = self.found.by_strategy.items()
             data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
-        if (certainty := speed_deviation_of_model(spec, hardware)) is not None:
+        if (certainty := speed_deviation_of_plan(spec, hardware, best)) is not None:
             data["certainty"] = certainty._asdict()
         return data
 

@@ -147,7 +147,11 @@ def _fit_text(prediction: Prediction) -> str:
         return f"does not fit: {format_bytes(over)} more than a rank has"
     host = prediction.host_bytes_per_rank
     used = f", with {format_bytes(host)} of host memory per rank" if host else ""
-    return "fits" + used if prediction.fits_in_memory else f"does not fit{used}"
+    if not prediction.fits_in_memory:
+        return f"does not fit{used}"
+    parts = (prediction.offload, prediction.activations)
+    is_known = all(part.host_capacity_bytes for part in parts if part is not None)
+    return f"fits{used}" if is_known else f"fits{used}, which is not checked"
 
 
 def _rate_text(prediction: Prediction) -> str:

@@ -66,6 +66,7 @@ def test_small_models_and_chips_without_rows_are_less_certain():
     for found in (
         speed_deviation(100_000_000, hopper),
         speed_deviation(8_000_000_000, other),
+        speed_deviation(8_000_000_000, hopper, offloads=True),
     ):
         assert found is not None
         assert found.high - found.low > known.high - known.low

@@ -56,7 +56,7 @@ def explain_plan(
 ) -> PlanExplanation:
     """Returns the explanation of `found`, the result of a search of `run`.
 
-    describe: returns the spec of a run whose recompute mode is not pinned, which `spec` may not be of
+    describe: returns the spec of a run with another recompute mode, or compiled, which `spec` may not have
     """
     plan = found.best
     assert plan is not None, "a plan that fits is explained"
@@ -146,8 +146,8 @@ def find_best_change(
     tiers = (cast("Tier", plan.run.offload.tier),)
     for change, other, machine in _iterate_changes(plan, hardware, run=run):
         try:
-            frees = describe is not None and other.recompute.mode != run.recompute.mode
-            own_spec = describe(other) if describe and frees else spec
+            retraced = (other.recompute.mode, other.run.compile) != (run.recompute.mode, run.run.compile)
+            own_spec = describe(other) if describe is not None and retraced else spec
             found = search(own_spec, machine, other, tiers=tiers).best
         except PlanError:
             continue  # impossible on these ranks, or not traced
