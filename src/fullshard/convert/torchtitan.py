@@ -21,6 +21,7 @@ from fullshard.convert.rules import (
     parse_positive_integer,
 )
 from fullshard.spec.pretrained import preset_or_none
+from fullshard.spec.settings.model_section import DecoderConfig
 
 _FLOAT8 = ("float8", "quantize.linear.float8")
 
@@ -119,15 +120,16 @@ def _convert_model_flavor(state: ConversionState) -> None:
     missing = (
         '[model] takes the sizes of a decoder, hf = "<directory or config.json>", or a module of Python\'s'
     )
-    if preset is not None:
-        for field, value in preset.model.model_dump().items():
+    model = None if preset is None else preset.model
+    if preset is not None and isinstance(model, DecoderConfig):
+        for field, value in model.model_dump().items():
             state.infer_setting(f"model.{field}", value, origin=preset.name)
     for key in ("model.name", "model.flavor"):
-        if preset is None:
+        if preset is None or not isinstance(model, DecoderConfig):
             state.record_unsupported(key, missing, misses="model.d_model")
         else:
             why = f"and the other sizes of {preset.name}"
-            state.record_setting(key, "model.d_model", value=preset.model.d_model, why=why)
+            state.record_setting(key, "model.d_model", value=model.d_model, why=why)
 
 
 def _convert_activation_checkpoint(state: ConversionState) -> None:

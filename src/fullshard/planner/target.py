@@ -73,9 +73,9 @@ def resolve_model_to_plan(name: str | None) -> ModelToPlan:
         raise SpecError(f"{name} cannot be read.", got="no such file")
     cached = pretrained.find_cached_config(name) if "/" in name else None
     preset = pretrained.preset_or_none(name) if cached is None else None
-    if preset is not None and isinstance(preset.model, HuggingFaceModel):
-        return _model_to_plan_from_hf_config(Path(preset.model.hf), name=preset.name)
     if preset is not None:
+        if isinstance(preset.model, HuggingFaceModel):
+            return _model_to_plan_from_hf_config(Path(preset.model.hf), name=preset.name)
         differs = (preset.differs,) if preset.differs else ()
         return ModelToPlan(name=preset.name, settings=_model_as_overrides(preset.model), differs=differs)
     cached = cached or pretrained.find_cached_config(name)
