@@ -103,7 +103,8 @@ class PlanReport(NamedTuple):
 def plan_page(plan: Plan) -> str:
     """Returns the page about a plan, as `print(plan)` prints it, without lines about what it was chosen from.
 
-    >>> print(fs.plan_page(plan))
+    >>> fs.plan_page(plan) == str(plan)
+    True
     """
     hardware = plan.prediction.hardware if plan.prediction is not None else ""
     return "\n".join(labelled_lines(plan_rows(PlanReport(plan, hardware=hardware))))
