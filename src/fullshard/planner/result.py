@@ -45,8 +45,10 @@ class PlanRequest:
         spec = self.spec
         blocks = sum(unit.is_block for unit in spec.units)
         text = f"{self.subject.name}: {_format_parameter_count(spec.numel)} parameters"
-        # Active parameters are shown for sparse experts only; an embedding lookup is not worth a mention.
-        if spec.active_numel is not None and spec.active_numel < 0.7 * spec.numel:
+        # Active parameters are shown for sparse experts only; an embedding lookup is not worth a mention. They
+        # are counted from matmuls, among which are those of attention if no kernel computes it.
+        has_kernel = any(kernel.kind == "attention" for kernel in spec.kernels)
+        if spec.active_numel is not None and has_kernel and spec.active_numel < 0.7 * spec.numel:
             text += f", {_format_parameter_count(spec.active_numel)} of them for each token"
         return f"{text}, {blocks} blocks" if blocks else text
 
