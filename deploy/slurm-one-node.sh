@@ -5,12 +5,12 @@
 #
 #   sbatch deploy/slurm-one-node.sh RUN.toml [RUN_DIRECTORY]
 #
-# One machine. A job that is interrupted after it saved a newer step is requeued. docs/restarts.md says what comes back after which end.
+# One machine. A job that is interrupted after it saved a newer step is requeued. docs/restarts.md describes what happens after an interruption, a lost node or an error.
 
 file=${1:-run.toml}
 run=${2:-runs/default}  # run.dir of that file, or its checkpoint.dir
 newest() { fullshard ckpt list "$run" 2>/dev/null | grep -v -e "not whole" -e avoided | tail -n 1 | cut -d " " -f 1; }
-# What lies there before the first start is of another run, which is set aside.
+# On the first start, checkpoints in this directory belong to an earlier run, which train sets aside.
 before=
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && before=$(newest)
 

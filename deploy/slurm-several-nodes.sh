@@ -6,7 +6,7 @@
 #
 #   sbatch deploy/slurm-several-nodes.sh RUN.toml [RUN_DIRECTORY]
 #
-# Several machines, by torchrun. Requeued in the same way. The run directory is shared. docs/restarts.md says what comes back after which end.
+# Several machines, by torchrun. A job that is interrupted after it saved a newer step is requeued. The run directory is shared. docs/restarts.md describes what happens after an interruption, a lost node or an error.
 
 file=${1:-run.toml}
 run=${2:-runs/default}  # run.dir of that file, or its checkpoint.dir

@@ -363,7 +363,7 @@ def test_exit_code_reports_lost_keys(text, lost, tmp_path, capsys):
     assert main(["convert", str(path)]) == (SpecError.exit_code if lost else 0)
     shown = capsys.readouterr()
     assert "# From config" in shown.out
-    assert bool(lost) == ("trains in another way" in shown.err)
+    assert bool(lost) == ("does not train as these keys request" in shown.err)
     assert all(f"# LOST: {key} = " in shown.out for key in lost)
 
 

@@ -30,7 +30,7 @@ def test_the_written_run_can_be_planned(path: Path, tmp_path: Path, capsys: Any)
     run = tmp_path / "run.toml"
     run.write_text(convert_config(path.read_text(), name=path.name, ranks=8).run_toml_text())
     write_config("llama", tmp_path)
-    quick = (f"model.hf={tmp_path}", "recompute.mode=none", "run.compile=false", "data.sequence_length=64")
+    quick = (f"model.hf={tmp_path}", "recompute.mode=none", "run.compile=false", "data.sequence_length=32")
     arguments = [str(run), "--on", "8xH100", *(part for one in quick for part in ("--set", one))]
     if "llama_factory" in path.name:
         assert main(["plan", *arguments]) == SpecError.exit_code

@@ -89,7 +89,7 @@ def test_conversations_to_validate_on_have_the_template_and_the_mask_of_training
     ("settings", "message"),
     [
         ({"validation_fraction": 0.1}, "the whole validation set: set validation_fraction = 0"),
-        ({"paths": ("b",)}, "paths has 'b' twice"),
+        ({"paths": ("b",)}, "'b' is in paths and in validation_paths"),
         ({"source": "stdlib", "paths": ()}, 'set source = "text"'),
         ({"source": "python", "factory": "a:b"}, "the data's own `validation` counts"),
         (
@@ -109,7 +109,7 @@ def test_a_file_that_is_trained_on_too_is_refused(tmp_path: Path) -> None:
     for i in range(2):
         held_out = texts_file(tmp_path / "data" / f"{i}.jsonl", 9, first=9 * i)
     run = run_of(tmp_path / "cache", **TEXTS, paths=(str(tmp_path / "data"),), validation_paths=(held_out,))
-    with pytest.raises(DataError, match=r"1\.jsonl is both trained and validated on"):
+    with pytest.raises(DataError, match=r"1\.jsonl is in both the training and the validation data"):
         build_packed_data(run)
 
 

@@ -204,10 +204,10 @@ def test_crumbs_of_memory_have_no_line():
     assert "optimizer state" in rows
 
 
-def test_seconds_that_were_guessed_are_marked_and_have_no_errors():
+def test_seconds_of_rates_that_nobody_measured_are_marked_and_have_no_errors():
     unmeasured = prediction().model_copy(update={"calibration": "none"})
     rows = comparison_rows(compare_prediction(unmeasured, measured()))
-    begin = [row[0] for row in rows].index("step (guesses: not calibrated)")
+    begin = [row[0] for row in rows].index("step (not calibrated)")
     assert not any(row[3] for row in rows[begin:])
     known = comparison_rows(compare_prediction(prediction(), measured()))
     assert any(row[3] for row in known[[row[0] for row in known].index("step") :])

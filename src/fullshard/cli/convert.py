@@ -76,4 +76,4 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     print(escape_control_characters(f"{head}: {counts}"), file=sys.stderr)
     if conversion.lost_keys:
         lost = escape_control_characters(", ".join(conversion.lost_keys))
-        print(f"the run.toml trains in another way than these request: {lost}", file=sys.stderr)
+        print(f"run.toml does not train as these keys request: {lost}", file=sys.stderr)

@@ -17,7 +17,7 @@ from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
 from fullshard.system.terminal import escape_to_single_line
 
-_MOSTLY_PADDING = "most places are padding: a shorter data.sequence_length, or best_fit, takes less time"
+_MOSTLY_PADDING = "more than half of the token positions are padding; try a shorter data.sequence_length"
 _RowPieces = tuple[TokenStream, Iterator[Piece]]
 
 

@@ -89,9 +89,9 @@ def check_validation_files_are_apart(sources: Sequence[DataSource | DataSection]
     )
     if shared := validated & trained:
         raise DataError(
-            f"{min(shared)} is both trained and validated on.",
+            f"{min(shared)} is in both the training and the validation data.",
             got=f"{len(shared)} files of data.validation_paths are among those of data.paths",
-            fix="data.paths without these files: a directory stands for all files below it",
+            fix="remove it from data.paths or data.validation_paths; a directory includes all its files",
         )
 
 

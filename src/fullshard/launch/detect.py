@@ -154,7 +154,7 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def kept_measurement_path(ranks_per_node: int, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the file of this machine's rates with so many CPU ranks, which the first run measures.
+    """Returns the path of this machine's rates for this many CPU ranks, which the first run measures.
 
     It is in `fullshard/hardware` of $XDG_CACHE_HOME or ~/.cache. None if FULLSHARD_CALIBRATION=off.
     """

@@ -18,7 +18,7 @@ SECONDS = 3.0
 
 
 def detect_or_measure_hardware(device: DeviceType, *, ranks: int | None) -> Hardware:
-    """Returns this machine's hardware (see `detect_hardware`), after measuring CPU ranks that never were.
+    """Returns this machine's hardware, as `detect_hardware`. Measures CPU ranks without known rates first.
 
     The measurement takes SECONDS besides the start of `ranks` processes, and is kept if the machine was idle.
     Nothing is measured under torchrun, or if FULLSHARD_CALIBRATION=off. If it fails, the rates stay unknown.
@@ -35,14 +35,14 @@ def detect_or_measure_hardware(device: DeviceType, *, ranks: int | None) -> Hard
         return known
     if measured.is_busy:
         print(
-            "note: other programs take part of the cores, so the next run measures again",
+            "note: other programs were running, so these rates are used once and not kept",
             file=sys.stderr,
             flush=True,
         )
     else:
         with suppress(FullshardError):
             measured.save(kept)
-            print(f"kept in {escape_control_characters(str(kept))}", file=sys.stderr, flush=True)
+            print(f"rates kept in {escape_control_characters(str(kept))}", file=sys.stderr, flush=True)
     return measured
 
 

@@ -128,10 +128,10 @@ def _logits_of(output: Any, model: nn.Module, *, labels: Tensor) -> Tensor:
     if isinstance(logits, Tensor) and logits.ndim and logits.shape[:-1].numel() == labels.numel():
         return logits
     raise TrainError(
-        f"{type(model).__name__.removeprefix('FSDP')} returns no logits for each token.",
+        f"{type(model).__name__.removeprefix('FSDP')} does not return logits for each token.",
         got=f"{type(logits).__name__} {list(getattr(logits, 'shape', ''))}",
         why=f"the default loss reads logits {[*labels.shape, 'vocabulary']} or an object with such `logits`",
-        fix='train.loss = "package.module:function"; of a model that returns (logits, loss) for targets: '
+        fix='set train.loss = "package.module:function". If the model returns (logits, loss): '
         'def function(model, batch): return model(batch["tokens"], batch["labels"])[1]',
     )
 

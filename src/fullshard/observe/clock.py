@@ -51,7 +51,7 @@ def measure_fastest_calls_per_second(
     timer: Timer,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns 1 / the seconds of the fastest of the calls of `work` that begin within `seconds`."""
+    """Returns the rate of the fastest single call of `work` among those that begin within `seconds`."""
     work()  # the first call of a shape chooses a kernel
     end, fastest = clock() + seconds, timer(work, 1)
     while clock() < end:
@@ -75,8 +75,8 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
     Each size is measured with the layouts of a linear layer's forward and backward: in bf16, some CPUs are
     ten times as fast with one of them as with another.
 
-    On the CPU, the fastest single call counts, times the rank's share of the cores: so the peak does not
-    depend on what other programs do at that moment.
+    On the CPU, the result is the rate of the fastest single call times the rank's share of the cores, so it
+    depends little on other programs.
 
     Collective if there is a process group: all ranks measure at once. Returns the mean over the ranks.
     """
@@ -106,7 +106,7 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
 def find_matmul_peak(
     device: torch.device, dtype: Dtype, *, calibrated: Mapping[ComputeDtype, float] | None = None
 ) -> MatmulPeak:
-    """Returns the matmul FLOP/s that MFU refers to: the catalog's for this chip and dtype, or else measured.
+    """Returns the matmul FLOP/s that MFU refers to: the catalog's, else the calibration's, else measured now.
 
     calibrated: FLOP/s that a calibration of this machine measured, for a device that is not in the catalog
 

@@ -165,9 +165,9 @@ def _close_process_group(kind: DeviceType, *, clean: bool) -> None:
     if clean:
         if kind == "cuda":
             torch.cuda.synchronize()
-        # A rank that tears down early aborts the others' last collectives. Over gloo, which a dead peer ends.
-        # Gloo's thread may release the tensor while the interpreter ends. It must not be the last owner, for
-        # then the process aborts (pytorch/pytorch#179291).
+        # A rank that tears down early aborts the others' last collectives. This one is over gloo, whose wait
+        # ends if a peer dies. The list keeps the tensor alive: a thread of gloo that releases it while the
+        # interpreter ends aborts the process (pytorch/pytorch#179291).
         _LAST_TENSORS.append(torch.zeros(1, device="cpu"))
         dist.all_reduce(_LAST_TENSORS[-1])
     if clean or kind == "cpu":

@@ -20,7 +20,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.settings.run_checks import divisors
 
 MOST_TIMES, FIRST_NODES = 4, 16
-"""Numbers are tried up to MOST_TIMES as many GPUs as kernels alone need, or as FIRST_NODES have."""
+"""The search ends at MOST_TIMES × the larger of FIRST_NODES and the nodes that kernels alone need."""
 
 
 def plan_fewest_gpus(
@@ -33,7 +33,7 @@ def plan_fewest_gpus(
     Raises SpecError without tokens, and PlanError if none of the numbers that are tried is quick enough.
     """
     if budget is None or (tokens := budget.tokens) is None:
-        raise SpecError("the fewest GPUs for some days need a number of tokens.", fix="--budget 15T")
+        raise SpecError("--fewest-gpus-in-days needs a number of tokens.", fix="add --budget 15T")
     ranks_per_node = build_request(quiet=True).hardware.ranks_per_node
     deadline, least, fastest = days * 86400, 0.0, (float("inf"), 0)
     parts = ((1, part) for part in divisors(ranks_per_node))
@@ -58,7 +58,7 @@ def plan_fewest_gpus(
     raise PlanError(
         f"no number of GPUs that was tried is done in {days:g} days.",
         got=f"the quickest: {found}",
-        why=f"tried are {MOST_TIMES} times as many as would do if only kernels took time",
+        why=f"tried up to {MOST_TIMES} times what kernels need, at least {MOST_TIMES * FIRST_NODES} nodes",
         fix="more days, or more tokens a step (--tokens-per-step), which more GPUs can share",
     )
 

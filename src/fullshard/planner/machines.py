@@ -134,7 +134,7 @@ def machine_record(row: MachineRow) -> Mapping[str, object]:
     if row.plan is None or row.question is None:
         return {"machine": row.name, "reason": row.reason}
     prediction, hardware = require_prediction(row.plan), row.question.hardware
-    certainty = speed_deviation_of_plan(row.question.spec, hardware, row.plan)
+    certainty = speed_deviation_of_plan(row.question.spec, hardware, plan=row.plan)
     return {
         "machine": row.name,
         "reason": None,
@@ -161,7 +161,7 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
     batch = f"microbatch {row.plan.microbatch} × {row.plan.accumulation}, {tokens} tokens a step"
     rest = f"recompute {recompute_text(row.plan.run)}, {format_bytes(hardware.device_bytes_limit)} usable"
     yield row.name, f"{sharding_text(row.plan)}{offload}, {batch}, {rest}"
-    if (certainty := speed_deviation_of_plan(row.question.spec, hardware, row.plan)) is not None:
+    if (certainty := speed_deviation_of_plan(row.question.spec, hardware, plan=row.plan)) is not None:
         yield "", certainty.text
     entry = find_catalog_entry_of_chip(hardware.chip)
     if hardware.calibration != "none":

@@ -45,8 +45,8 @@ class PlanRequest:
         spec = self.spec
         blocks = sum(unit.is_block for unit in spec.units)
         text = f"{self.subject.name}: {_format_parameter_count(spec.numel)} parameters"
-        # Active parameters are shown for sparse experts only; an embedding lookup is not worth a mention. They
-        # are counted from matmuls, among which are those of attention if no kernel computes it.
+        # Active parameters are shown for sparse experts only, as an embedding lookup is not worth a mention.
+        # They are counted from matmuls, among which are those of attention if no kernel computes it.
         has_kernel = any(kernel.kind == "attention" for kernel in spec.kernels)
         if spec.active_numel is not None and has_kernel and spec.active_numel < 0.7 * spec.numel:
             text += f", {_format_parameter_count(spec.active_numel)} of them for each token"
@@ -163,7 +163,7 @@ class PlanResult:
         if self.explanation is not None:
             why = list(self.explanation.lines())
         why += map(str, self.question.spec.untraced)
-        certainty = speed_deviation_of_plan(self.question.spec, self.question.hardware, self.best)
+        certainty = speed_deviation_of_plan(self.question.spec, self.question.hardware, plan=self.best)
         page = PlanReport(
             self.best,
             self.question.asked,
@@ -210,7 +210,7 @@ class PlanResult:
             data["considered"] = self.found.considered
             plans = self.found.by_strategy.items()
             data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
-        if (certainty := speed_deviation_of_plan(spec, hardware, best)) is not None:
+        if (certainty := speed_deviation_of_plan(spec, hardware, plan=best)) is not None:
             data["certainty"] = certainty._asdict()
         return data
 

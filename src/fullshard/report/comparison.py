@@ -150,24 +150,24 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Returns the table's cells, row by row, with a heading for each part except the speed.
 
     Left out are terms that are zero on both sides, memory below CRUMB_BYTES of the whole, and the errors of
-    seconds that were predicted with guessed rates.
+    seconds that were predicted with rates not measured on this machine.
     """
     rows: list[tuple[str, ...]] = []
     least = CRUMB_BYTES * max((line.measured or 0.0 for line in comparison.memory), default=0.0)
     memory = [one for one in comparison.memory if max(one.predicted or 0.0, one.measured or 0.0) >= least]
-    mark, is_guess = CALIBRATION_MARKS[comparison.calibration], comparison.calibration == "none"
-    step = f"step ({'guesses: ' if is_guess else ''}{mark})" if mark else "step"
+    mark, is_uncalibrated = CALIBRATION_MARKS[comparison.calibration], comparison.calibration == "none"
+    step = f"step ({mark})" if mark else "step"
     for heading, lines, show in (
         ("memory", memory, format_bytes),
         ("drive", comparison.drive, format_bytes),
         (step, comparison.step, format_seconds),
     ):
         if lines:
-            hidden = is_guess and lines is comparison.step
+            hidden = is_uncalibrated and lines is comparison.step
             rows += [(heading, "", "", ""), *_format_line_cells(lines, show, without_errors=hidden)]
     for line in comparison.speed:
         show = format_count if line.term == "tokens_per_second" else (lambda part: f"{100 * part:.1f} %")
-        rows += _format_line_cells([line], show, indent="", without_errors=is_guess)
+        rows += _format_line_cells([line], show, indent="", without_errors=is_uncalibrated)
     return rows
 
 

@@ -332,7 +332,10 @@ class Run(FrozenModel):
 
     @model_validator(mode="after")
     def _complete_settings(self) -> Self:
-        """Turns fractions of the steps into numbers, if there are steps, and validates on all named data."""
+        """Replaces fractions of the steps by numbers, once `train.steps` is known.
+
+        With validation files, sets `validate_sequences` to 0 (all) unless the user has set it.
+        """
         if self.data.has_validation_files and "validate_sequences" not in self.train.model_fields_set:
             object.__setattr__(self, "train", self.train.model_copy(update={"validate_sequences": 0}))
         for name in ("schedule.warmup_steps", "train.validate_every", "checkpoint.every"):

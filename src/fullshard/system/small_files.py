@@ -122,7 +122,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Returns the tables of TOML text. Raises TomlError, or ValueError over 100 levels or 64-bit integers."""
-    if _LONG_KEY.search(text):  # tomllib takes memory as the square of its parts
+    if _LONG_KEY.search(text):  # tomllib's memory grows with the square of the parts of a key
         raise _nesting_too_deep_error()
     try:
         # A mark is Windows' of UTF-8. With the newline, an error at the end has a line, too.

@@ -246,7 +246,7 @@ class _SkipsInARow:
     def withdraw_and_raise_if_too_many(self, state: TrainState, plan: Plan) -> None:
         """Raises TrainError after `most` skipped steps in a row. Withdraws the offloaded generation first.
 
-        All ranks come to the same decision, and tell each other whose loss was not finite.
+        All ranks decide alike, and gather which ranks had a loss that is not finite.
         """
         if self.are_too_many:
             if state.offloaded:
@@ -404,22 +404,20 @@ def _finite_losses_text(by_rank: Sequence[bool], plan: Plan, *, row: int) -> str
     """Returns which ranks had a loss that is not finite in the step from sample `row` on, and the samples."""
     wrong = [rank for rank, is_finite in enumerate(by_rank) if not is_finite]
     if not wrong:
-        return "each rank's loss was finite, so a gradient was not"
+        return "the loss was finite on each rank"
     if len(wrong) == len(by_rank):
-        return f"the loss was not finite on {'any rank' if len(wrong) > 1 else 'the rank'}"
+        return "the loss was finite on no rank"
     numbers = np.concatenate(
         [
             row + microbatch_sample_numbers(turn, data_rank=plan.data_rank(wrong[0]), plan=plan)
             for turn in range(plan.accumulation)
         ]
     )
-    more = f" and {len(wrong) - 1} more of {len(by_rank)}" if len(wrong) > 1 else f" alone of {len(by_rank)}"
-    samples = (
-        f"in samples {numbers[0]:,} to {numbers[-1]:,}"
-        if plan.accumulation == 1
-        else (f"in {len(numbers):,} of the samples {numbers[0]:,} to {numbers[-1]:,}")
-    )
-    return f"the loss was not finite on rank {wrong[0]}{more}, {samples} of the run's order"
+    some = "" if plan.accumulation == 1 else f"{len(numbers):,} of the "
+    samples = f"in {some}samples {numbers[0]:,} to {numbers[-1]:,} of the run's order"
+    if len(wrong) == 1:
+        return f"the loss was not finite on rank {wrong[0]} alone of {len(by_rank)}, {samples}"
+    return f"the loss was not finite on {len(wrong)} of {len(by_rank)} ranks; on rank {wrong[0]}, {samples}"
 
 
 def _too_many_skipped_error(skips: _SkipsInARow, *, losses: str) -> TrainError:

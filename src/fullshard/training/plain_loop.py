@@ -31,9 +31,10 @@ def mark_unsharded_parameters(model: nn.Module) -> None:
 
 
 def guard_sharded_model(model: nn.Module) -> None:
-    """Makes steps of optimizers of replaced parameters raise, and a first state dict of shards print a note.
+    """Registers two guards: against optimizers of replaced parameters, and for the first state dict.
 
-    The replaced parameters are those that `mark_unsharded_parameters` marked, and that `model` has no more.
+    An optimizer's first step raises ShardError if it holds parameters that `mark_unsharded_parameters` marked
+    and that `model` has no more. The first state dict logs a warning.
     """
     for parameter in model.parameters():
         vars(parameter).pop(_MARK, None)
@@ -56,7 +57,7 @@ def _check_optimizers_at_their_first_step() -> None:
                 "the optimizer holds parameters that the model no longer has.",
                 got=f"{replaced} of {len(held)} parameters",
                 why="fullshard.shard replaced them by shards, so the model would never change",
-                fix="optimizer = …, after fullshard.shard(model, plan)",
+                fix="build the optimizer after fullshard.shard(model, plan)",
             )
 
     register_optimizer_step_pre_hook(check)

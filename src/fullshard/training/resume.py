@@ -233,7 +233,7 @@ def _align_rows_and_describe_changes(
     rows_now, _, validated_now = (order or "").partition(VALIDATED_ON)
     if known and validated_now != validated_before:
         state.best = None
-        yield "the held-out data is another than before: its losses cannot be compared with earlier ones"
+        yield "the validation data changed, so its losses cannot be compared with earlier ones"
     if rows_now != rows_before if known else moved:
         why = ", ".join(moved) or "the content of the data, or what made its tokens"
         yield (

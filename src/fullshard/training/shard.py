@@ -51,8 +51,8 @@ def shard(
 ) -> nn.Module:
     """Shards `model` in place according to `plan`, and sets its values. Returns the same module.
 
-    A model on the meta device is initialised unit by unit, to values of `run.seed` and the model alone. One
-    that holds its weights, on every rank or on rank 0, gets rank 0's. A rank holds one whole unit at a time.
+    A model on the meta device is initialised unit by unit, from `run.seed` and the model alone. A model with
+    weights, on every rank or on rank 0 only, gets those of rank 0. A rank holds at most one whole unit.
 
     If the plan divides sequences over ranks, the attention of `model` reaches the keys of other ranks. If it
     divides matmuls, see `fullshard.parallel.tensor_parallel`; experts, `fullshard.parallel.expert_parallel`.
@@ -64,8 +64,8 @@ def shard(
     methods: names of methods of `model`, such as `generate`, for which FSDP2 gathers as for `forward`
     offload: other settings of the offloaded state than `offload_settings` returns for the plan
 
-    Raises PlanError for another number of ranks, ShardError for a model that cannot be sharded like this (and
-    cannot be used any more), and OffloadError on all ranks if a drive lacks space. Warns of missing weights.
+    Raises PlanError for another number of ranks, ShardError for a model that cannot be sharded this way
+    (discard it), and OffloadError on all ranks if a drive lacks space. Emits MissingWeightsWarning.
 
     >>> with torch.device("meta"):  # each rank then allocates its own shards alone
     ...     model = fs.DecoderModel(run.decoder_config)

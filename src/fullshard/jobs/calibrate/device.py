@@ -76,7 +76,7 @@ class RateMeter:
 
     @property
     def core_share(self) -> float:
-        """The part of a core that this process got while it worked; less than 1 beside other programs."""
+        """Processor seconds per second of work, at most 1. Less: other programs ran beside a rank."""
         return min(1.0, self._processor_seconds / max(self._seconds, 1e-9))
 
     def random_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

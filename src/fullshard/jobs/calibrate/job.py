@@ -21,11 +21,11 @@ from fullshard.spec.machine.catalog import find_catalog_entry_of_chip, round_to_
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
-_LEAST_CORE_SHARE = 0.85  # below, other programs are at work
+_LEAST_CORE_SHARE = 0.85  # a choice: below it, the machine counts as busy
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
 _UNALIGNED, _HOST_ADAM = 2, 4
-_STEP_SHARE = 0.4  # on CPU ranks, of all the time
+_STEP_SHARE = 0.4  # fraction of the time for whole steps, on CPU ranks
 _SIZES = {
     "cpu": tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24)),
     "cuda": tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28)),
@@ -52,9 +52,11 @@ def run_calibration(
     del resume, plan, command_started
     with process_group(run.run.device) as ranks:
         on_cpu = ranks.device.type == "cpu"
-        alone = seconds * (1 - _STEP_SHARE) if on_cpu else seconds
-        found = measure_hardware(ranks, seconds=alone, drive=None if drive is None else Path(drive))
-        steps = measure_whole_steps(seconds=seconds - alone) if on_cpu else None
+        operation_seconds = seconds * (1 - _STEP_SHARE) if on_cpu else seconds
+        found = measure_hardware(
+            ranks, seconds=operation_seconds, drive=None if drive is None else Path(drive)
+        )
+        steps = measure_whole_steps(seconds=seconds - operation_seconds) if on_cpu else None
         if ranks.rank == 0:
             (found if steps is None else fit_rates_to_steps(found, steps)).save(out)
 

@@ -2,8 +2,8 @@
 
 Operations that are timed alone find their data in the cache, and their core free of everything else. In a
 step they take longer, and ranks wait for each other, most of all beside other programs. So a few steps of the
-default model are timed. The rates of computing are lowered until the predicted computing takes as long as a
-step of a rank alone, and then the rates of links, until the predicted step takes as long as one of all ranks.
+default model are timed. The compute rates are scaled until the predicted compute time equals that of a rank
+alone. Then the link rates are scaled until the predicted step equals that of all ranks.
 """
 
 import time
@@ -46,7 +46,7 @@ class MeasuredSteps(NamedTuple):
 
 
 def measure_whole_steps(*, seconds: float) -> MeasuredSteps:
-    """Returns the seconds of steps on all ranks, from about `seconds` of steps. Collective.
+    """Measures for about `seconds`, and returns the mean seconds of a step. Collective.
 
     They contain what other programs on the machine take from the ranks.
     """
@@ -71,7 +71,7 @@ def measure_whole_steps(*, seconds: float) -> MeasuredSteps:
 
 
 def _mean_step_seconds(steps: Iterator[object], *, seconds: float) -> float:
-    """Returns the mean seconds of the steps, of which it takes about `seconds`. Collective."""
+    """Runs steps for about `seconds`, and returns their mean duration. Collective."""
     next(steps)  # allocates, and chooses kernels
     max_over_ranks(0.0)  # a barrier
     started, taken, count = time.perf_counter(), 0.0, 0
@@ -89,7 +89,7 @@ def reference_plan(ranks: int) -> Plan:
 
 
 def _reference_run() -> Run:
-    """Returns the default run, whose spec its own first plan needs, too."""
+    """Returns the default run on the CPU, in fp32 and without recompute."""
     return Run.load(overrides=["precision.mode=fp32", "recompute.mode=none", "run.device=cpu"])
 
 

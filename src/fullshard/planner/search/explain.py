@@ -30,7 +30,7 @@ class PlanImprovement(FrozenModel):
 
 
 class PlanExplanation(FrozenModel):
-    """Explanation of the best plan: the largest cost that memory, links or the host have.
+    """Explanation of the best plan: its largest cost that comes from memory, links or the host.
 
     `binds` is the largest of these, in parts of the step, or `computing` if none is notable:
 

@@ -25,7 +25,7 @@ class SpeedDeviation(NamedTuple):
         return f"predicted {low} to {high}, as are {self.grounds}"
 
 
-def speed_deviation_of_plan(spec: ModelSpec, hardware: Hardware, plan: Plan) -> SpeedDeviation | None:
+def speed_deviation_of_plan(spec: ModelSpec, hardware: Hardware, *, plan: Plan) -> SpeedDeviation | None:
     """Returns the expected deviation of a plan's predicted speed, as `speed_deviation` does."""
     offloads = plan.run.offload.tier != "none"
     return speed_deviation(spec.numel, hardware, mixture=spec.is_mixture, offloads=offloads)

@@ -203,7 +203,7 @@ class Hardware(FrozenModel):
         machine reached 1.66e9: the host's memory decides, so measure it.
     price_per_hour: dollars per hour for one chip
     is_calibrated: whether the rates were measured on this hardware
-    is_busy: whether other programs took part of the cores meanwhile
+    is_busy: whether other programs used the cores during the measurement; always False for GPUs
     attention_kernel: kernel that torch's attention prefers in half precision: with cuDNN above 9.15,
         "cudnn_256" on Hopper (heads of up to 256), and "cudnn" (up to 128) on Blackwell of data centres. The
         rates of attention are this kernel's.

@@ -148,7 +148,7 @@ class DataSection(DataSourceFields):
         if self.source == "python" and not self.factory:
             raise ValueError('source = "python" needs factory = "package.module:make"')
         if self.source == "python" and self.validation_paths:
-            raise ValueError("validation_paths is given, but the data's own `validation` counts")
+            raise ValueError('source = "python" validates on its own `validation`: remove validation_paths')
         if self.source in (None, "stdlib") and (self.paths or self.validation_paths):
             raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
         _check_source_fields(self.source or "stdlib", self)
@@ -193,11 +193,17 @@ def _differs_from_default(fields: DataSourceFields, name: str) -> bool:
     return getattr(fields, name) != DataSourceFields.model_fields[name].get_default(call_default_factory=True)
 
 
+def _check_paths_differ(fields: DataSourceFields) -> None:
+    for key, paths in (("paths", fields.paths), ("validation_paths", fields.validation_paths)):
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"{key} has {twice[0]!r} twice; sources with weights set how often data is read")
+    if both := [path for path in fields.paths if path in fields.validation_paths]:
+        raise ValueError(f"{both[0]!r} is in paths and in validation_paths: remove it from one")
+
+
 def _check_source_fields(source: str, fields: DataSourceFields) -> None:
     has_rows = source in ("jsonl", "parquet", "datasets")
-    given = [*fields.paths, *fields.validation_paths]
-    if twice := [path for path in given if given.count(path) > 1]:
-        raise ValueError(f"paths has {twice[0]!r} twice; sources with weights set how often data is read")
+    _check_paths_differ(fields)
     for name, records in _RECORDS_OF_SETTING.items():
         if (
             _differs_from_default(fields, name)
