@@ -370,13 +370,13 @@ def _microbatch_and_accumulation(run: Run, data_parallel_degree: int) -> tuple[i
         below, above = batch // once * once, (batch // once + 1) * once
         degree = run.sharding.context_degree * data_parallel_degree // math.gcd(batch, data_parallel_degree)
         shared = "" if below or pinned else f", or sharding.context_parallel = {degree}"
-        ranks = count_text(data_parallel_degree, "rank")
+        ranks = count_text(data_parallel_degree, "rank") + (" (run.ranks)" if run.run.ranks else "")
         ranks += f" × microbatch {pinned} = {once} at once" if pinned else ""
         raise PlanError(
             f"a global batch of {count_text(batch, 'sequence')} cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",
             why="every rank must do the same number of full microbatches a step",
-            fix=f"train.global_batch = {f'{below} or {above}' if below else above}" + shared,
+            fix=f"train.global_batch = {f'{below} or {above}' if below else above}{shared}, or another run.ranks",
         )
     microbatch = pinned or batch // data_parallel_degree
     return microbatch, batch // (data_parallel_degree * microbatch)
