@@ -376,7 +376,7 @@ def _microbatch_and_accumulation(run: Run, data_parallel_degree: int) -> tuple[i
             f"a global batch of {count_text(batch, 'sequence')} cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",
             why="every rank must do the same number of full microbatches a step",
-            fix=f"train.global_batch = {f'{below} or {above}' if below else above}{shared}, or another run.ranks",
+            fix=f"train.global_batch = {f'{below} or {above}' if below else above}{shared}, other run.ranks",
         )
     microbatch = pinned or batch // data_parallel_degree
     return microbatch, batch // (data_parallel_degree * microbatch)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.distributed.collectives import DirectAllGather, DirectReduceScatter, all_to_all_parts_pairwise
 from fullshard.jobs.calibrate import device as meters
 from fullshard.jobs.calibrate.device import BenchmarkTask, RateMeter, mean_over_ranks
-from fullshard.jobs.calibrate.whole_step import fit_rates_to_steps, measure_whole_steps
+from fullshard.jobs.calibrate.whole_step import fit_rates_to_step, measure_step_seconds
 from fullshard.launch.detect import catalog_hardware_of_machine, detect_gpus
 from fullshard.observe.clock import measure_matmul_peak
 from fullshard.parallel.mesh import RankInfo, build_mesh_of_axes, process_group
@@ -21,7 +21,7 @@ from fullshard.spec.machine.catalog import find_catalog_entry_of_chip, round_to_
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
-_LEAST_CORE_SHARE = 0.85  # a choice: below it, the machine counts as busy
+_LEAST_CORE_SHARE = 0.97  # of ranks on an idle machine, 0.99; with a busy program for each core, 0.89 to 0.95
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
 _UNALIGNED, _HOST_ADAM = 2, 4
@@ -56,9 +56,9 @@ def run_calibration(
         found = measure_hardware(
             ranks, seconds=operation_seconds, drive=None if drive is None else Path(drive)
         )
-        steps = measure_whole_steps(seconds=seconds - operation_seconds) if on_cpu else None
+        step_seconds = measure_step_seconds(seconds=seconds - operation_seconds) if on_cpu else None
         if ranks.rank == 0:
-            (found if steps is None else fit_rates_to_steps(found, steps)).save(out)
+            (found if step_seconds is None else fit_rates_to_step(found, step_seconds)).save(out)
 
 
 def measure_hardware(ranks: RankInfo, *, seconds: float, drive: Path | None) -> hardware.Hardware:

@@ -2,26 +2,22 @@
 
 Operations that are timed alone find their data in the cache, and their core free of everything else. In a
 step they take longer, and ranks wait for each other, most of all beside other programs. So a few steps of the
-default model are timed. The compute rates are scaled until the predicted compute time equals that of a rank
-alone. Then the link rates are scaled until the predicted step equals that of all ranks.
+default model are timed, and the compute rates are scaled until the predicted step takes as long.
 """
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from fullshard.distributed.agreement import rank, world_size
-from fullshard.jobs.calibrate.device import max_over_ranks, mean_over_ranks
+from fullshard.jobs.calibrate.device import max_over_ranks
 from fullshard.models.build import build_model
-from fullshard.models.loss import choose_loss, loss_sum_and_count
-from fullshard.parallel.materialize import materialize
+from fullshard.models.loss import choose_loss
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.spec.machine.hardware import Hardware, Link, Rates, curve_with_slowdown
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import TimeTerms
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig
 from fullshard.training.loop import train
@@ -31,22 +27,11 @@ from fullshard.training.state import TrainState
 
 _ROWS = 8  # sequences of a rank's microbatch
 _LEAST_STEPS, _MOST_STEPS = 3, 100
-_LEAST_FACTOR = 0.05
+_MOST_WAITING = 0.2  # a choice; idle CPU ranks wait for 5 to 15 % of a step
 
 
-class MeasuredSteps(NamedTuple):
-    """Mean seconds of a step of the default model.
-
-    alone: forward and backward of a rank by itself, without collectives; the mean over ranks
-    together: a whole step of all ranks, sharded as `reference_plan`
-    """
-
-    alone: float
-    together: float
-
-
-def measure_whole_steps(*, seconds: float) -> MeasuredSteps:
-    """Measures for about `seconds`, and returns the mean seconds of a step. Collective.
+def measure_step_seconds(*, seconds: float) -> float:
+    """Times steps of `reference_plan` for about `seconds`, and returns the mean seconds of one. Collective.
 
     They contain what other programs on the machine take from the ranks.
     """
@@ -55,19 +40,12 @@ def measure_whole_steps(*, seconds: float) -> MeasuredSteps:
     assert isinstance(config, DecoderConfig), "the default model is one"
     own = torch.Generator().manual_seed(rank())
     tokens = torch.randint(config.vocabulary, (_ROWS, plan.run.data.sequence_length), generator=own)
-    batch, loss = {"tokens": tokens, "labels": tokens}, choose_loss(plan.run, model)
-
-    def iterate_own_steps() -> Iterator[object]:
-        unsharded = materialize(build_model(plan.run), seed=plan.run.run.seed)
-        for _ in range(_MOST_STEPS):
-            unsharded.zero_grad()
-            yield loss_sum_and_count(loss(unsharded, batch))[0].backward()
-
-    alone = mean_over_ranks(_mean_step_seconds(iterate_own_steps(), seconds=seconds / 3))
     shard(model, plan)
+    batch = {"tokens": tokens, "labels": tokens}
     state = TrainState(model, build_optimizer(model, plan), data=[batch] * _MOST_STEPS)
-    together = _mean_step_seconds(train(state, plan, loss=loss), seconds=2 * seconds / 3)
-    return MeasuredSteps(alone, max_over_ranks(together))
+    return max_over_ranks(
+        _mean_step_seconds(train(state, plan, loss=choose_loss(plan.run, model)), seconds=seconds)
+    )
 
 
 def _mean_step_seconds(steps: Iterator[object], *, seconds: float) -> float:
@@ -83,7 +61,7 @@ def _mean_step_seconds(steps: Iterator[object], *, seconds: float) -> float:
 
 
 def reference_plan(ranks: int) -> Plan:
-    """Returns the plan of the steps that `measure_whole_steps` times."""
+    """Returns the plan of the steps that `measure_step_seconds` times."""
     batch = [f"train.microbatch={_ROWS}", f"train.global_batch={_ROWS * ranks}", f"train.steps={_MOST_STEPS}"]
     return Plan.from_run(_reference_run().with_overrides(batch), world_size=ranks, device="cpu")
 
@@ -93,29 +71,26 @@ def _reference_run() -> Run:
     return Run.load(overrides=["precision.mode=fp32", "recompute.mode=none", "run.device=cpu"])
 
 
-def fit_rates_to_steps(hardware: Hardware, measured: MeasuredSteps) -> Hardware:
-    """Returns `hardware` with rates at which the reference plan's step takes the measured seconds."""
+def fit_rates_to_step(hardware: Hardware, step_seconds: float) -> Hardware:
+    """Returns `hardware` with rates at which a step of `reference_plan` takes `step_seconds`.
+
+    Collectives that are timed alone beside other programs wait for a core each time, more often than in a
+    step. Links are therefore made faster if all waiting would exceed a fraction of the step.
+    """
     plan, spec = reference_plan(hardware.world_size), describe_run(_reference_run(), "cpu")
-
-    def predict(known: Hardware) -> TimeTerms:
-        return StepTimePredictor(spec, known).predict_time(plan)
-
-    rates = _rates_with_slowdown(hardware.rates, measured.alone / predict(hardware).compute)
-    fitted = hardware.model_copy(update={"rates": rates})
-    terms = predict(fitted)
-    collectives = terms.exposed_all_gather + terms.exposed_reduce_scatter + terms.exposed_all_reduce
-    if not collectives:
-        return fitted
-    factor = max(1 + (measured.together - terms.total) / collectives, _LEAST_FACTOR)
-    links = {name: link for name, link in (("within", fitted.within), ("across", fitted.across)) if link}
-    return fitted.model_copy(update={name: _link_with_slowdown(link, factor) for name, link in links.items()})
+    terms = StepTimePredictor(spec, hardware).predict_time(plan)
+    waiting = terms.exposed_all_gather + terms.exposed_reduce_scatter + terms.exposed_all_reduce
+    faster = min(1.0, _MOST_WAITING * step_seconds / waiting) if waiting else 1.0
+    slower = (step_seconds - faster * waiting) / (terms.total - waiting)
+    links = {name: link for name, link in (("within", hardware.within), ("across", hardware.across)) if link}
+    fitted: dict[str, object] = {name: _link_with_slowdown(link, faster) for name, link in links.items()}
+    return hardware.model_copy(update=fitted | {"rates": _rates_with_slowdown(hardware.rates, slower)})
 
 
 def _rates_with_slowdown(rates: Rates, factor: float) -> Rates:
-    slower: dict[str, object] = {
-        "memory": curve_with_slowdown(rates.memory, factor),
-        "launch_seconds": factor * rates.launch_seconds,
-    }
+    slower: dict[str, object] = {"launch_seconds": factor * rates.launch_seconds}
+    for name in ("memory", "optimizer"):
+        slower[name] = curve_with_slowdown(getattr(rates, name), factor)
     for name in ("matmul", "attention", "attention_backward"):
         curves = getattr(rates, name).items()
         slower[name] = {dtype: curve_with_slowdown(curve, factor) for dtype, curve in curves}
