@@ -108,7 +108,7 @@ def test_sequences_of_mostly_padding_are_reported(tmp_path: Path):
     for length, reported in ((40, True), (30, False)):  # documents of 18 tokens on average
         data = build_packed_data(run_of(tmp_path, **settings, sequence_length=length))
         assert data.document_count == 25
-        assert ("most places are padding" in data.describe()) == reported
+        assert ("token positions are padding" in data.describe()) == reported
 
 
 def test_tokens_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path):

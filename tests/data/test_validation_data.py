@@ -91,7 +91,7 @@ def test_conversations_to_validate_on_have_the_template_and_the_mask_of_training
         ({"validation_fraction": 0.1}, "the whole validation set: set validation_fraction = 0"),
         ({"paths": ("b",)}, "'b' is in paths and in validation_paths"),
         ({"source": "stdlib", "paths": ()}, 'set source = "text"'),
-        ({"source": "python", "factory": "a:b"}, "the data's own `validation` counts"),
+        ({"source": "python", "factory": "a:b"}, "validates on its own `validation`"),
         (
             {"sources": [{"source": "jsonl", "paths": ["c"]}], "source": None, "paths": ()},
             "either validation_paths",

@@ -72,7 +72,7 @@ class Last(Fixed):
 @pytest.mark.parametrize("kind", [Pair, Last])
 def test_a_model_that_does_not_return_logits_for_each_token_is_refused(kind: type[Fixed]) -> None:
     logits, batch = example()
-    with pytest.raises(TrainError, match=r"(?s)returns no logits for each token.*train\.loss = .*\[1\]"):
+    with pytest.raises(TrainError, match=r"(?s)does not return logits for each token.*train\.loss = .*\[1\]"):
         next_token_loss(kind(logits), batch)
 
 

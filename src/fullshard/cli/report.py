@@ -29,7 +29,7 @@ def report(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was predicted and measured, as text or a page; of several runs, side by side too.
+    """Show what runs predicted and measured, as text or as a page.
 
     The run may be training still, or have died.
     """
