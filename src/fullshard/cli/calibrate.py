@@ -1,6 +1,5 @@
 """`fullshard calibrate`."""
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -55,29 +54,20 @@ def calibrate(
     `fullshard train` use the rates. The default file is ~/.config/fullshard/hardware.toml, or the one that
     $FULLSHARD_HARDWARE names.
     """
+    from fullshard.launch.calibration import measure_with_ranks
     from fullshard.launch.detect import user_hardware_path
-    from fullshard.launch.request import LaunchRequest
-    from fullshard.launch.start import perform_request, temporary_private_directory
     from fullshard.report.table import show_labelled_lines
-    from fullshard.spec.machine.hardware import Hardware
-    from fullshard.spec.run import Run
     from fullshard.system.targets import check_output_file
 
     path = out or user_hardware_path()
     check_output_file(path, is_kind=_is_hardware_file, force=force)
     _create_output_directory(path)
     typer.echo(f"measuring for about {seconds:g} s", err=True)
-    with temporary_private_directory() as name:
-        run = Run.load(overrides=[f"run.dir={name}", f"run.device={device}", f"run.ranks={ranks}"])
-        job = "fullshard.jobs.calibrate.job:run_calibration"
-        measured = Path(name, "hardware.toml")
-        arguments = {"seconds": seconds, "drive": str(drive.absolute()), "out": str(measured)}
-        exit_code = perform_request(LaunchRequest(run=run, job=job, arguments=arguments))
-        if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = Hardware.load(measured)
-            found.save(path)
-            show_labelled_lines(calibration_rows(found))
-            typer.echo(escape_to_single_line(f"written: {path}"), err=True)
+    exit_code, found = measure_with_ranks(ranks, device=device, seconds=seconds, drive=drive)
+    if found is not None:
+        found.save(path)
+        show_labelled_lines(calibration_rows(found))
+        typer.echo(escape_to_single_line(f"written: {path}"), err=True)
     raise typer.Exit(exit_code)
 
 

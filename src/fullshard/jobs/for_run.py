@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fullshard.errors import PlanError, SpecError, TraceError
 from fullshard.launch import environment
+from fullshard.launch.calibration import measure_unless_known
 from fullshard.launch.detect import detect_hardware
-from fullshard.launch.first_calibration import detect_or_measure_hardware
 from fullshard.launch.gc import disable_gc, freeze_imports_in_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
@@ -146,8 +146,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
     model: the run's model; None if it is built only if the planner needs it
     """
     try:
-        ranks = None if environment.is_started_by_torchrun() else plain.world_size
-        hardware = detect_or_measure_hardware(plain.device, ranks=ranks)
+        hardware = measure_unless_known(_detect_hardware_of_ranks(plain))
         if run.offload.is_on_drive and hardware.disk_bytes_per_second is None:
             hardware = with_infinitely_fast_drive(hardware)
         if chosen is not None:

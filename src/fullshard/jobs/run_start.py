@@ -164,7 +164,8 @@ def flops_per_token(plan: Plan, model: nn.Module) -> float | None:
 
 def _find_peak(plan: Plan, ranks: RankInfo) -> measurement.MatmulPeak:
     """Returns the FLOP/s that MFU refers to. On calibrated CPU ranks it is the calibration's. Collective."""
-    known = detect_hardware("cpu") if plan.device == "cpu" else None
+    is_calibrated = plan.prediction is not None and plan.prediction.calibration != "none"
+    known = detect_hardware("cpu") if plan.device == "cpu" and is_calibrated else None
     calibrated = known.chip.flops_per_second if known is not None and known.is_calibrated else None
     return find_matmul_peak(ranks.device, plan.precision.param, calibrated=calibrated)
 

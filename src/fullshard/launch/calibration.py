@@ -1,36 +1,38 @@
-"""A short calibration of CPU ranks, before the first run on a machine is planned."""
+"""Starts the ranks that measure this machine: for `fullshard calibrate`, and before a first run."""
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from fullshard.errors import FullshardError
-from fullshard.launch.detect import detect_hardware, kept_measurement_path
+from fullshard.launch.detect import kept_measurement_path
 from fullshard.launch.environment import is_started_by_torchrun
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import perform_request, temporary_private_directory
 from fullshard.spec.machine.hardware import Hardware
-from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import Run
 from fullshard.system.terminal import escape_control_characters
 
 SECONDS = 3.0
 
 
-def detect_or_measure_hardware(device: DeviceType, *, ranks: int | None) -> Hardware:
-    """Returns this machine's hardware, as `detect_hardware`. Measures CPU ranks without known rates first.
+def measure_unless_known(known: Hardware) -> Hardware:
+    """Returns `known`, which `detect_hardware` found, or what CPU ranks without known rates measure now.
 
-    The measurement takes SECONDS besides the start of `ranks` processes, and is kept if the machine was idle.
+    The measurement takes SECONDS besides the start of the ranks, and is kept if the machine was idle.
     Nothing is measured under torchrun, or if FULLSHARD_CALIBRATION=off. If it fails, the rates stay unknown.
     """
-    known = detect_hardware(device, ranks=ranks)
     if known.device != "cpu" or known.calibration != "none" or is_started_by_torchrun():
         return known
     kept = kept_measurement_path(known.ranks_per_node)
     if kept is None:
         return known
     print(f"measuring this machine for {SECONDS:g} s, before its first run …", file=sys.stderr, flush=True)
-    measured = _measure(known.ranks_per_node)
+    exit_code, measured = measure_with_ranks(known.ranks_per_node, device="cpu", seconds=SECONDS)
+    if exit_code > 128:  # a signal, which ends the command
+        raise SystemExit(exit_code)
     if measured is None:
         return known
     if measured.is_busy:
@@ -46,14 +48,22 @@ def detect_or_measure_hardware(device: DeviceType, *, ranks: int | None) -> Hard
     return measured
 
 
-def _measure(ranks: int) -> Hardware | None:
-    """Returns the measured hardware of `ranks` CPU ranks; None if it failed. A signal ends the command."""
+def measure_with_ranks(
+    ranks: int, *, device: Literal["auto", "cpu", "cuda"], seconds: float, drive: Path | None = None
+) -> tuple[int, Hardware | None]:
+    """Runs the calibration on all ranks. Returns the launch's exit code and the measured hardware.
+
+    ranks: number of ranks; 0 for the usual one
+    drive: a directory on the drive to measure; None to measure no drive
+
+    The hardware is None if the launch failed, and on other ranks than the first.
+    """
     with temporary_private_directory() as name:
-        run = Run.load(overrides=[f"run.dir={name}", "run.device=cpu", f"run.ranks={ranks}"])
+        run = Run.load(overrides=[f"run.dir={name}", f"run.device={device}", f"run.ranks={ranks}"])
         out = Path(name, "hardware.toml")
-        arguments = {"seconds": SECONDS, "out": str(out)}
+        arguments: dict[str, str | float] = {"seconds": seconds, "out": str(out)}
+        arguments |= {} if drive is None else {"drive": str(drive.absolute())}
         job = "fullshard.jobs.calibrate.job:run_calibration"
         exit_code = perform_request(LaunchRequest(run=run, job=job, arguments=arguments))
-        if exit_code > 128:
-            raise SystemExit(exit_code)
-        return Hardware.load(out) if exit_code == 0 else None
+        is_first = os.environ.get("RANK", "0") == "0"
+        return exit_code, Hardware.load(out) if exit_code == 0 and is_first else None
