@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from fullshard.errors import ShardError
+from fullshard.errors import PlanError, ShardError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.shard import shard
@@ -39,6 +39,10 @@ def step_with_optimizer_from_before_shard() -> str:
     late.step()
     with pytest.raises(ShardError) as caught:
         early.step()
+    unsharded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(PlanError):
+        shard(unsharded, Plan.from_run(Run(), world_size=4, device="cpu"))
+    torch.optim.AdamW(unsharded.parameters()).step()  # its parameters are still the model's
     return str(caught.value)
 
 

@@ -7,6 +7,7 @@ and `torch.save` of a state dict on rank 0 keeps only that rank's shards.
 import inspect
 import logging
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -21,23 +22,19 @@ from fullshard.errors import ShardError
 logger = logging.getLogger("fullshard")
 
 _SAVERS = ("fullshard.", "torch.distributed.")  # whose code puts the ranks' shards together
-_MARK = "_fullshard_is_unsharded"
+_MARK = "_fullshard_was_replaced"
 
 
-def mark_unsharded_parameters(model: nn.Module) -> None:
-    """Marks the parameters of a model that is about to be sharded, which keeps none of them alive."""
-    for parameter in model.parameters():
-        setattr(parameter, _MARK, True)
-
-
-def guard_sharded_model(model: nn.Module) -> None:
+def guard_sharded_model(model: nn.Module, *, before: Iterable[weakref.ref[nn.Parameter]]) -> None:
     """Registers two guards: against optimizers of replaced parameters, and for the first state dict.
 
-    An optimizer's first step raises ShardError if it holds parameters that `mark_unsharded_parameters` marked
-    and that `model` has no more. The first state dict logs a warning.
+    An optimizer's first step raises ShardError if it holds parameters that the model had `before` it was
+    sharded, and has no more. (Weak references keep none of them alive.) The first state dict logs a warning.
     """
-    for parameter in model.parameters():
-        vars(parameter).pop(_MARK, None)
+    now = {id(one) for one in model.parameters()}
+    for parameter in (one() for one in before):
+        if parameter is not None and id(parameter) not in now:
+            setattr(parameter, _MARK, True)
     _check_optimizers_at_their_first_step()
     if world_size() > 1 and rank() == 0:
         model.register_state_dict_post_hook(_ShardsNote())

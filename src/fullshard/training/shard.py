@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -73,7 +74,7 @@ def shard(
     >>> model.blocks[0].feed_forward.gate.weight.placements
     (Shard(dim=0),)
     """
-    plain_loop.mark_unsharded_parameters(model)
+    before = [weakref.ref(one) for one in model.parameters()]
     split = divide_model_and_return_split_dims(
         model, plan, rank=rank(), group_name=lambda axis: build_axis_group(plan, axis).group_name
     )
@@ -98,7 +99,7 @@ def shard(
         set_up_fp8_gathers(model, prepared.fp8, device=prepared.device, methods=prepared.methods)
     carried.set_on(model)
     install_reshard_after_evaluation(model, unit_order)
-    plain_loop.guard_sharded_model(model)
+    plain_loop.guard_sharded_model(model, before=before)
     return model
 
 
