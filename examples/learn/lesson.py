@@ -1,7 +1,7 @@
-"""The model, the data and the tables that the lessons of docs/learn share."""
+"""What the lessons of docs/learn share: the model, the data, the steps (`run_lesson`) and the tables."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,13 @@ SETTINGS = [
     "recompute.mode=none",
 ]
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer")
+MOMENTS = (
+    "microbatch 1: before forward",
+    "microbatch 1: forward of block 3",
+    "microbatch 2: before forward",
+    "before the update",
+    "between steps",
+)
 
 
 class Block(nn.Module):
@@ -73,11 +80,6 @@ def texts(plan: fs.Plan, rank: int) -> Iterator[dict[str, Tensor]]:
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def load_run(*settings: str) -> fs.Run:
-    """Returns the run of `settings`, which those of the command line replace."""
-    return fs.Run.load(overrides=[*SETTINGS, *settings, *sys.argv[1:]])
-
-
 class BytesSent(TorchDispatchMode):
     """Counts the bytes that this rank sends while it is active, on CPU ranks.
 
@@ -111,9 +113,7 @@ class Watch:
     gradients, and AdamW's two moments. Activations are not counted.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss = reversal_loss
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
         self.moments: dict[str, dict[str, int]] = {}
         self._model, self._optimizer, self._shards = model, optimizer, list(model.parameters())
         self._loss, self._microbatch = loss, 0
@@ -203,3 +203,32 @@ def show_sent(sent: dict[str, int], step: fs.Step) -> None:
 
 def kib(count: int) -> str:
     return f"{count / 1024:,.0f}"
+
+
+def run_lesson(
+    *settings: str,
+    moments: Sequence[str] = MOMENTS,
+    names: Sequence[str] = ("blocks.0.up.weight", "blocks.0.down.weight"),
+    make_model: Callable[[fs.Run], nn.Module] = lambda run: Net(),
+    data: Callable[[fs.Plan, int], Iterator[dict[str, Tensor]]] = batches,
+    loss: Loss = reversal_loss,
+) -> None:
+    """Trains two steps with `settings`, which those of the command line replace, and prints the tables.
+
+    moments: moments of the second step, in the table of bytes held
+    names: parameters in the table of who holds what
+    """
+    with fs.process_group("cpu") as ranks:
+        run = fs.Run.load(overrides=[*SETTINGS, *settings, *sys.argv[1:]])
+        plan = fs.Plan.from_run(run, world_size=ranks.world_size, device="cpu")
+        with torch.device("meta"):  # no parameter is allocated before it is sharded
+            model = make_model(run)
+        fs.shard(model, plan)
+        optimizer = fs.build_optimizer(model, plan)
+        watch = Watch(model, optimizer, loss)
+        state = fs.TrainState(model, optimizer, data=data(plan, ranks.rank))
+        step, sent = watch.second_step(fs.train(state, plan, loss=watch.loss))
+
+        show_holders(model, *names)
+        show_moments(watch, *moments)
+        show_sent(sent, step)

@@ -3,8 +3,7 @@
 torchrun --nproc-per-node 2 examples/learn/lesson_6_tensor_parallel.py
 """
 
-import torch
-from lesson import Watch, load_run, show_holders, show_moments, show_sent, texts
+from lesson import run_lesson, texts
 
 import fullshard as fs
 
@@ -28,29 +27,19 @@ NAMES = [
 ]
 
 
-def main() -> None:
-    with fs.process_group("cpu") as ranks:
-        run = load_run("sharding.strategy=full_shard", *TENSOR_PARALLEL)
-        plan = fs.Plan.from_run(run, world_size=ranks.world_size, device="cpu")
-        with torch.device("meta"):  # no parameter is allocated before it is sharded
-            model = fs.DecoderModel(run.decoder_config)
-        fs.shard(model, plan)
-        optimizer = fs.build_optimizer(model, plan)
-        watch = Watch(model, optimizer, loss=fs.next_token_loss)
-        state = fs.TrainState(model, optimizer, data=texts(plan, ranks.rank))
-        step, sent = watch.second_step(fs.train(state, plan, loss=watch.loss))
-
-        show_holders(model, *NAMES)
-        show_moments(
-            watch,
+if __name__ == "__main__":
+    run_lesson(
+        "sharding.strategy=full_shard",
+        *TENSOR_PARALLEL,
+        moments=[
             "microbatch 1: before forward",
             "microbatch 1: forward of block 1",
             "microbatch 1: backward of block 0",
             "before the update",
             "between steps",
-        )
-        show_sent(sent, step)
-
-
-if __name__ == "__main__":
-    main()
+        ],
+        names=NAMES,
+        make_model=lambda run: fs.DecoderModel(run.decoder_config),
+        data=texts,
+        loss=fs.next_token_loss,
+    )
