@@ -5,8 +5,8 @@
 Run it after a change of what `describe` finds, and for a new version of torch. It takes about half a minute
 of processor time for each preset; with names, it describes these, and keeps the others' specs. A model of
 transformers is described for each kernel of attention, whose name is in its key. Of presets from 100B
-parameters on, the parts that each of 8 ranks has are described too, since a batch often has fewer sequences
-than so many ranks.
+parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than
+sequences in a batch.
 """
 
 import lzma

@@ -368,6 +368,7 @@ def _microbatch_and_accumulation(run: Run, data_parallel_degree: int) -> tuple[i
     once = data_parallel_degree * (pinned or 1)
     if batch % once:
         below, above = batch // once * once, (batch // once + 1) * once
+        sizes = f"{below} or {above}" if below else f"{above}"
         degree = run.sharding.context_degree * data_parallel_degree // math.gcd(batch, data_parallel_degree)
         shared = "" if below or pinned else f", or sharding.context_parallel = {degree}"
         ranks = count_text(data_parallel_degree, "rank") + (" (run.ranks)" if run.run.ranks else "")
@@ -376,7 +377,7 @@ def _microbatch_and_accumulation(run: Run, data_parallel_degree: int) -> tuple[i
             f"a global batch of {count_text(batch, 'sequence')} cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",
             why="every rank must do the same number of full microbatches a step",
-            fix=f"train.global_batch = {f'{below} or {above}' if below else above}{shared}, other run.ranks",
+            fix=f"train.global_batch = {sizes}{shared}, or another run.ranks",
         )
     microbatch = pinned or batch // data_parallel_degree
     return microbatch, batch // (data_parallel_degree * microbatch)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -407,14 +406,11 @@ def _finite_losses_text(by_rank: Sequence[bool], plan: Plan, *, row: int) -> str
         return "the loss was finite on each rank"
     if len(wrong) == len(by_rank):
         return "the loss was finite on no rank"
-    numbers = np.concatenate(
-        [
-            row + microbatch_sample_numbers(turn, data_rank=plan.data_rank(wrong[0]), plan=plan)
-            for turn in range(plan.accumulation)
-        ]
-    )
-    some = "" if plan.accumulation == 1 else f"{len(numbers):,} of the "
-    samples = f"in {some}samples {numbers[0]:,} to {numbers[-1]:,} of the run's order"
+    turns = (0, plan.accumulation - 1)
+    own = (microbatch_sample_numbers(turn, data_rank=plan.data_rank(wrong[0]), plan=plan) for turn in turns)
+    first, last = next(own)[0], next(own)[-1]
+    some = "" if plan.accumulation == 1 else f"{plan.accumulation * plan.microbatch:,} of the "
+    samples = f"in {some}samples {row + first:,} to {row + last:,} of the run's order"
     if len(wrong) == 1:
         return f"the loss was not finite on rank {wrong[0]} alone of {len(by_rank)}, {samples}"
     return f"the loss was not finite on {len(wrong)} of {len(by_rank)} ranks; on rank {wrong[0]}, {samples}"

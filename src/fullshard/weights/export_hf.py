@@ -47,9 +47,20 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TEMPLATE, _TEMPLATE_SUFFIX = "chat_template.jinja", ".jinja"  # preferred to that in tokenizer_config.json
 # Files of tokenizers and of image and audio processors in Hugging Face repositories.
 _TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", _TEMPLATE),
-    *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
-    *("sentencepiece.bpe.model", "preprocessor_config.json", "processor_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    _TEMPLATE,
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 # Names in transformers 4 of the base, of the rotated fraction of a head, and of the base of local layers.
