@@ -5,10 +5,12 @@ PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+# Compiling every module of torch takes longer than the install itself. A first import compiles those it needs,
+# here on one core while pip works on another.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
   $(if $(TORCH),"torch==$(TORCH).*",--constraint constraints.txt)
 
-# Bytecode is kept: without it, each process that a run or a test starts compiles what it imports again.
+# Bytecode is kept: without it, each process that a run or a test starts would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-long torture fuzz check docs format clean
@@ -58,7 +60,9 @@ $(BIN)/python:
 
 # Stamps: an environment that is there is used again, and completed when the dependencies change.
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e .
+	$(PIP_INSTALL) numpy torch
+	$(BIN)/python -c "import torch.distributed.fsdp, torch.distributed.checkpoint, torch._dynamo" & \
+	  $(PIP_INSTALL) -e . && wait
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python

@@ -43,7 +43,7 @@ def test_data_prepare_prints_a_summary_for_people(tmp_path: Path, capsys):
     shown = capsys.readouterr().out
     assert "documents   100" in shown
     assert "70 % + 30 %, exactly" in shown
-    assert "steps       60, which pass " in shown
+    assert "steps       30, which pass " in shown
 
 
 def test_wrong_data_has_its_exit_code(tmp_path: Path, capsys):

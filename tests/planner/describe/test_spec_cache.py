@@ -15,6 +15,7 @@ from fullshard.planner.describe.describe_run import (
     SpecKey,
     build_spec_key,
     cache_directory,
+    describe_run,
     read_shipped_or_cached_spec,
     read_shipped_specs,
     trim_cache,
@@ -203,7 +204,7 @@ def shipped_key(name: str, *settings: str, kernel: AttentionKernel = "flash") ->
     return found
 
 
-def test_every_preset_is_shipped() -> None:
+def test_every_preset_and_the_default_run_are_shipped() -> None:
     specs = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch")))
     if not specs:
         pytest.skip("shipped for another torch")
@@ -213,7 +214,26 @@ def test_every_preset_is_shipped() -> None:
     for preset in read_presets():
         if isinstance(preset.model, HuggingFaceModel):
             keys |= {shipped_key(preset.name, kernel=kernel).settings for kernel in get_args(AttentionKernel)}
+    for run in default_runs_on_cpu():
+        key = build_spec_key(run, "cpu")
+        assert key is not None
+        keys.add(key.settings)
     assert set(specs) == keys, "bench/preset_specs.py"
+
+
+def default_runs_on_cpu() -> list[Run]:
+    """The default run, as a first run on CPU ranks describes it: first without recompute."""
+    return [
+        Run.load(overrides=["precision.mode=fp32", f"recompute.mode={mode}"]) for mode in ("none", "auto")
+    ]
+
+
+def test_the_default_run_is_shipped_as_this_code_describes_it() -> None:
+    if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
+        pytest.skip("shipped for another torch")
+    run, _ = default_runs_on_cpu()
+    fresh = describe_run(run, "cpu", cached=False)
+    assert describe_run(run, "cpu").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"
 
 
 def test_shipped_specs_are_for_one_torch(tmp_path: Path) -> None:

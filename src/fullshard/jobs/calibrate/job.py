@@ -25,7 +25,7 @@ _LEAST_CORE_SHARE = 0.97  # of ranks on an idle machine, 0.99; with a busy progr
 # Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _COPIES, _LINKS = 12, 10, 6, 5, 3, 3, 15
 _UNALIGNED, _HOST_ADAM = 2, 4
-_STEP_SHARE = 0.4  # fraction of the time for whole steps, on CPU ranks
+_STEP_SHARE = 0.6  # fraction of the time for whole steps, on CPU ranks
 _SIZES = {
     "cpu": tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24)),
     "cuda": tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28)),

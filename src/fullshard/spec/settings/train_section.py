@@ -29,7 +29,7 @@ class TrainSection(value.FrozenModel):
         sequence take more than 64 MiB in fp32, else 0.
     """
 
-    steps: value.PositiveCount | None = 60
+    steps: value.PositiveCount | None = 30
     epochs: value.PositiveScalar | None = None
     global_batch: value.PositiveCount = 24
     microbatch: value.PositiveCount | None = None
