@@ -177,3 +177,36 @@ def test_accelerate_computes_in_fp32_unless_asked():
     assert converted("distributed_type: FSDP\nmixed_precision: bf16").run.precision.mode == "bf16"
     deepspeed = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: a.json}"
     assert converted(deepspeed).run.precision.mode == "auto"
+
+
+AXOLOTL = "base_model: a\nlearning_rate: 2e-4\n"
+EMBEDDINGS = ("*embed_tokens*", "*lm_head*")
+LR_GROUPS = "lr_groups: [{name: o, modules: [self_attn.o_proj, b], lr: 1e-6}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        (AXOLOTL + "embedding_lr: 1e-4", [(EMBEDDINGS, 0.5, 0.0)]),
+        (AXOLOTL + "embedding_lr: 1e-4\nembedding_lr_scale: 3", [(EMBEDDINGS, 3.0, 0.0)]),
+        (AXOLOTL + "embedding_lr: 1e-4\nadapter: lora", []),
+        (
+            AXOLOTL + "embedding_lr: 1e-4\nadapter: lora\nlora_modules_to_save: [lm_head]",
+            [(("*lm_head*",), 0.5, 0.0)],
+        ),
+        (AXOLOTL + LR_GROUPS, [(EMBEDDINGS, 1.0, 0.0), (("*self_attn.o_proj*", "*b*"), 0.005, None)]),
+        (AXOLOTL + "adapter: lora\nloraplus_lr_ratio: 16\nembedding_lr: 1", [(("*.lora_B.*",), 16.0, None)]),
+        (FACTORY + "finetuning_type: lora\nloraplus_lr_ratio: 4.0", [(("*.lora_B.*",), 4.0, None)]),
+        (AXOLOTL, []),
+    ],
+)
+def test_rates_of_some_parameters_are_groups(text, groups):
+    found = converted(text)
+    assert [(g.match, g.lr_factor, g.weight_decay) for g in found.run.optimizer.groups] == groups
+    assert not [key for key in found.lost_keys if "lr" in key]
+
+
+def test_lora_plus_does_not_decay_in_axolotl():
+    decay = "adapter: lora\nloraplus_lr_ratio: 16\nweight_decay: 0.5"
+    assert converted(AXOLOTL + decay).run.optimizer.weight_decay == 0
+    assert converted(FACTORY + decay.replace("adapter", "finetuning_type")).run.optimizer.weight_decay == 0.5

@@ -9,6 +9,7 @@ from typing import Any
 
 from fullshard.convert.datasets import convert_datasets
 from fullshard.convert.deepspeed import convert_offload, require_valid_zero_stage
+from fullshard.convert.groups import convert_groups
 from fullshard.convert.rules import (
     AUTO,
     ConversionState,
@@ -264,6 +265,7 @@ def _convert_arguments(state: ConversionState, *, tool: str, epochs: float, micr
         for key in [k for k in state.leaves if k.startswith(("lora_", "peft_", "use_dora", "use_rslora"))]:
             state.record_not_needed(key, "without an adapter")
     convert_betas(state, ("adam_beta1", "adam_beta2"), default=(0.9, 0.999))
+    convert_groups(state, tool=tool, default_rate=defaults["optimizer.learning_rate"])
     rules = load_rules("trainer")
     apply_rules(state, rules)
     why = "the trainer's default, which the file leaves as it is"

@@ -188,9 +188,12 @@ def _check_no_host_limit_if_unplanned(run: Run, *, why: str, fix: str) -> None:
 
 
 def _has_only_builtin_parts(run: Run) -> bool:
-    """Returns whether model, data and loss are from this package, so that loading the run checked them."""
+    """Returns whether all is from this package, and no setting names a part of the model.
+
+    Loading the run has then checked all of it.
+    """
     outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
-    return isinstance(run.model, DecoderConfig) and not outside
+    return isinstance(run.model, DecoderConfig) and not outside and not run.optimizer.groups
 
 
 def _build_and_check_model(run: Run) -> "Module":
@@ -203,6 +206,7 @@ def _build_and_check_model(run: Run) -> "Module":
     from fullshard.models.build import build_model, check_sequence_length, check_vocabulary
     from fullshard.models.huggingface import unused_balance_loss_factor_note
     from fullshard.models.loss import choose_loss
+    from fullshard.training.groups import match_groups
 
     model = build_model(run)
     options = run.model.options if isinstance(run.model, HuggingFaceModel) else {}
@@ -211,6 +215,7 @@ def _build_and_check_model(run: Run) -> "Module":
     check_sequence_length(model, run)
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data), model=model)
     choose_loss(run, model)
+    match_groups(model, run.optimizer)
     return model
 
 

@@ -38,6 +38,7 @@ from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.system.process import RecordedSignals
 from fullshard.training.extra_state import seed_generators
+from fullshard.training.groups import group_lines
 from fullshard.training.loop import Step
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.resume import (
@@ -305,7 +306,8 @@ def _report_start_and_set_next_row(
         log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
     unused = unusable_offloaded_state_message(job.plan, left, step=step) if left is not None else None
     exports = describe_impossible_exports(job.plan.run, job.state.model) if job.ranks.rank == 0 else []
-    for text in (unused, _start_summary_text(job), read, *exports):
+    groups = group_lines(job.state.model, job.plan.run.optimizer)
+    for text in (unused, _start_summary_text(job), *groups, read, *exports):
         if text is not None:
             log.print_message(text)
     log.record_event("plan", details={"plan": job.plan.model_dump(mode="json")})

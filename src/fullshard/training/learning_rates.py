@@ -2,7 +2,8 @@
 
 [Note: whose rates]
 Each group's own rate is multiplied by the factor of [schedule]. A group whose own rate is
-`optimizer.learning_rate` follows this setting, also if a later `train` has another. A group is left alone
+`optimizer.learning_rate`, or has a `lr_factor` of [[optimizer.groups]], follows this setting, also if a
+later `train` has another. A group is left alone
 from the step on in which its rate is not the one that was set here, because the loop sets it then, and so
 are all groups if a torch scheduler is attached to the optimizer (`initial_lr` shows this).
 
@@ -36,9 +37,11 @@ from fullshard.training.schedule import learning_rate_factor
 logger = logging.getLogger("fullshard")
 
 _LAST = "fullshard_lr"  # the rate that was set here last; None if others set the rate
+FACTOR = "fullshard_lr_factor"
+"""Entry of a group whose own rate is `optimizer.learning_rate` times this factor."""
 _BASE = "fullshard_base_lr"  # the group's own rate, unless it is `optimizer.learning_rate`
 _BUILT = "_fullshard_built"  # attribute of the optimizer
-RATE_KEYS = frozenset({"lr", "initial_lr", _LAST, _BASE})
+RATE_KEYS = frozenset({"lr", "initial_lr", _LAST, _BASE, FACTOR})
 """Entries of an optimizer's group that concern its learning rate."""
 _KEYS = {"learning_rate": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 
@@ -60,9 +63,10 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
                 taken_over.append(f"{rate:.6g}" + (f" in place of {last:.6g}" if last != rate else ""))
             group[_LAST] = None
             continue
-        if _LAST not in group and not math.isclose(rate, run.optimizer.learning_rate, rel_tol=1e-6):
+        base = run.optimizer.learning_rate * group.get(FACTOR, 1.0)
+        if _LAST not in group and not math.isclose(rate, base, rel_tol=1e-6):
             group[_BASE] = rate
-        _set_group_entry(group, "lr", value=group.get(_BASE, run.optimizer.learning_rate) * factor)
+        _set_group_entry(group, "lr", value=group.get(_BASE, base) * factor)
         group[_LAST] = float(group["lr"])
     if taken_over and rank() == 0:
         logger.warning(
@@ -168,7 +172,8 @@ def _initial_value(group: Mapping[str, Any], key: str, *, wanted: object) -> obj
     """Returns the value of `key` that `group` began with. `wanted` is that of a group that follows it."""
     if key != "lr":
         return group[key]
-    return group.get("initial_lr", group.get(_BASE, wanted if _LAST in group else group["lr"]))
+    follows = _LAST in group or FACTOR in group
+    return group.get("initial_lr", group.get(_BASE, wanted if follows else group["lr"]))
 
 
 def _is_same(wanted: object, found: object) -> bool:

@@ -2,22 +2,20 @@
 
 import inspect
 import logging
-from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
 from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
-from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
 from fullshard.torch_private.fsdp import list_units
+from fullshard.training.groups import make_parameter_groups
 from fullshard.training.learning_rates import mark_as_built_by_fullshard
 from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_class
 from fullshard.training.shard import build_streaming_adamw
@@ -35,19 +33,20 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     (biases of stacked experts): parameters named `bias` or `…_bias`, those of a module whose class has `Norm`
     in its name, and those named `…norm` themselves. Parameters that the model excludes do not decay either:
     those with the attribute `_no_weight_decay` (as in Mamba), and those whose names a module returns from
-    `no_weight_decay()` (as in timm). AdamW and Adam are fused: on two cores this is 8× as fast as the foreach
-    loop.
+    `no_weight_decay()` (as in timm). [[optimizer.groups]] give parameters, by name, another rate, weight
+    decay or betas. AdamW and Adam are fused: on two cores this is 8× as fast as the foreach loop.
 
     Raises ShardError if the model is not sharded, was changed since, or has no trainable parameter;
-    SpecError for an unknown name, options that the class does not take, and a class that cannot update
-    sharded parameters; TrainError for state that checkpoints cannot hold; MissingExtraError without torchao.
+    SpecError for an unknown name, options that the class does not take, a group that matches nothing, and a
+    class that cannot update sharded parameters; TrainError for state that checkpoints cannot hold;
+    MissingExtraError without torchao.
 
     >>> optimizer = fs.build_optimizer(model, plan)  # after `fs.shard`, which replaces the parameters
     >>> state = fs.TrainState(model, optimizer, data=data)
     """
     _check_sharded_and_reshard(model)
     section = plan.run.optimizer
-    groups = _make_parameter_groups(model, section)
+    groups = make_parameter_groups(model, section)
     if not groups:
         name = type(model).__name__
         raise ShardError(f"{name} has no trainable parameter.", fix="requires_grad_(True) on some")
@@ -89,41 +88,6 @@ def _check_sharded_and_reshard(model: nn.Module) -> None:
         )
     reshard_unsharded_units(model)  # an optimizer of gathered parameters would never update the shards
     check_parameters_not_replaced(model)
-
-
-def _make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    groups: dict[Hashable, dict[str, Any]] = {}
-    excluded = _names_model_excludes_from_decay(model)
-    if marked := [name for name, parameter in model.named_parameters() if hasattr(parameter, "_optim")]:
-        logger.warning(
-            "the attribute _optim of %s is not used: for other learning rates, make the optimizer yourself",
-            join_names(marked, most=3),
-        )
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        decays = name not in excluded and _has_decay_by_default(model, name, parameter=parameter)
-        decay = section.weight_decay if decays else 0.0
-        placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        group = groups.setdefault((decay, placed, parameter.dtype), {"params": [], "weight_decay": decay})
-        group["params"].append(parameter)
-    return list(groups.values())
-
-
-def _names_model_excludes_from_decay(model: nn.Module) -> set[str]:
-    """Returns the names of the parameters that the model marks: see `build_optimizer`."""
-    names = {name for name, one in model.named_parameters() if getattr(one, "_no_weight_decay", False)}
-    for path, module in model.named_modules():
-        method: Any = getattr(module, "no_weight_decay", None)
-        if callable(method):
-            names |= {f"{path}.{name}" if path else name for name in cast(Iterable[str], method())}
-    return names
-
-
-def _has_decay_by_default(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
-    module_name, _, own = name.rpartition(".")
-    is_norm = "norm" in type(model.get_submodule(module_name)).__name__.lower() or own.endswith("norm")
-    return parameter.ndim >= 2 and not is_norm and own != "bias" and not own.endswith("_bias")
 
 
 def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +137,12 @@ def _optimizer_options(
     if "betas" in takes:  # Adam's family; in other optimizers, eps has another meaning
         options["betas"] = section.betas
         options |= {"eps": section.eps} if "eps" in takes else {}
+    elif any(group.betas for group in section.groups):
+        raise SpecError(
+            "a group of [[optimizer.groups]] has betas.",
+            why=f"{section.name} has none",
+            fix="the group without betas, or another optimizer.name",
+        )
     for name in sorted({"betas", "eps"} - options.keys() - section.options.keys()):
         if (given := getattr(section, name)) != type(section).model_fields[name].default:
             why = "optimizer.options sets it" if name in takes else "it has no such value"

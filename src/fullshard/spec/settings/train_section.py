@@ -1,6 +1,7 @@
 """[train], [optimizer], [schedule], [recompute], [plan], [adapter], [checkpoint] and [fault_tolerance]."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
@@ -67,6 +68,28 @@ class TrainSection(value.FrozenModel):
         return self.steps
 
 
+class OptimizerGroup(value.FrozenModel):
+    """Settings of the trained parameters whose names match, in place of those of [optimizer].
+
+    The first group that matches a parameter has it. Its rate follows the schedule as all others do.
+
+    `match`: patterns of names in checkpoints; `*` matches dots too: ["*norm*", "*.bias"]
+    `lr_factor`: factor on `optimizer.learning_rate`
+    `weight_decay`: of each parameter in the group; unset, `optimizer.weight_decay`, which matrices have, and
+        norms and biases have not
+    `betas`: unset, `optimizer.betas`
+    """
+
+    match: Annotated[tuple[str, ...], Field(min_length=1)]
+    lr_factor: value.NonNegativeScalar = 1.0
+    weight_decay: value.NonNegativeScalar | None = None
+    betas: tuple[value.Fraction, value.Fraction] | None = None
+
+    def matches(self, name: str) -> bool:
+        """Returns whether a pattern matches the name of a parameter."""
+        return any(fnmatchcase(name, pattern) for pattern in self.match)
+
+
 class OptimizerSection(value.FrozenModel):
     """Settings of the optimizer and its hyperparameters.
 
@@ -74,6 +97,7 @@ class OptimizerSection(value.FrozenModel):
         `torch.optim.Optimizer`
     `options`: other keyword arguments of the optimizer's class, such as { momentum = 0.9 } of `sgd`
     `clip_norm`: the largest global gradient norm; 0 disables clipping
+    `groups`: [[optimizer.groups]], parameters with a rate, weight decay or betas of their own
     """
 
     name: str = "adamw"
@@ -83,6 +107,7 @@ class OptimizerSection(value.FrozenModel):
     weight_decay: value.NonNegativeScalar = 0.1
     clip_norm: value.NonNegativeScalar = 1.0
     options: value.Options = Field(default_factory=dict[str, Any])
+    groups: tuple[OptimizerGroup, ...] = ()
 
 
 class ScheduleSection(value.FrozenModel):

@@ -1,0 +1,155 @@
+"""The parameter groups of an optimizer: weight decay by default, and [[optimizer.groups]]."""
+
+import difflib
+import logging
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import SpecError
+from fullshard.quantities import count_text, format_count, join_names
+from fullshard.spec.settings.train_section import OptimizerGroup, OptimizerSection
+from fullshard.training.learning_rates import FACTOR
+
+logger = logging.getLogger("fullshard")
+_REST = OptimizerGroup(match=("*",))
+
+
+@dataclass(frozen=True)
+class MatchedGroup:
+    """A group of [[optimizer.groups]], or the rest, with the names of the trained parameters in it."""
+
+    settings: OptimizerGroup
+    names: tuple[str, ...]
+    is_rest: bool = False
+
+
+def match_groups(model: nn.Module, section: OptimizerSection) -> list[MatchedGroup]:
+    """Divides the trained parameters among [[optimizer.groups]], in their order; the last group is the rest.
+
+    A parameter belongs to the first group of which a pattern matches its name, that of
+    `model.named_parameters()` and of checkpoints. Raises SpecError for a pattern that matches no trained
+    parameter, or only those of earlier groups.
+
+    >>> [(group.settings.match, len(group.names)) for group in match_groups(model, plan.run.optimizer)]
+    [(('*norm*',), 9), (('*',), 30)]
+    """
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained, found = list(left), list[MatchedGroup]()
+    for settings in section.groups:
+        own = [name for name in left if settings.matches(name)]
+        for pattern in settings.match:
+            if not any(fnmatchcase(name, pattern) for name in own):
+                raise _unmatched_pattern_error(pattern, model=model, trained=trained)
+        found.append(MatchedGroup(settings, tuple(own)))
+        taken = set(own)
+        left = [name for name in left if name not in taken]
+    return [*found, MatchedGroup(_REST, tuple(left), is_rest=True)] if left else found
+
+
+def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    """Returns torch's parameter groups of all trained parameters of `model`.
+
+    A group of [[optimizer.groups]] may become several: one for each weight decay, placement and dtype. The
+    rest comes first, because the rate of the first group is the one that a run prints.
+    """
+    excluded = _names_model_excludes_from_decay(model)
+    if marked := [name for name, parameter in model.named_parameters() if hasattr(parameter, "_optim")]:
+        logger.warning(
+            "the attribute _optim of %s is not used: for other learning rates, [[optimizer.groups]]",
+            join_names(marked, most=3),
+        )
+    parameters, groups = dict(model.named_parameters()), dict[Hashable, dict[str, Any]]()
+    matched_groups = sorted(match_groups(model, section), key=lambda one: not one.is_rest)
+    for number, matched in enumerate(matched_groups):
+        own = _torch_options(matched.settings, section)
+        for name in matched.names:
+            parameter, decay = parameters[name], matched.settings.weight_decay
+            if decay is None:
+                decays = name not in excluded and _has_decay_by_default(model, name, parameter=parameter)
+                decay = section.weight_decay if decays else 0.0
+            placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            key = (number, decay, placed, parameter.dtype)
+            group = groups.setdefault(key, {"params": [], "weight_decay": decay} | own)
+            group["params"].append(parameter)
+    return list(groups.values())
+
+
+def group_lines(model: nn.Module, section: OptimizerSection) -> list[str]:
+    """Returns a line of text for each of [[optimizer.groups]] and for the rest; none without such groups."""
+    if not section.groups:
+        return []
+    parameters = dict(model.named_parameters())
+    return [
+        _group_line(group, section, parameters=[parameters[name] for name in group.names])
+        for group in match_groups(model, section)
+    ]
+
+
+def _group_line(group: MatchedGroup, section: OptimizerSection, *, parameters: Sequence[nn.Parameter]) -> str:
+    settings = group.settings
+    decay = "by default" if settings.weight_decay is None else f"{settings.weight_decay:g}"
+    parts = [
+        "all others" if group.is_rest else join_names(list(settings.match)),
+        f"{format_count(sum(map(Tensor.numel, parameters)))} in {count_text(len(parameters), 'tensor')}",
+        f"rate {section.learning_rate * settings.lr_factor:.4g}",
+        f"weight decay {decay}",
+        *([f"betas {list(settings.betas)}"] if settings.betas else []),
+    ]
+    return "group " + ", ".join(parts)
+
+
+def _torch_options(settings: OptimizerGroup, section: OptimizerSection) -> dict[str, Any]:
+    """Returns the entries of a torch group that differ from the optimizer's defaults."""
+    options: dict[str, Any] = {}
+    if settings.lr_factor != 1:
+        options |= {"lr": section.learning_rate * settings.lr_factor, FACTOR: settings.lr_factor}
+    return options if settings.betas is None else options | {"betas": settings.betas}
+
+
+def _unmatched_pattern_error(pattern: str, *, model: nn.Module, trained: Sequence[str]) -> SpecError:
+    names = [name for name, _ in model.named_parameters()]
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if set(matched) & set(trained):
+        why, fix = (
+            "earlier groups have its parameters: the first that matches counts",
+            "another order of groups",
+        )
+    elif matched:
+        why, fix = f"it matches only frozen parameters: {join_names(matched, most=3)}", None
+    else:
+        why, fix = None, join_names(_similar_names(pattern, names) or list(trained), most=3)
+    return SpecError(
+        "a pattern of [[optimizer.groups]] matches no parameter.", got=repr(pattern), why=why, fix=fix
+    )
+
+
+def _similar_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """Returns the names with the most parts, between dots, that are similar to a part of the pattern."""
+    parts = {part.lower() for name in names for part in name.split(".")}
+    words = [word for word in re.split(r"[.*?\[\]]", pattern.lower()) if word]
+    near = {one for word in words for one in difflib.get_close_matches(word, parts, n=1, cutoff=0.6)}
+    counts = {name: len(near & set(name.lower().split("."))) for name in names}
+    most = max(counts.values())
+    return [name for name, count in counts.items() if count == most > 0]
+
+
+def _names_model_excludes_from_decay(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters that the model marks: see `build_optimizer`."""
+    names = {name for name, one in model.named_parameters() if getattr(one, "_no_weight_decay", False)}
+    for path, module in model.named_modules():
+        method: Any = getattr(module, "no_weight_decay", None)
+        if callable(method):
+            names |= {f"{path}.{name}" if path else name for name in cast(Iterable[str], method())}
+    return names
+
+
+def _has_decay_by_default(model: nn.Module, name: str, *, parameter: nn.Parameter) -> bool:
+    module_name, _, own = name.rpartition(".")
+    is_norm = "norm" in type(model.get_submodule(module_name)).__name__.lower() or own.endswith("norm")
+    return parameter.ndim >= 2 and not is_norm and own != "bias" and not own.endswith("_bias")
