@@ -4,15 +4,13 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 import yaml
 from torch.distributed.run import get_args_parser
 
-from fullshard.cli.main import _build_app
 from fullshard.spec.run import Run
+from tests.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -29,23 +27,12 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(one) for one in found]
 
 
-def check_fullshard(arguments: list[str]) -> dict[str, Any]:
-    """Returns the values that the command line reads from arguments. Raises for wrong ones."""
-    command: Any = typer.main.get_command(_build_app())
-    words = []
-    while arguments[0] in getattr(command, "commands", {}):
-        words.append(arguments[0])
-        command, arguments = command.commands[arguments[0]], arguments[1:]
-    assert words
-    return command.make_context(" ".join(words), list(arguments)).params
-
-
 def check_command(arguments: list[str]) -> None:
     if arguments[0] == "torchrun":
         parsed = get_args_parser().parse_args(arguments[1:])
         assert (parsed.module, parsed.training_script) == (True, "fullshard")
         arguments = ["fullshard", *parsed.training_script_args]
-    Run.load(overrides=check_fullshard(arguments[1:]).get("overrides", ()))
+    Run.load(overrides=parse_arguments(arguments[1:]).get("overrides", ()))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from fullshard.cli.check import passed_and_skipped_check_names
-from fullshard.cli.main import _COMMANDS, EXAMPLES, _build_app, main
+from fullshard.cli.main import _COMMANDS, EXAMPLES, build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
 from fullshard.spec.records.finding import CheckReport, Finding
 
@@ -79,7 +79,7 @@ def test_mistake_exits_with_the_code_of_its_error(
 
 def value_options(*kinds: type) -> Iterator[tuple[str, str, object]]:
     """(command, option, default) of every option whose value is of one of `kinds`, or a list of them."""
-    root: Any = typer.main.get_command(_build_app())
+    root: Any = typer.main.get_command(build_app())
     for name, callback in _COMMANDS.items():
         command = root
         for word in name.split():
@@ -145,7 +145,7 @@ def test_a_mistake_in_the_run_is_found_before_torch_is_imported() -> None:
 
 @pytest.mark.parametrize("words", EXAMPLES, ids=lambda words: words or "fullshard")
 def test_every_command_has_examples_and_each_of_them_parses(words: str) -> None:
-    root: Any = typer.main.get_command(_build_app())
+    root: Any = typer.main.get_command(build_app())
     assert set(_COMMANDS) | {""} == set(EXAMPLES)
     for line in EXAMPLES[words].strip().splitlines():
         assert len(line) <= 76, "indented by four, it fits 80 columns"

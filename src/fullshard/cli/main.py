@@ -53,7 +53,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
 # Command -> lines. Text behind two blanks explains; the rest runs as it is, with files of the user's.
 EXAMPLES = {
     "": """
-fullshard train                         the default model, about two minutes
+fullshard train                         the default model, about a minute
 fullshard plan llama3-8b --on 8xH100    memory and time, without a GPU
 fullshard init                          a run.toml to begin with
 fullshard --install-completion          complete commands with Tab
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_default_user_name(os.environ)
     with ProcessOutcome() as ending:
         try:
-            _build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
+            build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
         finally:
             sys.stdout.flush()  # its error is one of this command
     if ending.failure is not None:
@@ -137,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ending.exit_code
 
 
-def _build_app() -> typer.Typer:
+def build_app() -> typer.Typer:
+    """Returns the commands of `fullshard`."""
     app = _empty_command_group(HELP, examples=_examples_text(""), completion=True)
     app.callback()(_global_options)
     checkpoints = _empty_command_group("List, verify and export checkpoints.")

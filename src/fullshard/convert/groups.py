@@ -26,14 +26,16 @@ def convert_groups(state: ConversionState, *, tool: str, default_rate: float) ->
         return
     named = _read_modules_with_rates(state)
     factor = parse_number(state.get("embedding_lr_scale"))
-    if factor is None and (own := parse_number(state.get("embedding_lr"))) is not None:
-        factor = _factor(own, rate)
+    if factor is None and (of_embeddings := parse_number(state.get("embedding_lr"))) is not None:
+        factor = _factor(of_embeddings, rate)
     if factor is None and not named:
         return
     # axolotl's groups of embeddings come first, and do not decay.
     embeddings = [f"*{name}*" for name in _trained_embeddings(state)]
     groups = [_Group(match=embeddings, lr_factor=factor or 1.0, weight_decay=0.0)] if embeddings else []
-    groups += [_Group(match=[f"*{one}*" for one in names], lr_factor=_factor(own, rate)) for names, own in named]
+    groups += [
+        _Group(match=[f"*{one}*" for one in names], lr_factor=_factor(own, rate)) for names, own in named
+    ]
     why = "patterns of parameters' names, of which each must match"
     for key in ("embedding_lr_scale", "embedding_lr"):
         if not embeddings:
