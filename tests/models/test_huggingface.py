@@ -209,6 +209,20 @@ def test_rows_longer_than_the_positions_of_an_encoder_are_refused(tmp_path: Path
     check_sequence_length(model, Run.load(overrides=[*longer, *own]))
 
 
+def test_rows_longer_than_the_positions_behind_the_padding_row_are_refused(tmp_path: Path) -> None:
+    config = transformers.RobertaConfig(
+        **CONFIGS["roberta"] | {"max_position_embeddings": 34, "pad_token_id": 1}
+    )
+    model = transformers.RobertaForMaskedLM(config)
+    fits, longer = (Run.load(overrides=["model.hf=x", f"data.sequence_length={size}"]) for size in (32, 33))
+    check_sequence_length(model, fits)
+    model(torch.zeros(1, 32, dtype=torch.long))
+    with pytest.raises(SpecError, match=r"first 2 are not used\n.*sequence_length = 32, .* = 35"):
+        check_sequence_length(model, longer)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.zeros(1, 33, dtype=torch.long))
+
+
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     model, run = build_hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
     check_vocabulary(run, token_count=VOCABULARY, model=model)

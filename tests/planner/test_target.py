@@ -39,6 +39,8 @@ def test_settings_of_the_user_override_the_preset():
         ({"model_type": "gpt2", "n_positions": 1024}, 1024),
         ({"model_type": "llava", "text_config": {"max_position_embeddings": 77}}, 77),
         ({"model_type": "vit", "image_size": 224}, 1),
+        ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 512),
+        ({"model_type": "bert", "max_position_embeddings": 512, "pad_token_id": 0}, 512),
     ],
 )
 def test_config_gives_the_length_of_sequences(config: dict[str, object], length: int, tmp_path: Path):

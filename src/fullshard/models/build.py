@@ -128,28 +128,52 @@ def attention_window_share(model: nn.Module, *, sequence_length: int) -> float:
     return sum(seen) / (len(seen) * sequence_length) if seen else 1.0
 
 
+def attention_flop_per_token(model: nn.Module, *, sequence_length: int) -> float:
+    """Returns the FLOP of forward attention over all pairs, by the config of a transformers model; else 0."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    names = ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    heads, d_model, layers = (getattr(text, name, None) for name in names)
+    if not (isinstance(heads, int) and isinstance(d_model, int) and isinstance(layers, int)):
+        return 0.0
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
+    layers = sum(kind.endswith("attention") and not kind.startswith("linear") for kind in kinds)
+    return 4.0 * layers * heads * (getattr(text, "head_dim", None) or d_model // heads) * sequence_length
+
+
 BYTES = 256
 _POSITIONS = "max_position_embeddings"
 
 
 def check_sequence_length(model: nn.Module, run: Run) -> None:
-    """Raises SpecError if the run's sequences are longer than the `max_position_embeddings` of the config."""
+    """Raises SpecError if the run's sequences are longer than the `max_position_embeddings` of the config.
+
+    The rows of a position table with a padding row (RoBERTa's) are used from the one behind it.
+    """
     makes_rows = run.data.source != "python"  # else only a causal model takes batches of a known length
     config: Any = getattr(model, "config", None)
     takes_tokens = hasattr(config, "get_text_config") and "input_ids" in signature(model.forward).parameters
     if not (huggingface.is_causal_lm(model) or (takes_tokens and makes_rows)):
         return  # the reference decoder was checked when the run was read
     text = config.get_text_config()
-    longest = getattr(text, _POSITIONS, None)
-    if not isinstance(longest, int) or longest < 1 or run.data.sequence_length <= longest:
+    rows, unused = getattr(text, _POSITIONS, None), _position_rows_before_first_token(model)
+    if not isinstance(rows, int) or rows < 1 or run.data.sequence_length <= rows - unused:
         return
     part = "" if text is config else "text_config."
+    first = f", of which the first {unused} are not used" if unused else ""
     raise SpecError(
         f"data.sequence_length = {run.data.sequence_length} is longer than the model's positions.",
-        got=f"{type(model).__name__.removeprefix('FSDP')}, {_POSITIONS} = {longest}",
-        fix=f"data.sequence_length = {longest}, or model.options.{part}{_POSITIONS} = "
-        f"{run.data.sequence_length}, and the model must learn these positions",
+        got=f"{type(model).__name__.removeprefix('FSDP')}, {_POSITIONS} = {rows}{first}",
+        fix=f"data.sequence_length = {rows - unused}, or model.options.{part}{_POSITIONS} = "
+        f"{run.data.sequence_length + unused}, and the model must learn these positions",
     )
+
+
+def _position_rows_before_first_token(model: nn.Module) -> int:
+    """Returns the rows of a table of positions up to its padding row, or 0 without one."""
+    tables = (part for name, part in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
+    return max((row + 1 for row in padding if row is not None), default=0)
 
 
 def check_vocabulary(run: Run, *, token_count: int | None, model: nn.Module | None = None) -> None:

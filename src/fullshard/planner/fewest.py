@@ -51,8 +51,7 @@ def plan_fewest_gpus(
             continue
         seconds = tokens / require_prediction(best).tokens_per_second
         if seconds <= deadline:
-            answer = f"{ranks:,} GPUs are the fewest for {days:g} days"
-            return replace(search_and_explain(build_request(size=(nodes, each))), answer=answer)
+            return replace(search_and_explain(build_request(size=(nodes, each))), fewest_for_days=days)
         fastest = min(fastest, (seconds, ranks))
     found = f"{format_duration(fastest[0])} on {fastest[1]:,} GPUs" if fastest[1] else "nothing fits"
     raise PlanError(

@@ -46,9 +46,7 @@ class PlanRequest:
         blocks = sum(unit.is_block for unit in spec.units)
         text = f"{self.subject.name}: {_format_parameter_count(spec.numel)} parameters"
         # Active parameters are shown for sparse experts only, as an embedding lookup is not worth a mention.
-        # They are counted from matmuls, among which are those of attention if no kernel computes it.
-        has_kernel = any(kernel.kind == "attention" for kernel in spec.kernels)
-        if spec.active_numel is not None and has_kernel and spec.active_numel < 0.7 * spec.numel:
+        if spec.active_numel is not None and spec.active_numel < 0.7 * spec.numel:
             text += f", {_format_parameter_count(spec.active_numel)} of them for each token"
         return f"{text}, {blocks} blocks" if blocks else text
 
@@ -147,7 +145,7 @@ class PlanResult:
     best: the chosen plan
     found, explanation: the search that found it, and its reasons; None for --largest
     largest: name and size of the maximised quantity, for --largest; else None
-    answer: the answer to a question beyond the plan, which the page begins with
+    fewest_for_days: days for which the plan's GPUs are the fewest, for --fewest-gpus-in-days; else None
     """
 
     question: PlanRequest
@@ -155,7 +153,15 @@ class PlanResult:
     found: SearchResult | None = None
     explanation: PlanExplanation | None = None
     largest: tuple[str, int] | None = None
-    answer: str = ""
+    fewest_for_days: float | None = None
+
+    @property
+    def answer(self) -> str:
+        """The answer to a question beyond the plan, with which the page begins; empty without one."""
+        if self.largest is not None:
+            return "largest {} {:,}".format(*self.largest)
+        days, ranks = self.fewest_for_days, self.best.world_size
+        return "" if days is None else f"{ranks:,} GPUs are the fewest for {days:g} days"
 
     def print_report(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies."""
@@ -275,8 +281,7 @@ def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "seque
                     raise
                 return True
         if (best := search(spec, hardware, own).best) is not None:
-            answer = f"largest {what} {size:,}"
-            found[size] = PlanResult(replace(question, spec=spec), best, largest=(what, size), answer=answer)
+            found[size] = PlanResult(replace(question, spec=spec), best, largest=(what, size))
         return best is None
 
     fitting = bisect_left(sizes, True, key=does_not_fit)

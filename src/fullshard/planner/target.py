@@ -112,6 +112,9 @@ def _model_to_plan_from_hf_config(path: Path, *, name: str) -> ModelToPlan:
     parts: list[Any] = [config, text] if isinstance(text, dict) else [config]
     positions = [part.get(key) for part in parts for key in ("max_position_embeddings", "n_positions")]
     longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
+    padding = config.get("pad_token_id")
+    if isinstance(padding, int) and (longest - padding - 1).bit_count() == 1:
+        longest -= padding + 1  # RoBERTa's 514 rows: positions begin behind the padding token's
     # Images have no tokens, so each counts as one.
     length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
     settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")

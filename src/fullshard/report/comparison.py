@@ -147,28 +147,35 @@ def _show_comparison(comparison: Comparison, *, file: TextIO | None) -> None:
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Returns the table's cells, row by row, with a heading for each part except the speed.
+    """Returns the table's cells, row by row, with a heading for each part except the speed."""
+    rows: list[tuple[str, ...]] = []
+    for part, lines in _iterate_parts(comparison):
+        mark = CALIBRATION_MARKS[comparison.calibration] if part == "step" else ""
+        rows += [(f"{part} ({mark})" if mark else part, "", "", "")] if part else []
+        rows += lines
+    return rows
+
+
+def _iterate_parts(comparison: Comparison) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yields each part's name and rows of cells. The speed's name is empty.
 
     Left out are terms that are zero on both sides, memory below CRUMB_BYTES of the whole, and the errors of
     seconds that were predicted with rates not measured on this machine.
     """
-    rows: list[tuple[str, ...]] = []
     least = CRUMB_BYTES * max((line.measured or 0.0 for line in comparison.memory), default=0.0)
     memory = [one for one in comparison.memory if max(one.predicted or 0.0, one.measured or 0.0) >= least]
-    mark, is_uncalibrated = CALIBRATION_MARKS[comparison.calibration], comparison.calibration == "none"
-    step = f"step ({mark})" if mark else "step"
-    for heading, lines, show in (
+    is_uncalibrated = comparison.calibration == "none"
+    for part, lines, show in (
         ("memory", memory, format_bytes),
         ("drive", comparison.drive, format_bytes),
-        (step, comparison.step, format_seconds),
+        ("step", comparison.step, format_seconds),
     ):
         if lines:
-            hidden = is_uncalibrated and lines is comparison.step
-            rows += [(heading, "", "", ""), *_format_line_cells(lines, show, without_errors=hidden)]
+            hidden = is_uncalibrated and part == "step"
+            yield part, list(_format_line_cells(lines, show, without_errors=hidden))
     for line in comparison.speed:
         show = format_count if line.term == "tokens_per_second" else (lambda part: f"{100 * part:.1f} %")
-        rows += _format_line_cells([line], show, indent="", without_errors=is_uncalibrated)
-    return rows
+        yield "", list(_format_line_cells([line], show, indent="", without_errors=is_uncalibrated))
 
 
 def side_by_side_table(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
@@ -196,12 +203,8 @@ def _iterate_run_cells(run: RunRecord) -> Iterator[tuple[tuple[str, str], str]]:
     for name, label in (("loss", "loss"), ("validation_loss", "validation loss")):
         if values := run.metrics.values(name):
             yield ("", label), f"{values[-1]:.4f}"
-    part = ""
-    for label, predicted, measured, _ in comparison_rows(compare_run(run)):
-        if not predicted and not measured:
-            part = label.partition(" ")[0]
-        else:
-            yield (part if label.startswith(" ") else "", label), measured
+    for part, lines in _iterate_parts(compare_run(run)):
+        yield from (((part, label), measured) for label, _, measured, _ in lines)
     for kind, count in Counter(event.event for event in run.events if event.event != "plan").items():
         yield ("events", f"  {kind.replace('_', ' ')}"), f"{count:,}"
 

@@ -35,6 +35,9 @@ _LABELS = {
     "offload": "waiting: host and drive",
 }
 
+# Labels of the work of an offload target: see `OffloadTerms.step_bottleneck`.
+HOST_WORK = {"disk": "drive", "update": "update and sums of gradients", "copies": "copies"}
+
 
 def term_label(term: str) -> str:
     """Returns the printed label for a field of `MemoryTerms` or `TimeTerms`, or for the `rest`."""
@@ -256,7 +259,7 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
         when = "in each microbatch" if plan.sync_each_microbatch else "once a step"
         batch += f" × {plan.accumulation} accumulated, gradients reduced {when}"
     yield "batch", mark_as_asked(batch, pinned=asked.train.microbatch is not None)
-    shared = "group" if plan.context_parallel > 1 else "rank"
+    shared = "group" if plan.world_size > plan.data_parallel_degree else "rank"
     ranks, length = count_text(plan.data_parallel_degree, shared), run.data.sequence_length
     tokens = format_count(sequences * length)
     yield "", f"× {ranks} = {count_text(sequences, 'sequence')} of {length:,} = {tokens} tokens a step"
@@ -315,8 +318,8 @@ def _offload_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
             wear += f" by {format_count(a_day)}B a day for each rank"
         yield "", wear
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
-    each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
-    yield "  at least", f"{each}, beside each other: {terms.step_bottleneck} binds"
+    each = ", ".join(f"{HOST_WORK[name]} {format_seconds(value)}" for name, value in seconds.items() if value)
+    yield "  at least", f"the longest of {each}"
     if terms.disk_seconds is None:
         yield "", "the drive's time is not known: fullshard calibrate --drive DIRECTORY"
 

@@ -297,7 +297,7 @@ class ModelSpec(FrozenModel):
     scalars: number of parameters without dimensions, which are replicated and in no unit
     flops_per_token: see `spec.records.measurement.model_flops_per_token`. It is counted from the traced
         matmuls, so a mixture of experts counts only the experts that a token reaches.
-    active_numel: number of parameters that a token is multiplied with
+    active_numel: number of parameters that a token is multiplied with; None if it is unknown
     untraced: settings that were to be traced, and cannot be
     loss_chunk: rows of logits that the traced loss computes at once; 0 for all
     context_parallel: number of ranks that share each traced sequence

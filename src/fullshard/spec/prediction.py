@@ -117,7 +117,8 @@ class OffloadTerms(FrozenModel):
     disk_read_bytes, disk_written_bytes: bytes read and written in one step. Written bytes wear the drive.
     disk_seconds: busy seconds of the drive in a step. None if its speed is unknown; predicted step times then
         exclude the drive.
-    update_seconds: seconds of the update in a step, on the host, or on the device if it updates there
+    update_seconds: seconds of the update in a step, on the host, or on the device if it updates there, and of
+        the host's sums of gradients and their norm
     copy_seconds: seconds of copies in a step, including state that passes through device memory for an update
     host_capacity_bytes: a rank's share of the host's memory; None if unknown
     """

@@ -26,7 +26,7 @@ def test_slow_links_are_the_largest_cost_where_memory_is_enough(scale: float, co
     words = (
         "largest cost that can be removed: communication, "
         if cost == "links"
-        else "links, host and memory cost less "
+        else "links and the host cost less than 3 % each, twice the memory gains less"
     )
     assert re.match(rf"kernels take \d+ % of the step( .*)?; {words}", found.because)
 
@@ -77,6 +77,24 @@ def test_memory_that_is_missing_names_its_size_and_what_it_would_change():
     assert float(text[2]) == pytest.approx(
         100 * faster.tokens_per_second / own.tokens_per_second - 100, abs=0.5
     )
+
+
+@pytest.mark.parametrize("gib", [24, 32, 40])
+def test_the_planner_is_as_fast_as_stated_with_the_memory_that_is_missing(gib: int):
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=128")
+    hardware = hardware_of(1, 8, gib=gib).model_copy(update={"host_bytes_per_second": 5e10})
+    found = search(spec, hardware, run)
+    said = explain_plan(found, hardware, spec=spec, run=run)
+    pattern = r'With ([\d.]+) GiB more per rank(?: and offload.tier = "(.+)")?, .* (\d+) % faster'
+    named = re.search(pattern, said.because)
+    assert named is not None, said.because
+    own = require_prediction(found.best or found.fastest)
+    more = own.capacity_bytes + round((float(named[1]) + 0.01) * 2**30)
+    pinned = run_for(LLAMA_8B, "train.global_batch=128", f"offload.tier={named[2] or 'auto'}")
+    again = search(spec, hardware, pinned, capacity_bytes=more).best
+    assert again is not None
+    gain = require_prediction(again).tokens_per_second / own.tokens_per_second - 1
+    assert gain > int(named[3]) / 100 - 0.015
 
 
 def test_the_largest_lever_is_a_pinned_setting_that_costs_most():

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, TraceError
-from fullshard.models.build import attention_window_share, gradient_shares
+from fullshard.models.build import attention_flop_per_token, attention_window_share, gradient_shares
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.parallel.recompute import check_recomputed_block_count
 from fullshard.parallel.units import Predicate, Unit, find_recompute_and_compile_blocks, find_units
@@ -146,6 +146,7 @@ def _build_spec(
         plan=plan,
         gradients=gradient_shares(model),
         attended=attention_window_share(model, sequence_length=plan.run.data.sequence_length),
+        written_out=attention_flop_per_token(model, sequence_length=plan.run.data.sequence_length),
     )
     return ModelSpec(
         name=type(model).__name__,
@@ -296,10 +297,14 @@ def _flops_and_parameters_per_token(
     plan: Plan,
     gradients: GradientShares,
     attended: float,
-) -> tuple[float, int]:
+    written_out: float,
+) -> tuple[float, int | None]:
     """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`.
 
+    The parameters are None if attention may be among the matmuls, in unknown part.
+
     attended: see `attention_window_share`
+    written_out: FLOP per token of attention that is written out in matmuls, if no kernel computes it
     """
     sequence_length = plan.run.data.sequence_length
     microbatch = trace.microbatch or 1
@@ -316,8 +321,12 @@ def _flops_and_parameters_per_token(
                 matmul += flops
     # The traced rank computes its part of the tokens, or of each token's matmuls.
     tokens = microbatch * sequence_length / (plan.context_parallel * plan.tensor_parallel)
+    is_known = bool(attention or written_out)
+    if not attention:
+        attention = min(matmul, written_out * tokens)
+        matmul -= attention
     total = gradients.forward_and_backward_flop(matmul=matmul, attention=attended * attention)
-    return total / tokens, round(matmul / tokens / 2)
+    return total / tokens, round(matmul / tokens / 2) if is_known else None
 
 
 def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:

@@ -7,7 +7,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.search.candidates import require_prediction, run_with_settings
 from fullshard.planner.search.search import SearchResult, iterate_runs_with_setting_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
-from fullshard.report.plan import recompute_text
+from fullshard.report.plan import HOST_WORK, recompute_text
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -66,7 +66,11 @@ def explain_plan(
     costs = [*_iterate_waits(plan), *_memory_costs(plan, found.best_in_twice, margin=run.memory_margin)]
     share, binds, text = max(costs)
     if share < NOTABLE:
-        binds, text = "computing", f"links, host and memory cost less than {_percent(NOTABLE)} each"
+        least = _percent(NOTABLE)
+        binds, text = (
+            "computing",
+            f"links and the host cost less than {least} each, twice the memory gains less",
+        )
     else:
         text = f"largest cost that can be removed: {text}"
     lever = find_best_change(plan, hardware, spec=spec, run=run, describe=describe)
@@ -86,7 +90,9 @@ def _memory_costs(plan: Plan, other: Plan | None, *, margin: float) -> Iterator[
     if lacks > 0 and faster.tokens_per_second > own.tokens_per_second:
         share = 1 - own.tokens_per_second / faster.tokens_per_second
         gain = _percent(faster.tokens_per_second / own.tokens_per_second - 1)
-        more = f"memory. With {format_bytes(lacks)} more per rank, the step would be {gain} faster"
+        tier = other.run.offload.tier  # of more memory the planner would choose none if that fits
+        kept = "" if tier == "none" else f' and offload.tier = "{tier}"'
+        more = f"memory. With {format_bytes(lacks)} more per rank{kept}, the step would be {gain} faster"
         yield share, "memory", f"{more}: {format_difference(other, plan)}"
 
 
@@ -107,7 +113,7 @@ def _iterate_waits(plan: Plan) -> Iterator[tuple[float, Binding, str]]:
     share = time.launch_gaps / time.total
     yield share, "host", f"waiting for the host to launch kernels, {_percent(share)} of the step"
     share, tier = time.offload / time.total, prediction.offload
-    cause = "copies of activations" if tier is None else tier.step_bottleneck
+    cause = "copies of activations" if tier is None else HOST_WORK[tier.step_bottleneck]
     yield share, "host", f"waiting for the host and its drive, {_percent(share)} of the step: {cause}"
 
 
