@@ -92,9 +92,12 @@ def cgroup(path: Path, name: str, text: str) -> Path:
 
 SETTINGS = (
     Fault("warmup longer than the run", "settings", of_settings("train.steps=10")),
-    Fault("rate that ends at zero", "settings", of_settings("schedule.min_lr_ratio=0")),
+    Fault("warmup of the whole run", "settings", of_settings("train.steps=20")),
     Fault("restarts without saves", "settings", of_settings("run.restarts=3")),
+    Fault("rollback without saves", "settings", of_settings("fault_tolerance.on_spike=rollback")),
     Fault("saves rarer than steps", "settings", of_settings("checkpoint.every=500")),
+    Fault("kept without saves", "settings", of_settings("checkpoint.keep_every=20")),
+    Fault("kept between saves", "settings", of_settings("checkpoint.every=20", "checkpoint.keep_every=30")),
     Fault("validation rarer than steps", "settings", of_settings("train.validate_every=1000")),
 )
 STORAGE = (

@@ -1,12 +1,13 @@
 """Each fault is found by the check that is meant for it, and what has no fault is not complained about."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fullshard.jobs.checks.data import DataTrial, build_data_trial, check_vocabulary_range
-from fullshard.jobs.checks.machine import quick_problems
+from fullshard.jobs.checks.machine import RunContext, quick_problems
 from fullshard.jobs.checks.model_trial import build_model_trial
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
@@ -84,6 +85,28 @@ def test_quick_checks_warn_and_fail(tmp_path: Path) -> None:
     assert [(one.check, one.status) for one in warned] == [("settings", "warning")]
     failed = quick_problems(space_of(1000)(tmp_path))
     assert [(one.check, one.status) for one in failed] == [("checkpoint_space", "failure")]
+
+
+@pytest.mark.parametrize("fault", SETTINGS, ids=lambda one: one.name)
+def test_fixes_of_settings_are_settings_without_that_problem(fault: Fault, tmp_path: Path) -> None:
+    context = fault.make(tmp_path)
+    assert isinstance(context, RunContext)
+    text = str(problems(context, group="settings")["settings"].fix)
+    changed = context.run.with_overrides([one.replace(" = ", "=") for one in text.split("; ")])
+    assert problems(replace(context, plan=Plan.from_run(changed, world_size=1)), group="settings") == {}
+
+
+def test_several_problems_of_settings_name_a_key_each(tmp_path: Path) -> None:
+    settings = ("schedule.min_lr_ratio=0", "train.steps=10", "run.restarts=1", "checkpoint.keep_every=5")
+    found = problems(context_of(quiet_machine(tmp_path), *settings), group="settings")["settings"]
+    keys = [one.partition(" = ")[0] for one in str(found.fix).split("; ")]
+    assert keys == ["schedule.warmup_steps", "checkpoint.every"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+def test_no_complaint_about_a_schedule_that_ends_at_zero(tmp_path: Path, kind: str) -> None:
+    run = context_of(quiet_machine(tmp_path), f"schedule.kind={kind}", "schedule.min_lr_ratio=0")
+    assert problems(run, group="settings") == {}
 
 
 def test_a_problem_is_printed_with_reason_and_fix() -> None:

@@ -1,6 +1,8 @@
 """Checks that ranks make together: of links, settings and a sharded step."""
 
+import logging
 from itertools import combinations
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
@@ -16,10 +18,10 @@ BATCHES = ("data.source=python", "data.factory=tests.fakes.broken:Batches", "dat
 PAIRS = [PairRate(ranks, 1e9) for ranks in combinations(range(4), 2)]
 
 
-def found_on_ranks(fault: str) -> dict[str, Finding]:
+def found_on_ranks(fault: str, *settings: str) -> dict[str, Finding]:
     """The findings of ranks, of which the last has another environment."""
     model = ("model.python=tests.fakes.broken:Decoder", f'model.options={{fault="{fault}"}}')
-    run = Run.load(overrides=[*model, *BATCHES, "run.device=cpu"])
+    run = Run.load(overrides=[*model, *BATCHES, "run.device=cpu", *settings])
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = RankInfo(rank, size, rank, size, torch.device("cpu"))
     environment = {"NCCL_ALGO": "Ring"} if rank == size - 1 else {}
@@ -32,6 +34,22 @@ def test_ranks_measure_their_links_settings_and_sharded_step(ranks: Any) -> None
     assert (first["sharded_step"].status, first["links"].status) == ("ok", "ok")
     assert first["links"].got.startswith("1 pairs of ranks")
     assert "NCCL_ALGO: unset on rank 0, Ring on rank 1" in first["same_settings"].got
+
+
+def warnings_of_rank_checks(*settings: str) -> list[str]:
+    handler = BufferingHandler(capacity=1000)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("fullshard").addHandler(handler)
+    try:
+        assert found_on_ranks("none", *settings)["sharded_step"].status == "ok"
+    finally:
+        logging.getLogger("fullshard").removeHandler(handler)
+    return [one.getMessage() for one in handler.buffer]
+
+
+def test_rank_checks_do_not_speak_of_settings_of_the_optimizer_of_the_run(ranks: Any) -> None:
+    own = ("optimizer.betas=[0.9, 0.999]", "optimizer.eps=1e-6", "schedule.min_lr_ratio=0")
+    assert ranks(2).run(warnings_of_rank_checks, *own) == [[], []]
 
 
 @pytest.mark.parametrize(

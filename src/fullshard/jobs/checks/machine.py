@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.errors import SpecError
 from fullshard.quantities import count_text, format_bytes
@@ -17,7 +17,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.system.files import free_disk_bytes
 from fullshard.system.process import count_usable_cores
-from fullshard.training.schedule import learning_rate_factor, warmup_warning
+from fullshard.training.schedule import warmup_warning
 
 
 @dataclass(frozen=True)
@@ -238,41 +238,59 @@ def check_settings(context: RunContext) -> Finding:
     found = list(_iterate_setting_problems(context.run))
     if found:
         return Finding.warning(
-            "; ".join(problem for problem, _ in found),
+            "; ".join(one.problem for one in found),
             why="each setting is valid, and together they rarely are what is intended",
-            fix="; ".join(fix for _, fix in found),
+            fix="; ".join(dict.fromkeys(f"{one.key} = {one.value}" for one in found)),
         )
     section = context.run.train
     return Finding.ok(f"{section.step_count} steps, warmup of {context.run.schedule.warmup_steps}")
 
 
-def _iterate_setting_problems(run: Run) -> Iterator[tuple[str, str]]:
-    """Yields (problem, fix)."""
-    steps, saves, schedule = run.train.step_count, run.checkpoint, run.schedule
+class _SettingProblem(NamedTuple):
+    """A problem of settings, and the key of run.toml to change, with a value that has no problem."""
+
+    problem: str
+    key: str
+    value: float
+
+
+def _iterate_setting_problems(run: Run) -> Iterator[_SettingProblem]:
+    steps, schedule, tenth = run.train.step_count, run.schedule, max(1, run.train.step_count // 10)
     if (warmup := warmup_warning(run)) is not None:
-        yield warmup, f"schedule.warmup_steps = {max(1, steps // 10)}"
+        yield _SettingProblem(warmup, "schedule.warmup_steps", tenth)
     elif schedule.kind != "constant" and schedule.warmup_steps == steps > 1:
-        yield "schedule.warmup_steps is train.steps: the rate never decays", "fewer schedule.warmup_steps"
-    if steps > 1 and learning_rate_factor(schedule, step=steps - 1, steps=steps) == 0:
-        yield "the learning rate is 0 in the last step, which trains nothing", "schedule.min_lr_ratio = 0.01"
-    if run.run.restarts and not saves.every:
-        yield "run.restarts without checkpoint.every: a restart begins at step 1", "checkpoint.every = 100"
-    if run.fault_tolerance.on_spike == "rollback" and not saves.every:
-        yield 'fault_tolerance.on_spike = "rollback" without checkpoints to return to', "checkpoint.every"
-    if saves.every > steps:
-        yield f"checkpoint.every = {saves.every} is more than train.steps = {steps}", "a smaller one"
-    if saves.keep_every and (not saves.every or saves.keep_every % saves.every):
-        yield (
-            f"checkpoint.keep_every = {saves.keep_every} is no multiple of checkpoint.every = {saves.every}",
-            "a multiple of it, since only steps that are saved are kept",
-        )
-    validates = run.train.validate_every not in (0, type(run.train)().validate_every)
-    if validates and run.train.validate_every > steps:
-        every = run.train.validate_every
-        yield f"train.validate_every = {every} is more than train.steps = {steps}", "a smaller one"
-    if _has_weights(run) and run.optimizer.learning_rate > _HIGH_RATE_FOR_WEIGHTS and not run.adapter.rank:
-        rate = run.optimizer.learning_rate
-        yield f"optimizer.learning_rate = {rate:g} for weights that are trained already", "2e-5"
+        problem = "schedule.warmup_steps is train.steps: the rate never decays"
+        yield _SettingProblem(problem, "schedule.warmup_steps", tenth)
+    yield from _iterate_save_problems(run)
+    every = run.train.validate_every
+    if every not in (0, type(run.train)().validate_every) and every > steps:
+        problem = f"train.validate_every = {every} is more than train.steps = {steps}"
+        yield _SettingProblem(problem, "train.validate_every", tenth)
+    rate = run.optimizer.learning_rate
+    if _has_weights(run) and rate > _HIGH_RATE_FOR_WEIGHTS and not run.adapter.rank:
+        problem = f"optimizer.learning_rate = {rate:g} for weights that are trained already"
+        yield _SettingProblem(problem, "optimizer.learning_rate", 2e-5)
+
+
+def _iterate_save_problems(run: Run) -> Iterator[_SettingProblem]:
+    steps, key, tenth = run.train.step_count, "checkpoint.every", max(1, run.train.step_count // 10)
+    every, kept = int(run.checkpoint.every), run.checkpoint.keep_every
+    needing_saves = {
+        "run.restarts without checkpoint.every: a restart begins at step 1": run.run.restarts,
+        'fault_tolerance.on_spike = "rollback" without checkpoints to return to': (
+            run.fault_tolerance.on_spike == "rollback"
+        ),
+        f"checkpoint.keep_every = {kept} without checkpoint.every": kept,
+    }
+    if not every:
+        for problem in (text for text, needs_saves in needing_saves.items() if needs_saves):
+            yield _SettingProblem(problem, key, kept or tenth)
+    elif kept % every:
+        problem = f"checkpoint.keep_every = {kept} is no multiple of checkpoint.every = {every}"
+        yield _SettingProblem(problem, "checkpoint.keep_every", max(1, kept // every) * every)
+    if every > steps:
+        problem = f"checkpoint.every = {every} is more than train.steps = {steps}"
+        yield _SettingProblem(problem, key, tenth)
 
 
 def _has_weights(run: Run) -> bool:

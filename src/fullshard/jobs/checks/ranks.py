@@ -29,6 +29,7 @@ from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import CheckReport, Finding
 from fullshard.spec.run import Run
+from fullshard.spec.settings.train_section import OptimizerSection, ScheduleSection
 from fullshard.system.dotted import append_working_directory_to_path
 from fullshard.system.files import write_file_atomically
 from fullshard.torch_private.tensors import tree_leaves
@@ -51,16 +52,8 @@ _LEAST_OF_CATALOG, _LEAST_OF_MEDIAN = 0.5, 1 / 3
 _STEPS, _RANDOM_STEPS, _RATE = 2, 4, 0.1
 # fp32 sums of gradients in another order differ by 1e-6 of a parameter after two steps.
 _LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
-_SGD = (
-    "optimizer.name=sgd",
-    f"optimizer.learning_rate={_RATE}",
-    "optimizer.weight_decay=0",
-    "optimizer.clip_norm=0",
-    "optimizer.options={}",
-    "schedule.kind=constant",
-    "schedule.warmup_steps=0",
-    "fault_tolerance.on_spike=none",
-)
+_SGD = OptimizerSection(name="sgd", learning_rate=_RATE, weight_decay=0.0, clip_norm=0.0)
+_CONSTANT_RATE = ScheduleSection(kind="constant", warmup_steps=0)
 
 
 class PairRate(NamedTuple):
@@ -262,8 +255,9 @@ def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: 
     run = make_eager_fp32_cpu_run(trial.run, rows=rows * ranks.world_size, microbatch=rows)
     lengths = [one.shape[1] for one in tensors if one.ndim == 2 and not one.is_floating_point()]
     length = [f"data.sequence_length={lengths[0]}"] if lengths else []
-    settings = [*length, *_SGD, f"train.steps={steps}"]
-    plan = Plan.from_run(run.with_overrides(settings), world_size=ranks.world_size)
+    settings = [*length, "fault_tolerance.on_spike=none", f"train.steps={steps}"]
+    own = run.model_copy(update={"optimizer": _SGD, "schedule": _CONSTANT_RATE})
+    plan = Plan.from_run(own.with_overrides(settings), world_size=ranks.world_size)
     seed_generators(plan)
     shard(model, plan)
     data = [trial.batches(step * ranks.world_size + ranks.rank) for step in range(steps)]
