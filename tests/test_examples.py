@@ -83,49 +83,45 @@ def test_a_model_answers_through_its_chat_template(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines if line.startswith("answer")] == ["answer"] * 2
 
 
-AXOLOTL = """
-base_model: {0}/model
-datasets: [{{path: {0}/chats.jsonl, type: chat_template}}]
-test_datasets: [{{path: {0}/held_out.jsonl, type: chat_template, split: train}}]
-chat_template: tokenizer_default
-output_dir: {0}/run
-adapter: lora
-lora_r: 16
-lora_alpha: 32
-lora_target_linear: true
-lora_modules_to_save: [embed_tokens, lm_head]
-sequence_len: 40
-sample_packing: false
-micro_batch_size: 8
-num_epochs: 40
-optimizer: adamw_torch
-lr_scheduler: cosine
-learning_rate: 0.005
-warmup_ratio: 0.1
-evals_per_epoch: 1
-saves_per_epoch: 1
-wandb_project:
-"""
+PAGE = (EXAMPLES.parent / "docs" / "converting.md").read_text(encoding="utf-8")
+"""Blocks of the page follow each other: the axolotl file, what `convert` prints about it, an answer."""
+AXOLOTL, SHOWN = (
+    re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S) for language in ("yaml", "text")
+)
+
+
+def convert_file_of_the_page(directory: Path, capfd: Any) -> tuple[str, str]:
+    """Returns the run.toml and the table of the page's axolotl file, which is written to `directory`."""
+    (directory / "lora.yml").write_text(*AXOLOTL)
+    capfd.readouterr()
+    assert main(["convert", str(directory / "lora.yml"), "--ranks", "2"]) == 0
+    return tuple(capfd.readouterr())
+
+
+def test_the_page_shows_what_convert_prints(tmp_path: Path, capfd: Any) -> None:
+    assert convert_file_of_the_page(tmp_path, capfd)[1] == SHOWN[0]
 
 
 @pytest.mark.long
-def test_an_axolotl_file_and_a_chat_file_lead_to_a_model_that_answers(tmp_path: Path, capfd: Any) -> None:
-    save_model(tmp_path / "model")
+def test_the_axolotl_file_of_the_page_and_a_chat_file_lead_to_a_model_that_answers(
+    tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "Llama-3.2-1B-Instruct")
     words = [f"{a} {b}" for a in WORDS[:10] for b in WORDS[:10] if a != b]
     write_chats(tmp_path / "chats.jsonl", words[5:])
     held_out = write_chats(tmp_path / "held_out.jsonl", words[:5])
-    (tmp_path / "axolotl.yml").write_text(AXOLOTL.format(tmp_path))
-    capfd.readouterr()
-    assert main(["convert", str(tmp_path / "axolotl.yml"), "--ranks", "1"]) == 0
     run = tmp_path / "run.toml"
-    run.write_text(capfd.readouterr().out)
-    here = ("run.ranks=1", "run.device=cpu", f"data.cache={tmp_path}/cache")
+    run.write_text(convert_file_of_the_page(tmp_path, capfd)[0])
+    tiny = ("data.sequence_length=40", "train.epochs=40", "optimizer.learning_rate=0.005")
+    tiny += ('adapter.trained=["embed_tokens", "lm_head"]', "train.global_batch=8")
+    here = ("run.ranks=1", "run.device=cpu", "data.cache=cache", *tiny)
     settings = [str(run), *(part for one in here for part in ("--set", one))]
     assert main(["check", *settings]) == 0
     assert main(["plan", *settings]) == 0
     assert main(["train", *settings]) == 0
-    assert main(["ckpt", "export", str(tmp_path / "run"), str(tmp_path / "merged"), "--format", "hf"]) == 0
-    answers = [
-        line.split(maxsplit=1)[1] for line in answer(tmp_path / "merged", held_out) if "answer" in line
-    ]
+    assert main(["ckpt", "export", "outputs/out", "merged", "--format", "hf"]) == 0
+    lines = answer(tmp_path / "merged", held_out)
+    assert "\n".join(lines).startswith(SHOWN[1])
+    answers = [line.split(maxsplit=1)[1] for line in lines if "answer" in line]
     assert answers == [f"{word}! {word}!" for word in words[:5]]

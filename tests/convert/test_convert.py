@@ -279,7 +279,9 @@ def test_parameters_kept_over_fewer_ranks_are_full_shard(text: str, key: str) ->
 def test_batches_multiply_to_the_whole():
     text = '{"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}'
     assert convert_config(text, name="a.json", ranks=8).run.train.global_batch == 96
-    assert any("--ranks" in note for note in convert_config(text, name="a.json").notes)
+    open_ranks = convert_config(text, name="a.json")
+    assert "--ranks" in open_ranks.decisions[0]
+    assert "# DECIDE: the number of ranks" in open_ranks.run_toml_text()
 
 
 @pytest.mark.parametrize(

@@ -376,10 +376,11 @@ def test_code_of_a_model_is_trusted_by_its_user_alone():
 
 def test_a_config_that_says_nothing_of_model_or_data_is_noted():
     noted = [
-        " ".join(converted(text).notes) for text in ("sequence_len: 64", "sequence_len: 64\nbase_model: b")
+        " ".join(converted(text).decisions)
+        for text in ("sequence_len: 64", "sequence_len: 64\nbase_model: b")
     ]
     assert 'set [model] hf = "…" and [data] source = "…"' in noted[0]
-    assert 'the default: set [data] source = "…"' in noted[1]
+    assert 'the default until you set [data] source = "…"' in noted[1]
 
 
 def test_epochs_are_a_duration_unless_steps_are():

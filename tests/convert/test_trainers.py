@@ -123,13 +123,35 @@ def test_a_test_split_of_a_dataset_by_name_is_for_the_user_to_save():
     assert "test_datasets.0.path" in converted(text).lost_keys
 
 
-def test_keys_that_need_a_decision_come_first(tmp_path, capsys):
+def test_the_number_of_ranks_and_keys_that_need_a_decision_come_first(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text(
         "base_model: m\nsequence_len: 64\nnum_epochs: 1\nrl: dpo\nchat_template: chatml"
     )
     assert main(["convert", str(tmp_path / "a.yaml")]) == SpecError.exit_code
-    first = [line.split()[0] for line in capsys.readouterr().err.splitlines() if not line.startswith(" ")][:3]
-    assert first == ["rl", "chat_template", "base_model"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(" ")]
+    assert lines[0].startswith("decide: the number of ranks")
+    assert lines[1].startswith("decide: what is trained")
+    assert [line.split()[0] for line in lines[2:5]] == ["rl", "chat_template", "base_model"]
+    main(["convert", str(tmp_path / "a.yaml"), "--ranks", "2"])
+    assert "number of ranks" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("base_model: a\nsequence_len: 64", 4),
+        ("base_model: a\nsequence_len: 64\nsave_total_limit: null", 4),
+        ("base_model: a\nsequence_len: 64\nsave_total_limit: 1", 1),
+        (TRL, 0),
+        (FACTORY, 0),
+        (FACTORY + "save_total_limit: 3", 3),
+    ],
+)
+def test_a_run_keeps_as_many_checkpoints_as_the_tool(text, kept):
+    conversion = converted(text)
+    assert conversion.run.checkpoint.keep == kept
+    written = "save_total_limit" not in text or "null" in text
+    assert any(note.startswith("checkpoint.keep = ") for note in conversion.notes) == written
 
 
 @pytest.mark.parametrize("kind", ["offload", "unsloth", True])

@@ -61,11 +61,13 @@ def convert(
 
 
 def _report_key_verdicts(conversion: "Conversion") -> None:
-    """Prints to standard error the verdict on each key, the notes, and the number of keys per verdict."""
+    """Prints to standard error what to decide, the verdict on each key, notes, and a count of verdicts."""
     from fullshard.convert.rules import KeyVerdict
     from fullshard.quantities import count_text
     from fullshard.report.table import show_labelled_lines
 
+    for decision in conversion.decisions:
+        print(f"decide: {escape_control_characters(decision)}", file=sys.stderr)
     lost_first = sorted(conversion.key_results, key=lambda one: not one.is_lost)
     show_labelled_lines(((one.key, one.verdict_text) for one in lost_first), file=sys.stderr)
     for note in conversion.notes:

@@ -54,6 +54,7 @@ class Conversion(FrozenModel):
 
     name: file name of the config
     key_results: the verdict on each key, in the order of the config
+    decisions: what the config leaves to the user, the most important first
     notes: remarks that do not belong to a single key
     settings: values by dotted key of run.toml
     origins: for each of `settings`, the key of the config or the reason that it comes from
@@ -63,6 +64,7 @@ class Conversion(FrozenModel):
     name: str
     format: rules.ConfigFormat
     key_results: tuple[rules.KeyResult, ...]
+    decisions: tuple[str, ...]
     notes: tuple[str, ...]
     settings: dict[str, Any]
     origins: dict[str, str]
@@ -77,7 +79,7 @@ class Conversion(FrozenModel):
         """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
         lost = (f"\nLOST: {one.key} = {one.value!r}: {one.why}" for one in self.key_results if one.is_lost)
-        head += "".join(lost)
+        head += "".join(lost) + "".join(f"\nDECIDE: {one}" for one in self.decisions)
         tables = _nested_tables(self.settings)
         return small_files.toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
 
@@ -111,7 +113,7 @@ def convert_config(
     missing = [text for text, targets in _WHAT_IS_TRAINED.items() if not targets & state.settings.keys()]
     if missing:  # run.toml has the default
         keys = " and ".join(missing)
-        state.notes.append(f"run.toml leaves open what is trained, which is then the default: set {keys}")
+        state.decisions.append(f"what is trained, which is the default until you set {keys}")
     if state.settings.get("schedule.kind", "constant") != "constant":
         state.notes.append(
             "rates may be a step apart: here step warmup_steps has the highest, and the last step the lowest"
@@ -124,6 +126,7 @@ def convert_config(
         key_results=tuple(
             _with_file_key_and_auto_explained(state, state.key_results[key]) for key in state.leaves
         ),
+        decisions=tuple(state.decisions),
         notes=tuple(state.notes),
         settings=settings,
         origins={key: state.original_names.get(origin, origin) for key, origin in state.origins.items()},

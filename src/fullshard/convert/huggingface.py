@@ -161,9 +161,9 @@ def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int |
         state.record_setting(key, "sharding.strategy", value=strategy)
         if strategy.startswith("hybrid") and "sharding.shard_degree" not in state.settings:
             if ranks_per_node is None:
-                state.notes.append(
-                    f"{strategy} shards within a node and replicates over nodes: set sharding.shard_degree "
-                    "to the ranks of a node (left out, the planner chooses)"
+                state.decisions.append(
+                    f"sharding.shard_degree, the ranks of a node: {strategy} shards within a node and "
+                    "replicates over nodes; left out, the planner chooses"
                 )
             else:
                 state.infer_setting("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")

@@ -104,6 +104,7 @@ class ConversionState:
     settings: values by dotted key of run.toml
     origins: for each of `settings`, the key of the config or the reason that it comes from
     notes: remarks that do not belong to a single key
+    decisions: what the file leaves to the user, and what run.toml has until then; the ranks first
     ranks: number of ranks, if known
     original_names: names in the config of the keys that `rename_keys` renamed
     """
@@ -114,6 +115,7 @@ class ConversionState:
         self.settings: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.notes: list[str] = []
+        self.decisions: list[str] = []
         self.ranks = ranks
         self.original_names: dict[str, str] = {}
 
@@ -166,8 +168,9 @@ class ConversionState:
             self.settings[target], self.origins[target] = value, origin
 
     def infer_global_batch(self, sequences_per_rank: int, *, origin: str, model_parallel: int = 1) -> None:
-        """Sets `train.global_batch`, unless it is set, to `sequences_per_rank` × ranks, or × 1 with a note.
+        """Sets `train.global_batch`, unless it is set, to `sequences_per_rank` × ranks.
 
+        If their number is not known, sets one rank's, and adds a decision.
         model_parallel: number of ranks that share each sequence, and count as one
         """
         if "train.global_batch" in self.settings:
@@ -176,9 +179,10 @@ class ConversionState:
         ranks = max(1, (self.ranks or 1) // model_parallel)
         self.infer_setting("train.global_batch", sequences_per_rank * ranks, origin=origin)
         if self.ranks is None:
-            self.notes.append(
-                f"train.global_batch = {sequences_per_rank} is one rank's, for the file does not say "
-                "how many there are: --ranks N multiplies it"
+            self.decisions.insert(
+                0,
+                "the number of ranks, which the file does not have: --ranks N multiplies "
+                f"train.global_batch = {sequences_per_rank}, which is one rank's",
             )
 
     def set_default_of_other_tool(self, target: str, value: Any, *, why: str) -> None:

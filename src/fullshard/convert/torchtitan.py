@@ -80,7 +80,7 @@ def _convert_data_parallel_degrees(state: ConversionState) -> None:
         state.record_setting(replicate_key, "sharding.strategy", value=strategy, why=why)
         if degree is None:
             state.record_not_needed(shard_key, f"set sharding.shard_degree: ranks / {divided}")
-            state.notes.append(f"set sharding.shard_degree = ranks / {divided}, or give --ranks")
+            state.decisions.append(f"sharding.shard_degree = ranks / {divided}; --ranks N sets it")
         else:
             state.infer_setting("sharding.shard_degree", degree, origin=shard_key)
             state.record_setting(shard_key, "sharding.shard_degree", value=degree)
