@@ -9,11 +9,17 @@ The prompt is all messages before it, written by the chat template of the tokeni
 import json
 import sys
 from itertools import islice
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(directory: str, chats: str, number: str = "5") -> None:
+    if not Path(directory, "config.json").is_file():
+        sys.exit(
+            f"error: {directory} has no config.json, so it is not an exported model.\n"
+            f"  try: fullshard ckpt export RUN_DIRECTORY {directory}-hf --format hf, and then {directory}-hf"
+        )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     with open(chats, encoding="utf-8") as file:

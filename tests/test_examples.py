@@ -83,6 +83,13 @@ def test_a_model_answers_through_its_chat_template(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines if line.startswith("answer")] == ["answer"] * 2
 
 
+@pytest.mark.parametrize("name", ["run", "absent"])
+def test_a_directory_without_a_model_is_answered_with_the_export(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(SystemExit, match="not an exported model.*\n.*fullshard ckpt export"):
+        answer(tmp_path / name, write_chats(tmp_path / "chats.jsonl", ["cat"]))
+
+
 PAGE = (EXAMPLES.parent / "docs" / "converting.md").read_text(encoding="utf-8")
 """Blocks of the page follow each other: the axolotl file, what `convert` prints about it, an answer."""
 AXOLOTL, SHOWN = (

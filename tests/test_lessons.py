@@ -55,6 +55,11 @@ def test_a_lesson_prints_what_its_page_shows(
     assert not any(others), "rank 0 prints"
 
 
+def test_a_wrong_setting_of_a_lesson_is_an_error_without_a_traceback() -> None:
+    with pytest.raises(SystemExit, match=r"^error: .*train.globl_batch"):
+        run_program("examples/learn/lesson_1_data_parallel.py", ["train.globl_batch=8"])
+
+
 def train_both_ways(directory: str) -> tuple[list[float], list[float]]:
     names: dict[str, Any] = {"__name__": BY_HAND.name}
     blocks = re.findall(r"^```python\n(.*?)^```", BY_HAND.read_text(encoding="utf-8"), re.M | re.S)

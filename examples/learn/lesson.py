@@ -1,5 +1,6 @@
 """What the lessons of docs/learn share: the model, the data, the steps (`run_lesson`) and the tables."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -218,8 +219,11 @@ def run_lesson(
     moments: moments of the second step, in the table of bytes held
     names: parameters in the table of who holds what
     """
-    with fs.process_group("cpu") as ranks:
+    try:
         run = fs.Run.load(overrides=[*SETTINGS, *settings, *sys.argv[1:]])
+    except fs.FullshardError as error:  # one rank prints it, without the traceback
+        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else error.exit_code)
+    with fs.process_group("cpu") as ranks:
         plan = fs.Plan.from_run(run, world_size=ranks.world_size, device="cpu")
         with torch.device("meta"):  # no parameter is allocated before it is sharded
             model = make_model(run)

@@ -15,6 +15,7 @@ import typer
 from fullshard.cli.check import passed_and_skipped_check_names
 from fullshard.cli.main import _COMMANDS, EXAMPLES, build_app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
+from fullshard.jobs.checks.every_check import CHECKS
 from fullshard.spec.records.finding import CheckReport, Finding
 
 VERBS = [
@@ -210,7 +211,10 @@ def test_run_that_cannot_be_planned_fails_the_check(capsys: Any) -> None:
     report = CheckReport.model_validate_json(capsys.readouterr().out)
     assert [(one.check, one.status) for one in report.findings] == [("plan", "failure")]
     assert main(arguments) == 10
-    assert "try: train.global_batch = 20 or 25" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "try: train.global_batch = 20 or 25" in said
+    number = sum(map(len, CHECKS.values()))
+    assert f"not run, because there is no plan: {number} checks of settings, machine," in said
 
 
 def test_group_is_one_line_with_reasons_of_skipped_checks() -> None:

@@ -58,6 +58,12 @@ def test_saved_plan_equals_the_printed_one(tmp_path: Path, capsys: Any) -> None:
     assert Plan.load(path).prediction is not None
 
 
+# A model that cannot be built, so that errors before its trace alone name the batch.
+UNTRACEABLE = ("--set", "model.python=absent:Model", "--set", "data.source=python")
+UNTRACEABLE = (*UNTRACEABLE, "--set", "data.factory=absent:batches", "--set", "run.ranks=2")
+UNDIVIDED = ("--set", "sharding.tensor_parallel=1", "--set", "sharding.context_parallel=1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
@@ -70,6 +76,11 @@ def test_saved_plan_equals_the_printed_one(tmp_path: Path, capsys: Any) -> None:
         ([PRESET, "--on", "8xH100", "--save", "absent/plan.json"], SpecError, "cannot be written"),
         ([PRESET, "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
         (["--set", "run.ranks=2", "--set", "sharding.tensor_parallel=8"], PlanError, "one of [1, 2]"),
+        (
+            [*UNTRACEABLE, *UNDIVIDED, "--set", "train.global_batch=3"],
+            PlanError,
+            "train.global_batch = 2 or 4",
+        ),
         ([PRESET, "--set", "data.sequence_length=1_000_000"], SpecError, "combination of settings"),
         ([PRESET, "--machines", "8xH100", "--compare"], SpecError, "does not go with --compare"),
         ([PRESET, "--machines", "8xH100", "--on", "8xH100"], SpecError, "does not go with --on"),

@@ -242,4 +242,4 @@ def test_conversations_that_are_longer_than_a_sequence_are_counted(
     more = {"sequence_length": length, "validation_fraction": 0, "packing": "best_fit"}
     data = build_packed_data(run_of(tmp_path, **given, **more, train_on="assistant"))
     assert data.summary_values()["documents cut"] == cut
-    assert ("9 of them cut: longer than a sequence" in data.describe()) == (cut > 0)
+    assert ("9 of them cut: longer than data.sequence_length" in data.describe()) == (cut > 0)

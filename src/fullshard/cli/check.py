@@ -59,6 +59,8 @@ def check(
         typer.echo(report.model_dump_json())
     else:
         typer.echo(_totals_text(report))
+        if isinstance(plan, Finding):
+            typer.echo(_checks_not_run_text())
     raise typer.Exit(CheckFailedError.exit_code if report.worst == "failure" else 0)
 
 
@@ -178,6 +180,14 @@ def passed_and_skipped_check_names(findings: "Sequence[Finding]") -> str:
 
 def _name_of_check_in_words(finding: "Finding") -> str:
     return finding.check.replace("_", " ")
+
+
+def _checks_not_run_text() -> str:
+    from fullshard.jobs.checks.every_check import CHECKS
+    from fullshard.quantities import count_text
+
+    number = count_text(sum(len(checks) for checks in CHECKS.values()), "check")
+    return f"not run, because there is no plan: {number} of {', '.join(CHECKS)}, and those of the ranks"
 
 
 def _totals_text(report: "CheckReport") -> str:

@@ -214,7 +214,7 @@ def document_counts_text(summary: Mapping[str, Any], *, unit: str = "") -> str:
     """Returns the counts of documents of `PackedData.summary_values`: all, cut, and left out."""
     cut, left_out = summary["documents cut"], summary["records left out"]
     text = f"{summary['documents']:,}{unit}"
-    text += f", {cut:,} of them cut: longer than a sequence" if cut else ""
+    text += f", {cut:,} of them cut: longer than data.sequence_length" if cut else ""
     return text + (f", {left_out:,} records left out" if left_out else "")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -157,7 +158,9 @@ def _load_with_peft_to_check(base: nn.Module, config: Any, *, tensors: Mapping[s
     peft = adapters.import_peft()
     values = {name: torch.empty(shape, device="meta") for name, shape in tensors.items()}
     try:
-        model = peft.PeftModel(base, config, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # peft reads an old name of transformers
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            model = peft.PeftModel(base, config, low_cpu_mem_usage=True)
         loaded = peft.set_peft_model_state_dict(model, values)
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
