@@ -1,9 +1,11 @@
 """A whole run on ranks: what it leaves behind to be held against its prediction."""
 
+import io
 import json
+import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from itertools import count
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import TrainError
+from fullshard.jobs.run_start import guessing_warning
 from fullshard.jobs.train import run_job
 from fullshard.models.loss import next_token_loss
 from fullshard.spec.plan import Plan
@@ -56,6 +59,24 @@ def test_terms_of_a_step_sum_to_the_pace_without_profiled_steps(
     # The second step is metered, in the warmup; the last is profiled, behind it.
     pace = made.pace
     assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 5, 1, 2)
+
+
+def standard_error_of_run(directory: str, *settings: str) -> str:
+    with redirect_stderr(io.StringIO()) as printed:
+        leaves_a_measurement(directory, 1, *settings)
+    return printed.getvalue()
+
+
+def test_adapters_of_a_base_that_guesses_are_warned_of(ranks, tmp_path: Path):
+    for name, settings in (("new", ()), ("adapted", ("adapter.rank=2",))):
+        [printed] = ranks(1).run(standard_error_of_run, str(tmp_path / name), *settings)
+        assert ("is that of guessing among 256 tokens" in printed) == (name == "adapted"), printed
+
+
+@pytest.mark.parametrize(("loss", "guesses"), [(0.8, False), (0.95, True), (1.3, True)])
+def test_a_first_loss_near_or_over_the_logarithm_of_the_vocabulary_is_guessing(loss: float, guesses: bool):
+    warning = guessing_warning(loss * math.log(32_000), vocabulary=32_000)
+    assert (warning is not None) == guesses
 
 
 def mean_over_valid_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """The state of a run on its ranks, and its start: directory, model, data, checkpoint and log."""
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ from fullshard.training.resume import (
 from fullshard.training.shard import discard_offloaded_files, rank_offload_directory, shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export_peft import describe_impossible_exports
+
+_GUESSING = 0.9  # of ln(vocabulary); trained models are far below on text that they know
 
 
 @dataclass
@@ -155,6 +158,28 @@ def prepare_job(
     )
     _report_start_and_set_next_row(job, left=left, read=read, resume=resume)
     return job
+
+
+def first_loss_warning(job: TrainJob) -> str | None:
+    """Returns a warning if the first loss of a run that begins with trained weights is that of guessing."""
+    run = job.plan.run
+    has_base = run.adapter.rank or find_pretrained_directory(run) is not None
+    if job.first_step > 1 or job.first_loss is None or run.train.loss is not None or not has_base:
+        return None
+    vocabulary = build.count_vocabulary_rows(job.state.model, run)
+    return None if vocabulary is None else guessing_warning(job.first_loss, vocabulary=vocabulary)
+
+
+def guessing_warning(first_loss: float, *, vocabulary: int) -> str | None:
+    """Returns a warning if the first loss, in nats, of a model with trained weights is that of guessing."""
+    guessing = math.log(vocabulary)
+    if first_loss < _GUESSING * guessing:
+        return None
+    return (
+        f"warning: the first loss, {first_loss:.4g}, is that of guessing among {vocabulary:,} tokens "
+        f"({guessing:.4g}): the base model's weights are not loaded, or the tokenizer is another model's\n"
+        '  try: model.weights = "require", and data.tokenizer = model.hf'
+    )
 
 
 def flops_per_token(plan: Plan, model: nn.Module) -> float | None:

@@ -13,7 +13,13 @@ from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
-from fullshard.jobs.run_start import TrainJob, flops_per_token, plan_with_plain_defaults, prepare_job
+from fullshard.jobs.run_start import (
+    TrainJob,
+    first_loss_warning,
+    flops_per_token,
+    plan_with_plain_defaults,
+    prepare_job,
+)
 from fullshard.observe.memory import (
     PeakMemory,
     measure_peak_memory,
@@ -203,6 +209,8 @@ def _record_pending_step(job: TrainJob, *, validation_loss: float | None = None)
         job.first_loss = step.loss  # waits
         job.startup_seconds = time.time() - job.command_started
         job.log.print_message(f"first step {format_seconds(job.startup_seconds)} after the command")
+        if (warning := first_loss_warning(job)) is not None:
+            job.log.print_message(warning)
     job.pace = job.pace.with_step(
         tokens=step.tokens,
         trained_tokens=step.trained_tokens,
