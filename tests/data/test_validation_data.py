@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.data.batches import IGNORED_LABEL, VALIDATED_ON
+from fullshard.data.batches import IGNORED_LABEL
 from fullshard.data.build import build_packed_data
 from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, SpecError
@@ -120,15 +120,18 @@ def test_validation_data_too_short_for_a_sequence_is_refused_by_name(tmp_path: P
         build_packed_data(run)
 
 
-def test_other_validation_data_leaves_the_rows_and_changes_the_identity(tmp_path: Path) -> None:
+def test_other_validation_data_leaves_the_row_order_and_has_another_digest(tmp_path: Path) -> None:
     train = texts_file(tmp_path / "train.jsonl", 30)
-    orders: list[list[str]] = []
+    found: list[PackedData] = []
     for first in (100, 200):
         held_out = texts_file(tmp_path / f"{first}.jsonl", 9, first=first)
         run = run_of(tmp_path / "cache", **TEXTS, paths=(train,), validation_paths=(held_out,))
-        orders.append(build_packed_data(run).row_order.split(VALIDATED_ON))
-    assert orders[0][0] == orders[1][0]
-    assert orders[0][1] != orders[1][1]
+        found.append(build_packed_data(run))
+    assert found[0].row_order == found[1].row_order
+    assert None is not found[0].validation_digest != found[1].validation_digest
+    alone = build_packed_data(run_of(tmp_path / "cache", **TEXTS, paths=(train,), validation_fraction=0))
+    assert alone.row_order == found[0].row_order
+    assert alone.validation_digest is None
 
 
 def test_data_prepare_names_the_validation_files(tmp_path: Path, capsys: Any) -> None:

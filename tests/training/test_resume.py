@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fullshard.checkpoint import load, save
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
-from fullshard.data.batches import VALIDATED_ON
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -24,7 +23,7 @@ from fullshard.training.resume import (
     settings_that_affect_results,
 )
 from fullshard.training.shard import shard
-from fullshard.training.state import TrainState, rows_taken_by_saved_state
+from fullshard.training.state import TrainedWith, TrainState, rows_taken_by_saved_state
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
 from tests.training.runs import WIDTH, Regression, mean_square, meta, run_of, sharded, whole
@@ -185,8 +184,8 @@ class Reseeded(ByStep):
 
 class Revalidated(ByStep):
     @property
-    def row_order(self) -> str:
-        return f"in order{VALIDATED_ON}{id(self)}"
+    def validation_digest(self) -> str:
+        return str(id(self))
 
 
 def test_other_validation_data_is_reported_and_is_no_other_order_of_the_rows(
@@ -196,6 +195,17 @@ def test_other_validation_data_is_reported_and_is_no_other_order_of_the_rows(
     assert [message.partition(":")[0] for message in messages] == [
         "the validation data changed, so its losses cannot be compared with earlier ones"
     ]
+
+
+def test_older_checkpoints_join_the_digest_of_the_validation_data_to_the_row_order() -> None:
+    for joined, separate in (
+        ({"row_order": "a; validated on b"}, {"row_order": "a", "validation_digest": "b"}),
+        ({"row_order": "a"}, {"row_order": "a", "validation_digest": None}),
+        ({"row_order": None}, {"row_order": None, "validation_digest": None}),
+    ):
+        found = TrainedWith.from_values({"rows": 1, **joined})
+        assert found == TrainedWith.from_values({"rows": 1, **separate})
+        assert vars(found).items() >= separate.items()
 
 
 def test_another_order_of_the_rows_is_reported(ranks: Any, tmp_path: Path) -> None:

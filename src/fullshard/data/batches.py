@@ -15,9 +15,6 @@ IGNORED_LABEL = -100
 """Label of a position that the loss ignores."""
 
 
-VALIDATED_ON = "; validated on "  # in a row_order, before a digest of the validation data that the user names
-
-
 class MicrobatchSource(Protocol):
     """A source of microbatches that keeps no position: a step's samples depend only on its number."""
 
@@ -39,6 +36,7 @@ class RowSource(MicrobatchSource, Protocol):
 
     takes_any_row: whether `microbatches_at_row` may be called
     row_order: text that differs if any row does, by other content, seed, packing …; None if unknown
+    validation_digest: text that differs if the validation data that the user names do; None if none are named
     """
 
     @property
@@ -46,6 +44,9 @@ class RowSource(MicrobatchSource, Protocol):
 
     @property
     def row_order(self) -> str | None: ...
+
+    @property
+    def validation_digest(self) -> str | None: ...
 
     def microbatches_at_row(self, row: int, *, rank: int, plan: Plan) -> Iterator[Any]:
         """Yields the microbatches of the step whose first row is `row`, see `microbatches`."""
@@ -134,6 +135,10 @@ class MicrobatchPrefetcher:
     @property
     def row_order(self) -> str | None:
         return getattr(self._data, "row_order", None)
+
+    @property
+    def validation_digest(self) -> str | None:
+        return getattr(self._data, "validation_digest", None)
 
     def _take_and_prefetch_next(self, wanted: _StepRequest) -> Iterator[Any]:
         """Yields the microbatches of `wanted`, after submitting the following steps to the thread."""

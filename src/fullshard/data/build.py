@@ -101,7 +101,11 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     return PackedData(
         pools=tuple(
             _build_shuffle_pool(
-                token_store.TokenStream((*group, *last)), run, given=len(last), alive=alive, seed=seed
+                token_store.TokenStream((*group, *last)),
+                run,
+                validation_store_count=len(last),
+                alive=alive,
+                seed=seed,
             )
             for group, last, seed in zip(stores, held_out, seeds, strict=True)
         ),
@@ -141,16 +145,23 @@ def _open_and_check_tokenizer(
 
 
 def _build_shuffle_pool(
-    stream: token_store.TokenStream, run: Run, *, given: int, alive: token_store.Heartbeat, seed: int | str
+    stream: token_store.TokenStream,
+    run: Run,
+    *,
+    validation_store_count: int,
+    alive: token_store.Heartbeat,
+    seed: int | str,
 ) -> ShufflePool:
     """Packs the documents of `stream` into rows, which are kept in the cache unless tokens are in memory.
 
-    given: number of the last stores, which are validated on; if 0, a fraction of the tokens is held out
+    validation_store_count: number of stores at the end of `stream` that are the validation data; if 0, a
+        fraction of the tokens is held out
     """
     section, root = run.data, Path(run.data.cache)
+    pack = partial(_pack_training_and_held_out, stream, run, validation_store_count=validation_store_count)
     keys = [store.key for store in stream.stores]
     if None in keys:
-        arrays, facts = _pack_training_and_held_out(stream, run, given=given)
+        arrays, facts = pack()
     else:
         settings = {
             "stores": keys,
@@ -158,11 +169,11 @@ def _build_shuffle_pool(
             "packing": section.packing,
             "fraction": section.validation_fraction,
             "seed": run.run.seed if section.packing == "concat" else None,
-            **({"validation_stores": given} if given else {}),
+            **({"validation_stores": validation_store_count} if validation_store_count else {}),
         }
 
         def write_layout(draft: Path) -> Mapping[str, Any]:
-            arrays, facts = _pack_training_and_held_out(stream, run, given=given)
+            arrays, facts = pack()
             for name, array in arrays.items():
                 token_store.save_array(draft / f"{name}.npy", array)
             return facts
@@ -181,20 +192,20 @@ def _build_shuffle_pool(
         )
         for part in _PARTS
     )
-    pool = ShufflePool(stream, training, validation, seed, validation_stores=given)
+    pool = ShufflePool(stream, training, validation, seed, validation_store_count=validation_store_count)
     _check_sequence_length(pool, section, tokens=facts["tokens"])
     return pool
 
 
 def _pack_training_and_held_out(
-    stream: token_store.TokenStream, run: Run, *, given: int
+    stream: token_store.TokenStream, run: Run, *, validation_store_count: int
 ) -> tuple[Mapping[str, token_store.Integers], Mapping[str, Any]]:
-    """Returns (row arrays of both parts, number of tokens per part). `given`: see `_build_shuffle_pool`."""
+    """Returns (row arrays of both parts, number of tokens per part). See `_build_shuffle_pool`."""
     section = run.data
     begins, lengths = stream.document_begins_and_lengths()
     training, held_out = packing.split_off_held_out(begins, lengths, fraction=section.validation_fraction)
-    if given:
-        place = stream.store_bounds[len(stream.stores) - given]
+    if validation_store_count:
+        place = stream.store_bounds[len(stream.stores) - validation_store_count]
         training, held_out = (training.select_spans(part) for part in (begins < place, begins >= place))
     if section.packing == "concat":
         training = packing.shuffle_spans(training, seed=run.run.seed)
@@ -209,17 +220,19 @@ def _pack_training_and_held_out(
 def _check_sequence_length(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]) -> None:
     """Raises DataError for sequences longer than the training or the validation part."""
     length = section.sequence_length
-    training, given = (" + ".join(store.name for store in part) for part in pool.parts)
+    training_names = " + ".join(store.name for store in pool.training_stores)
+    validation_names = " + ".join(store.name for store in pool.validation_stores)
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
-        if rows.row_count or (part == "held-out" and section.validation_fraction == 0 and not given):
+        is_named = part == "held-out" and bool(validation_names)
+        if rows.row_count or (part == "held-out" and section.validation_fraction == 0 and not is_named):
             continue
         larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
         raise DataError(
-            f"sequence too long: the {part} part of {training if part == 'training' else given or training} "
+            f"sequence too long: the {part} part of {validation_names if is_named else training_names} "
             "does not fill one.",
             got=f"{tokens[part]} tokens, data.validation_fraction = {section.validation_fraction}",
             why=f"data.sequence_length = {length} needs {length + 1}: itself and one label",
-            fix=f"more data, or a shorter data.sequence_length{larger if not given else ''}",
+            fix=f"more data, or a shorter data.sequence_length{'' if is_named else larger}",
         )
 
 
@@ -242,6 +255,7 @@ def _build_user_data(run: Run) -> TrainingData:
         "microbatches_at_row": None,
         "takes_any_row": hasattr(batches, "microbatches_at_row"),
         "row_order": None,
+        "validation_digest": None,
         "training_sequences": None,
         "vocabulary": None,
         "validation_tokens": 0,

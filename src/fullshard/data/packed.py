@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullshard.data.batches import IGNORED_LABEL, VALIDATED_ON, microbatch_sample_numbers
+from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
 from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream, cache_key
 from fullshard.data.tokenizer import Tokenizer
@@ -27,20 +27,25 @@ class ShufflePool:
 
     Each epoch takes every training row once, in an order that depends on `seed` and the epoch.
 
-    stream: the training data, then the validation data that the user names: the last `validation_stores`
+    stream: the stores of the training data, then those of the validation data that the user names
+    validation_store_count: number of stores at the end of `stream` that the user names as validation data
     """
 
     stream: TokenStream
     training: Rows
     held_out: Rows
     seed: int | str
-    validation_stores: int = 0
+    validation_store_count: int = 0
 
     @property
-    def parts(self) -> tuple[Sequence[TokenStore], Sequence[TokenStore]]:
-        """The stores of the training data, and those of the validation data that the user names."""
-        count = len(self.stream.stores) - self.validation_stores
-        return self.stream.stores[:count], self.stream.stores[count:]
+    def training_stores(self) -> Sequence[TokenStore]:
+        """Stores of the training data, a fraction of which may be held out."""
+        return self.stream.stores[: len(self.stream.stores) - self.validation_store_count]
+
+    @property
+    def validation_stores(self) -> Sequence[TokenStore]:
+        """Stores of the validation data that the user names."""
+        return self.stream.stores[len(self.stream.stores) - self.validation_store_count :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +71,20 @@ class PackedData:
 
     @cached_property
     def row_order(self) -> str:
-        """Digest of everything that determines which tokens sample i has, and of given validation data."""
+        """Digest of everything that determines which tokens sample i has."""
         pools = [
             [pool.seed, pool.training.row_count, pool.training.token_count]
-            + [store.content_key for store in pool.parts[0]]
+            + [store.content_key for store in pool.training_stores]
             for pool in self.pools
         ]
         facts = {"sequence_length": self.sequence_length, "packing": self.packing, "pools": pools}
-        order = cache_key({**facts, "shares": self.pattern.counts.tolist()})
-        held_out = [store.content_key for pool in self.pools for store in pool.parts[1]]
-        return f"{order}{VALIDATED_ON}{cache_key({'stores': held_out})}" if held_out else order
+        return cache_key({**facts, "shares": self.pattern.counts.tolist()})
+
+    @cached_property
+    def validation_digest(self) -> str | None:
+        """Digest of the validation data that the user names; None if a fraction or nothing is held out."""
+        keys = [store.content_key for pool in self.pools for store in pool.validation_stores]
+        return cache_key({"stores": keys}) if keys else None
 
     @property
     def token_stores(self) -> list[TokenStore]:
@@ -170,8 +179,10 @@ class PackedData:
         """
         efficiency = self.training_token_count / (self.sequence_length * self.training_sequences)
         return {
-            "source": " + ".join(store.name for pool in self.pools for store in pool.parts[0]),
-            "validation source": " + ".join(store.name for pool in self.pools for store in pool.parts[1]),
+            "source": " + ".join(store.name for pool in self.pools for store in pool.training_stores),
+            "validation source": " + ".join(
+                store.name for pool in self.pools for store in pool.validation_stores
+            ),
             "documents": self.document_count,
             "documents cut": self.overlong_masked_document_count,
             "records left out": sum(store.notes.skipped for store in self.token_stores),

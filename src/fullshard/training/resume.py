@@ -16,7 +16,6 @@ from torch import nn
 from fullshard.checkpoint import load
 from fullshard.checkpoint.location import CheckpointLocation, newest_complete_step
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
-from fullshard.data.batches import VALIDATED_ON
 from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.plan import Plan
@@ -190,7 +189,11 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
         return []
     # Rank 0's, since paths may differ between nodes, and a checkpoint has one value for all ranks.
     now = run_on_rank_zero(
-        lambda: TrainedWith(settings_that_affect_results(plan.run), getattr(state.data, "row_order", None)),
+        lambda: TrainedWith(
+            run=settings_that_affect_results(plan.run),
+            row_order=getattr(state.data, "row_order", None),
+            validation_digest=getattr(state.data, "validation_digest", None),
+        ),
         doing="comparing the settings with those of before",
     )
     changed = {} if before.run is None else changed_settings(before.run, cast(Any, now.run))
@@ -211,13 +214,13 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
                 "rows are skipped or come again"
             )
     if state.rows:
-        messages += _align_rows_and_describe_changes(state, batch, changed=changed, order=now.row_order)
+        messages += _align_rows_and_describe_changes(state, batch, changed=changed, now=now)
     state.trained_with = replace(now, source=(plan, state.data))
     return messages
 
 
 def _align_rows_and_describe_changes(
-    state: TrainState, batch: int, *, changed: Mapping[str, str], order: str | None
+    state: TrainState, batch: int, *, changed: Mapping[str, str], now: TrainedWith
 ) -> Iterator[str]:
     """Yields messages about rows that are skipped or come again. May move `state.rows`."""
     before, rows = state.trained_with, state.rows
@@ -228,13 +231,11 @@ def _align_rows_and_describe_changes(
         return
     moved = [key for key in changed if key == "run.seed" or key.startswith("data.")]
     moved = [key for key in moved if key not in _SAME_ROWS]
-    known = order is not None and before.row_order is not None
-    rows_before, _, validated_before = (before.row_order or "").partition(VALIDATED_ON)
-    rows_now, _, validated_now = (order or "").partition(VALIDATED_ON)
-    if known and validated_now != validated_before:
+    known = now.row_order is not None and before.row_order is not None
+    if known and now.validation_digest != before.validation_digest:
         state.best = None
         yield "the validation data changed, so its losses cannot be compared with earlier ones"
-    if rows_now != rows_before if known else moved:
+    if now.row_order != before.row_order if known else moved:
         why = ", ".join(moved) or "the content of the data, or what made its tokens"
         yield (
             f"the rows of the data {'are' if known else 'may be'} in another order than before ({why}): "

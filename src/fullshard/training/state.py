@@ -144,6 +144,7 @@ class TrainState:
             "rows": self.rows,
             "run": self.trained_with.run,
             "row_order": self.trained_with.row_order,
+            "validation_digest": self.trained_with.validation_digest,
             SKIPPED_IN_A_ROW: self.counts.wait_and_count_unread().skipped_in_a_row,
             "best_validation_loss": best_loss,
             "best_step": best_step,
@@ -307,7 +308,7 @@ class TrainedWith:
     """The settings and the data that a state was trained with.
 
     run: settings of the run, by section; None if unknown
-    row_order: `row_order` of the data: see `data.batches.MicrobatchSource`
+    row_order, validation_digest: those of the data: see `data.batches.RowSource`
     batches: number of global batches that the steps took or passed over; None if the state's `rows` are known
     is_loaded: whether this is from a checkpoint, with which nothing was trained since
     source: the plan and the data of this process that these are of, or None
@@ -315,6 +316,7 @@ class TrainedWith:
 
     run: dict[str, JsonValue] | None = None
     row_order: str | None = None
+    validation_digest: str | None = None
     batches: int | None = None
     is_loaded: bool = False
     source: tuple[Any, Any] | None = None
@@ -325,11 +327,14 @@ class TrainedWith:
 
     @classmethod
     def from_values(cls, values: Mapping[str, JsonValue]) -> Self:
-        run, order = values.get("run"), values.get("row_order")
+        run, order, digest = (values.get(key) for key in ("run", "row_order", "validation_digest"))
+        if isinstance(order, str) and "validation_digest" not in values:  # older checkpoints join both
+            order, _, digest = order.partition("; validated on ")
         has_rows = rows_taken_by_saved_state(values) is not None
         return cls(
             run=run if isinstance(run, dict) else None,
             row_order=order if isinstance(order, str) else None,
+            validation_digest=digest if isinstance(digest, str) and digest else None,
             batches=None if has_rows else _batches_taken_by_saved_state(values),
             is_loaded=True,
         )
