@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -22,30 +21,37 @@ def measure_unless_known(known: Hardware) -> Hardware:
     """Returns `known`, which `detect_hardware` found, or what CPU ranks without known rates measure now.
 
     The measurement takes SECONDS besides the start of the ranks, and is kept if the machine was idle.
-    Nothing is measured under torchrun, or if FULLSHARD_CALIBRATION=off. If it fails, the rates stay unknown.
+    Nothing is measured under torchrun, or if FULLSHARD_CALIBRATION=off. If it fails, the rates stay
+    unknown, which a line reports.
     """
     if known.device != "cpu" or known.calibration != "none" or is_started_by_torchrun():
         return known
     kept = kept_measurement_path(known.ranks_per_node)
     if kept is None:
         return known
-    print(f"measuring this machine for {SECONDS:g} s, before its first run …", file=sys.stderr, flush=True)
+    _print_progress(f"measuring this machine for {SECONDS:g} s, before its first run …")
     exit_code, measured = measure_with_ranks(known.ranks_per_node, device="cpu", seconds=SECONDS)
     if exit_code > 128:  # a signal, which ends the command
         raise SystemExit(exit_code)
     if measured is None:
+        _print_progress(
+            f"note: the measurement failed (exit code {exit_code}), so plans have another machine's rates"
+        )
         return known
     if measured.is_busy:
-        print(
-            "note: other programs were running, so these rates are used once and not kept",
-            file=sys.stderr,
-            flush=True,
-        )
+        _print_progress("note: other programs were running, so these rates are used once and not kept")
+        return measured
+    try:
+        measured.save(kept)
+    except FullshardError as error:
+        _print_progress(f"note: these rates are used once and not kept: {error.what}")
     else:
-        with suppress(FullshardError):
-            measured.save(kept)
-            print(f"rates kept in {escape_control_characters(str(kept))}", file=sys.stderr, flush=True)
+        _print_progress(f"rates kept in {kept}")
     return measured
+
+
+def _print_progress(text: str) -> None:
+    print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
 def measure_with_ranks(

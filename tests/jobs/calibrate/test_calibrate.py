@@ -1,6 +1,8 @@
 """A short calibration on gloo ranks: complete, the same on every rank, and what a file keeps."""
 
 import itertools
+import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -70,6 +72,23 @@ def test_the_file_reads_back_equal_and_the_table_names_the_main_rates(found: lis
     table = dict(calibration_rows(found[0]))
     for label in ("matmul fp32", "memory", "reduce-scatter within"):
         assert label in table
+
+
+def wait_for_a_busy_thread() -> None:
+    def work() -> None:
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.01:
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_rank_that_waits_has_no_core_whatever_its_other_threads_compute():
+    meter = RateMeter(torch.device("cpu"))
+    meter.measure_calls_per_second(wait_for_a_busy_thread, seconds=0.1)
+    assert meter.core_share < 0.5
 
 
 def rate_of(directory: Path) -> float | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.jobs.calibrate.whole_step import fit_rates_to_step, measure_step_seconds, reference_plan
+from fullshard.launch.calibration import measure_unless_known
 from fullshard.launch.detect import detect_hardware, kept_measurement_path
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.predict.step_time import StepTimePredictor
@@ -71,6 +72,17 @@ def test_the_first_run_measures_the_machine_and_keeps_idle_rates(tmp_path: Path)
     assert Hardware.load(kept[0]).calibration == "idle"
     again, _ = measured_by_first_run(tmp_path, "run.ranks=1", "model.layers=1")
     assert "measuring" not in again
+
+
+def test_a_first_run_that_cannot_measure_reports_it_and_keeps_the_rates_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("FULLSHARD_CALIBRATION")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_LOGS", "nonsense")  # no rank can import torch
+    known = detect_hardware("cpu", ranks=1)
+    assert measure_unless_known(known) == known
+    assert "the measurement failed (exit code 1)" in capfd.readouterr().err
 
 
 def test_kept_rates_are_those_of_this_machine_and_number_of_ranks(tmp_path: Path):

@@ -72,12 +72,16 @@ class RateMeter:
         self.device = device
         self.kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         self._generator = torch.Generator(device).manual_seed(0)
-        self._seconds = self._processor_seconds = 0.0
+        self._seconds = self._thread_seconds = 0.0
 
     @property
     def core_share(self) -> float:
-        """Processor seconds per second of work, at most 1. Less: other programs ran beside a rank."""
-        return min(1.0, self._processor_seconds / max(self._seconds, 1e-9))
+        """Fraction of the time of CPU work in which this thread had a core; about 1 on an idle machine.
+
+        The seconds of a rank's other threads are left out: those of two threads that each wait half of the
+        time would add up to a whole core.
+        """
+        return self._thread_seconds / max(self._seconds, 1e-9)
 
     def random_tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns a tensor of normally distributed numbers. (GPUs compute faster on constant data.)"""
@@ -102,9 +106,9 @@ class RateMeter:
     def _time_calls(self, work: Callable[[], object], calls: int) -> float:
         """Returns the seconds in which each rank makes `calls` calls. Collective."""
         mean_over_ranks(0.0)  # a barrier: all ranks start together
-        started, worked = time.perf_counter(), time.process_time()
+        started, worked = time.perf_counter(), time.thread_time()
         seconds = total_seconds_of_calls(work, calls, device=self.device)
-        self._processor_seconds += time.process_time() - worked
+        self._thread_seconds += time.thread_time() - worked
         self._seconds += seconds
         if self.kind == "cpu":
             mean_over_ranks(0.0)  # the first rank to start waits here for the last to finish
