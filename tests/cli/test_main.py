@@ -18,22 +18,21 @@ from fullshard.errors import FullshardError, PlanError, SpecError
 from fullshard.jobs.checks.every_check import CHECKS
 from fullshard.spec.records.finding import CheckReport, Finding
 
-VERBS = [
-    *([], ["train"], ["plan"], ["calibrate"], ["report"], ["init"], ["ckpt"], ["ckpt", "list"]),
-    ["ckpt", "export"],
-]
 HEAVY = ("torch", "numpy", "fullshard.spec.run")
 MOST_MODULES = 400  # of which Python and typer bring most; torch alone has 1,200
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_help_imports_little_and_nothing_heavy(verb: list[str]) -> None:
-    code = f"import sys, fullshard.cli.main as cli; print(cli.main({[*verb, '--help']})); print(*sys.modules)"
+def test_help_of_all_commands_imports_little_and_nothing_heavy() -> None:
+    helps = [["--help"], ["ckpt", "--help"], *([*name.split(), "--help"] for name in _COMMANDS)]
+    code = (
+        f"import sys, fullshard.cli.main as cli; codes = [cli.main(one) for one in {helps}]; "
+        "print(codes, file=sys.stderr); print(*sys.modules, file=sys.stderr)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
     )
-    *_, exit_code, modules = done.stdout.splitlines()
-    assert exit_code == "0"
+    exit_codes, modules = done.stderr.splitlines()
+    assert exit_codes == str([0] * len(helps))
     assert not set(HEAVY) & set(modules.split())
     assert len(modules.split()) < MOST_MODULES
 
@@ -104,7 +103,7 @@ def test_options_refuse_numbers_that_are_not_positive(value: str, capsys: Any) -
 
 # Arguments with which a command gets as far as the value of an option, and does nothing that takes long.
 ARGUMENTS = {
-    "plan": ["llama3-8b"],
+    "plan": ["smollm2-135m"],  # whose spec is shipped, and whose plans are found quickly
     "calibrate": ["--device=cpu", "--out=measured.toml"],
     "trace": ["."],
     "convert": ["ds.json"],
