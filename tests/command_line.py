@@ -1,4 +1,4 @@
-"""What the command line reads from arguments, without running a command."""
+"""Reads what a command gets from its arguments, without running it."""
 
 from typing import Any
 
