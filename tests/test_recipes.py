@@ -15,7 +15,7 @@ from fullshard.cli.main import main
 from fullshard.models.build import build_model
 from fullshard.planner.describe.describe_run import SHIPPED_FILE, read_shipped_specs, version_without_build
 from fullshard.spec.run import Run
-from tests.test_deploy import check_fullshard
+from tests.command_line import parse_arguments
 
 # Of presets, whose specs come with the package. Other models are traced, for up to minutes.
 QUICK = {"hsdp", "offload-24gb", "pretrain-1b"}
@@ -64,7 +64,7 @@ def test_the_file_of_a_recipe_is_valid_and_its_commands_parse(recipe: Recipe) ->
     for command in recipe.commands:
         name, *arguments = command.partition("    ")[0].split()
         if name == "fullshard":
-            check_fullshard(arguments)
+            parse_arguments(arguments)
         else:
             assert name == "sbatch"
 

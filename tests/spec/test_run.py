@@ -105,7 +105,7 @@ def test_a_duration_is_steps_or_epochs_and_an_override_replaces_either():
     assert (run.train.steps, run.train.epochs) == (None, 2.5)
     with pytest.raises(SpecError, match="number of steps is not known"):
         _ = run.train.step_count
-    assert run.with_overrides(["train.steps=60"]) == Run()
+    assert run.with_overrides(["train.steps=30"]) == Run()
     assert (
         Run.load(overrides=["train.steps=3", "train.epochs=2.5"])
         == run

@@ -4,8 +4,8 @@ Sources: axolotl/core/trainers/mixins/optimizer.py of 2026-07, peft/optimizers/l
 llamafactory/train/trainer_utils.py.
 """
 
+import re
 from collections.abc import Sequence
-from itertools import count
 from typing import Any, cast
 
 from fullshard.convert.rules import ConversionState, parse_number
@@ -68,16 +68,15 @@ def _convert_lora_plus(state: ConversionState, ratio: float, *, tool: str) -> No
 
 def _read_modules_with_rates(state: ConversionState) -> list[tuple[list[str], float]]:
     """Returns the modules and the rate of each of axolotl's `lr_groups`; none if one is not valid."""
+    numbers = {int(key.split(".")[1]) for key in state.leaves if re.match(r"lr_groups\.\d+\.", key)}
     found: list[tuple[list[str], float]] = []
-    for number in count():
-        key = f"lr_groups.{number}"
-        if not any(one.startswith(f"{key}.") for one in state.leaves):
-            return found
-        modules, rate = state.get(f"{key}.modules"), parse_number(state.get(f"{key}.lr"))
+    for number in sorted(numbers):
+        modules = state.get(f"lr_groups.{number}.modules")
+        rate = parse_number(state.get(f"lr_groups.{number}.lr"))
         if not isinstance(modules, list) or not modules or rate is None:
             return []
         found.append(([str(one) for one in cast(Sequence[Any], modules)], rate))
-    raise AssertionError("the numbers do not end")
+    return found
 
 
 def _factor(rate: float, of: float) -> float:

@@ -80,7 +80,7 @@ NO_CODE = {
     "adapter": ("options", "targets", "trained"),
     "data": (*_DATA_FIELDS, "options", "tokenizer", "chat_template", "eos_token", "cache"),
     "data.sources": _DATA_FIELDS,
-    "optimizer": ("options",),
+    "optimizer": ("options", "groups.match"),
     "sharding": ("tensor_parallel_styles", "units.names", "units.overrides.match"),
     "offload": ("path",),
     "checkpoint": ("dir",),
