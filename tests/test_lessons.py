@@ -55,6 +55,22 @@ def test_a_lesson_prints_what_its_page_shows(
     assert not any(others), "rank 0 prints"
 
 
+def test_an_all_reduce_over_four_ranks_counts_as_in_a_ring(ranks: Any) -> None:
+    printed, *_ = ranks(4).run(run_program, "examples/learn/lesson_1_data_parallel.py", [])
+    (row,) = (line.split() for line in printed.splitlines() if line.startswith("in the step"))
+    assert row[3:] == ["0", "0", "768", "768"], "2 · 3/4 of 512 KiB"
+
+
+def refused_batch() -> str:
+    with pytest.raises(SystemExit) as raised:
+        run_program("examples/learn/lesson_2_zero1.py", ["train.microbatch=7"])
+    return str(raised.value)
+
+
+def test_a_batch_that_does_not_divide_is_an_error_without_a_traceback(ranks: Any) -> None:
+    assert "train.global_batch" in ranks(2).run(refused_batch)[0]
+
+
 def test_a_wrong_setting_of_a_lesson_is_an_error_without_a_traceback() -> None:
     with pytest.raises(SystemExit, match=r"^error: .*train.globl_batch"):
         run_program("examples/learn/lesson_1_data_parallel.py", ["train.globl_batch=8"])

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard as fs
 from fullshard.distributed.tensors import shard_offsets
 from fullshard.observe.memory import storage_bytes_of_tensors
+from fullshard.torch_private.groups import group_of_name
 
 WIDTH, BLOCKS = 64, 4
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor | tuple[Tensor, Tensor]]
@@ -84,8 +86,7 @@ def texts(plan: fs.Plan, rank: int) -> Iterator[dict[str, Tensor]]:
 class BytesSent(TorchDispatchMode):
     """Counts the bytes that this rank sends while it is active, on CPU ranks.
 
-    An all-reduce counts as the bytes of its tensor: in a ring of N ranks each sends 2 (N - 1) / N of them,
-    and here N is 2.
+    Of an all-reduce over N ranks, these are 2 (N - 1) / N of its tensor's, as in a ring.
     """
 
     def __init__(self) -> None:
@@ -97,14 +98,17 @@ class BytesSent(TorchDispatchMode):
             case "c10d::send":  # of parameters and gradients; a reduce-scatter has the tag 1
                 self.total["reduce-scatter" if args[3] == 1 else "all-gather"] += args[0][0].nbytes
             case "c10d::allreduce_":
-                self.total["all-reduce"] += args[0][0].nbytes
+                self._count_all_reduce(args[0][0], dist.ProcessGroup.unbox(args[1]))
             case "fullshard::gather_sequence":  # of activations: the rank's part goes to the others
                 self.total["all-gather"] += args[0].nbytes * (args[1] - 1)
             case "fullshard::reduce_sequence":
                 self.total["reduce-scatter"] += args[0].nbytes * (args[1] - 1) // args[1]
             case "fullshard::reduce_over_ranks":
-                self.total["all-reduce"] += args[0].nbytes
+                self._count_all_reduce(args[0], group_of_name(args[2]))
         return func(*args, **(kwargs or {}))
+
+    def _count_all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self.total["all-reduce"] += 2 * (group.size() - 1) * tensor.nbytes // group.size()
 
 
 class Watch:
@@ -219,20 +223,27 @@ def run_lesson(
     moments: moments of the second step, in the table of bytes held
     names: parameters in the table of who holds what
     """
-    try:
+    with errors_without_traceback():
         run = fs.Run.load(overrides=[*SETTINGS, *settings, *sys.argv[1:]])
-    except fs.FullshardError as error:  # one rank prints it, without the traceback
-        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else error.exit_code)
-    with fs.process_group("cpu") as ranks:
-        plan = fs.Plan.from_run(run, world_size=ranks.world_size, device="cpu")
-        with torch.device("meta"):  # no parameter is allocated before it is sharded
-            model = make_model(run)
-        fs.shard(model, plan)
-        optimizer = fs.build_optimizer(model, plan)
-        watch = Watch(model, optimizer, loss)
-        state = fs.TrainState(model, optimizer, data=data(plan, ranks.rank))
-        step, sent = watch.second_step(fs.train(state, plan, loss=watch.loss))
+        with fs.process_group("cpu") as ranks:
+            plan = fs.Plan.from_run(run, world_size=ranks.world_size, device="cpu")
+            with torch.device("meta"):  # no parameter is allocated before it is sharded
+                model = make_model(run)
+            fs.shard(model, plan)
+            optimizer = fs.build_optimizer(model, plan)
+            watch = Watch(model, optimizer, loss)
+            state = fs.TrainState(model, optimizer, data=data(plan, ranks.rank))
+            step, sent = watch.second_step(fs.train(state, plan, loss=watch.loss))
 
-        show_holders(model, *names)
-        show_moments(watch, *moments)
-        show_sent(sent, step)
+            show_holders(model, *names)
+            show_moments(watch, *moments)
+            show_sent(sent, step)
+
+
+@contextmanager
+def errors_without_traceback() -> Generator[None]:
+    """Ends the program after an error of fullshard, which rank 0 prints."""
+    try:
+        yield
+    except fs.FullshardError as error:
+        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else error.exit_code)
