@@ -113,6 +113,24 @@ def test_several_datasets_are_sources_and_each_test_dataset_is_held_out_beside_i
     assert (conversion.run.data.train_on, conversion.run.data.tokenizer) == ("assistant", "m")
 
 
+@pytest.mark.parametrize(
+    ("item", "test"),
+    [
+        ("field_messages: messages, message_property_mappings: {role: role, content: content}, ", ""),
+        ("", "field_messages: messages, message_property_mappings: {role: role, content: content}, "),
+        *[("roles_to_train: [assistant], train_on_eos: turn, ",) * 2],
+    ],
+)
+def test_a_test_dataset_is_held_out_whichever_of_both_has_the_default_fields(item, test):
+    text = (
+        f"base_model: m\nsequence_len: 64\ndatasets: [{{{item}path: a.jsonl, type: chat_template}}]\n"
+        f"test_datasets: [{{{test}path: b.jsonl, type: chat_template}}]"
+    )
+    found = converted(text)
+    assert found.lost_keys == ()
+    assert found.run.data.validation_paths == ("b.jsonl",)
+
+
 def test_a_test_split_of_a_dataset_by_name_is_for_the_user_to_save():
     item = "path: a/b, name: c, type: completion"
     text = (

@@ -80,6 +80,14 @@ def test_an_export_computes_the_outputs_of_the_trained_model_or_is_refused(
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_run_that_saves_adapters_alone_reports_that_they_cannot_be_merged(tmp_path: Path) -> None:
+    hugging_face("llama", tmp_path / "base")
+    model, run = random_adapters(tmp_path)
+    assert describe_impossible_exports(run, model) == []
+    (line,) = describe_impossible_exports(run.with_overrides(["adapter.save=adapters"]), model)
+    assert "--format hf" in line
+
+
 def test_an_adapter_that_is_not_added_to_its_layer_is_not_merged(tmp_path: Path) -> None:
     hugging_face("llama", tmp_path / "base")
     run = plan_of(1, f"model.hf={tmp_path / 'base'}", "adapter.rank=4").run

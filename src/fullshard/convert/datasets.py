@@ -4,10 +4,11 @@ Sources: axolotl's utils/schemas/datasets.py and prompt_strategies/chat_template
 Keys that are not converted here, such as another `type`, have rules in trainer.toml: they are lost.
 """
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, cast
 
-from fullshard.convert.rules import ConversionState, is_true_yes_on
+from fullshard.convert.rules import ConversionState, default_run_setting, is_true_yes_on
 
 # Readers of the package datasets, and endings of files -> data.source.
 _KINDS = {"json": "jsonl", ".jsonl": "jsonl", ".json": "jsonl", "text": "text", ".txt": "text"} | {
@@ -56,13 +57,18 @@ def convert_datasets(state: ConversionState) -> None:
 
 def _add_validation_data(test: _Source, sources: list[_Source]) -> None:
     """Adds the files of a test dataset to a source with the same kind of rows, else its keys are lost."""
-    files = {"paths": [], "validation_paths": []}
     paths = test[0].get("paths")
     for settings, targets in sources:
-        if paths and settings | files == test[0] | files:
+        if paths and _settings_of_rows(settings) == _settings_of_rows(test[0]):
             settings["validation_paths"] = settings.get("validation_paths", []) + paths
             targets.update(dict.fromkeys(test[1], "validation_paths"))
             break
+
+
+def _settings_of_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that say what a row is, without those that have their default."""
+    rows = {name: value for name, value in settings.items() if name not in ("paths", "validation_paths")}
+    return {name: value for name, value in rows.items() if value != default_run_setting(f"data.{name}")}
 
 
 def _read_sources(state: ConversionState, name: str) -> list[_Source]:

@@ -177,7 +177,8 @@ def guessing_warning(first_loss: float, *, vocabulary: int) -> str | None:
         return None
     return (
         f"warning: the first loss, {first_loss:.4g}, is that of guessing among {vocabulary:,} tokens "
-        f"({guessing:.4g}): the base model's weights are not loaded, or the tokenizer is another model's\n"
+        f"({guessing:.4g}): the base model's weights are not loaded or not trained, or the tokenizer is "
+        "another model's\n"
         '  try: model.weights = "require", and data.tokenizer = model.hf'
     )
 

@@ -89,7 +89,7 @@ def restore_train_state(
     if kept and not state.restore_newest_generation(at_least=newest):
         read = load_checkpoint_or_weights(missing_ok=not must_resume) or read
     # A warning has already reported missing weights, including everything that this message would say.
-    return None if read is None or read.missing else read.describe()
+    return None if read is None or read.missing_tensors_message else read.describe()
 
 
 def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, plan: Plan) -> bool:

@@ -80,6 +80,8 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     }
     for form, check in checks.items():
         try:
+            if form == "hf" and run.adapter.saves_only_adapters:
+                raise CheckpointError("no base in checkpoints", got='adapter.save = "adapters" keeps no base')
             check()
         except (CheckpointError, SpecError) as error:
             lines.append(f"the trained adapters cannot be exported with --format {form}: {error.got}")
