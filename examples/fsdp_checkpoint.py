@@ -1,4 +1,4 @@
-"""Save under one strategy, go on under another: the checkpoint does not know how it was sharded.
+"""Saves under one strategy, resumes under another: the checkpoint does not know how it was sharded.
 
 torchrun --nproc-per-node 2 examples/fsdp_checkpoint.py
 """

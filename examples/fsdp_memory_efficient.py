@@ -1,4 +1,4 @@
-"""What each lever does to the peak: sharding, recompute, bf16, accumulation.
+"""Effects of each lever on the peak: sharding, recompute, bf16, accumulation.
 
 torchrun --nproc-per-node 2 examples/fsdp_memory_efficient.py
 """

@@ -1,4 +1,4 @@
-"""What the lessons of docs/learn share: the model, the data, the steps (`run_lesson`) and the tables."""
+"""The parts that the lessons of docs/learn share: model, data, training (`run_lesson`) and tables."""
 
 import os
 import sys

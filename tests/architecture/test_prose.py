@@ -11,7 +11,8 @@ FRAGMENTS = re.compile(r"(What|Of|That|Where|Whether|The same)\b")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 UNCLEAR = re.compile(r"\b(told|goes on|go on)\b", re.IGNORECASE)  # say: reports, logs, resumes, continues
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")]
-BENCH_AND_TESTS = [path for place in ("bench", "tests") for path in sorted((ROOT / place).rglob("*.py"))]
+PLACES = ("bench", "tests", "examples", "recipes")
+OTHER_SOURCES = [path for place in PLACES for path in sorted((ROOT / place).rglob("*.py"))]
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -35,13 +36,13 @@ def unclear(text: str, *, name: str) -> list[str]:
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    others = [Module(path.name, path, path.read_text(encoding="utf-8")) for path in BENCH_AND_TESTS]
+    others = [Module(path.name, path, path.read_text(encoding="utf-8")) for path in OTHER_SOURCES]
     assert [line for module in (*package().values(), *others) for line in fragments(module)] == []
 
 
-def test_source_bench_tests_and_docs_have_no_unclear_words():
+def test_sources_and_docs_have_no_unclear_words():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    paths = [module.path for module in package().values()] + pages + BENCH_AND_TESTS
+    paths = [module.path for module in package().values()] + pages + OTHER_SOURCES
     texts = {path: path.read_text(encoding="utf-8") for path in paths if path != Path(__file__)}
     assert [line for path, text in texts.items() for line in unclear(text, name=path.name)] == []
 

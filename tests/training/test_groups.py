@@ -42,7 +42,9 @@ def toml_text(groups: list[dict[str, Any]]) -> str:
 
 
 def names_of_groups(groups: Any) -> list[tuple[str, ...]]:
-    return [one.names for one in match_groups(meta(Regression), with_groups(groups=groups).optimizer)]
+    return [
+        tuple(one.parameters) for one in match_groups(meta(Regression), with_groups(groups=groups).optimizer)
+    ]
 
 
 def test_the_first_group_that_matches_has_a_parameter() -> None:

@@ -84,7 +84,7 @@ def _factor(rate: float, of: float) -> float:
 
 
 def _trained_embeddings(state: ConversionState) -> list[str]:
-    if str(state.get("adapter")).lower() not in ("lora", "qlora", "true"):
+    if "adapter.rank" not in state.settings:  # which is set first
         return list(_EMBEDDINGS)
     saved = cast(Sequence[Any], state.get("lora_modules_to_save") or [])
     return [name for name in _EMBEDDINGS if name in saved]

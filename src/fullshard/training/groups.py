@@ -3,7 +3,7 @@
 import difflib
 import logging
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -22,11 +22,15 @@ _REST = OptimizerGroup(match=("*",))
 
 @dataclass(frozen=True)
 class MatchedGroup:
-    """A group of [[optimizer.groups]], or the rest, with the names of the trained parameters in it."""
+    """A group of [[optimizer.groups]], or the rest, with its trained parameters by name."""
 
     settings: OptimizerGroup
-    names: tuple[str, ...]
-    is_rest: bool = False
+    parameters: Mapping[str, nn.Parameter]
+
+    @property
+    def is_rest(self) -> bool:
+        """True if this is the group of the parameters that no other has."""
+        return self.settings is _REST
 
 
 def match_groups(model: nn.Module, section: OptimizerSection) -> list[MatchedGroup]:
@@ -36,20 +40,19 @@ def match_groups(model: nn.Module, section: OptimizerSection) -> list[MatchedGro
     `model.named_parameters()` and of checkpoints. Raises SpecError for a pattern that matches no trained
     parameter, or only those of earlier groups.
 
-    >>> [(group.settings.match, len(group.names)) for group in match_groups(model, plan.run.optimizer)]
+    >>> [(group.settings.match, len(group.parameters)) for group in match_groups(model, plan.run.optimizer)]
     [(('*norm*',), 9), (('*',), 30)]
     """
-    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    trained, found = list(left), list[MatchedGroup]()
+    left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = list[MatchedGroup]()
     for settings in section.groups:
-        own = [name for name in left if settings.matches(name)]
+        own = {name: parameter for name, parameter in left.items() if settings.matches(name)}
         for pattern in settings.match:
             if not any(fnmatchcase(name, pattern) for name in own):
-                raise _unmatched_pattern_error(pattern, model=model, trained=trained)
-        found.append(MatchedGroup(settings, tuple(own)))
-        taken = set(own)
-        left = [name for name in left if name not in taken]
-    return [*found, MatchedGroup(_REST, tuple(left), is_rest=True)] if left else found
+                raise _unmatched_pattern_error(pattern, model)
+        found.append(MatchedGroup(settings, own))
+        left = {name: parameter for name, parameter in left.items() if name not in own}
+    return [*found, MatchedGroup(_REST, left)] if left else found
 
 
 def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -64,12 +67,12 @@ def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[d
             "the attribute _optim of %s is not used: for other learning rates, [[optimizer.groups]]",
             join_names(marked, most=3),
         )
-    parameters, groups = dict(model.named_parameters()), dict[Hashable, dict[str, Any]]()
+    groups = dict[Hashable, dict[str, Any]]()
     matched_groups = sorted(match_groups(model, section), key=lambda one: not one.is_rest)
     for number, matched in enumerate(matched_groups):
         own = _torch_options(matched.settings, section)
-        for name in matched.names:
-            parameter, decay = parameters[name], matched.settings.weight_decay
+        for name, parameter in matched.parameters.items():
+            decay = matched.settings.weight_decay
             if decay is None:
                 decays = name not in excluded and _has_decay_by_default(model, name, parameter=parameter)
                 decay = section.weight_decay if decays else 0.0
@@ -82,17 +85,11 @@ def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[d
 
 def group_lines(model: nn.Module, section: OptimizerSection) -> list[str]:
     """Returns a line of text for each of [[optimizer.groups]] and for the rest; none without such groups."""
-    if not section.groups:
-        return []
-    parameters = dict(model.named_parameters())
-    return [
-        _group_line(group, section, parameters=[parameters[name] for name in group.names])
-        for group in match_groups(model, section)
-    ]
+    return [_group_line(one, section) for one in match_groups(model, section)] if section.groups else []
 
 
-def _group_line(group: MatchedGroup, section: OptimizerSection, *, parameters: Sequence[nn.Parameter]) -> str:
-    settings = group.settings
+def _group_line(group: MatchedGroup, section: OptimizerSection) -> str:
+    settings, parameters = group.settings, group.parameters.values()
     decay = "by default" if settings.weight_decay is None else f"{settings.weight_decay:g}"
     parts = [
         "all others" if group.is_rest else join_names(list(settings.match)),
@@ -112,18 +109,18 @@ def _torch_options(settings: OptimizerGroup, section: OptimizerSection) -> dict[
     return options if settings.betas is None else options | {"betas": settings.betas}
 
 
-def _unmatched_pattern_error(pattern: str, *, model: nn.Module, trained: Sequence[str]) -> SpecError:
-    names = [name for name, _ in model.named_parameters()]
+def _unmatched_pattern_error(pattern: str, model: nn.Module) -> SpecError:
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    names = list(is_trained)
     matched = [name for name in names if fnmatchcase(name, pattern)]
-    if set(matched) & set(trained):
-        why, fix = (
-            "earlier groups have its parameters: the first that matches counts",
-            "another order of groups",
-        )
+    if any(is_trained[name] for name in matched):
+        why = "earlier groups have its parameters: the first that matches counts"
+        fix = "another order of groups"
     elif matched:
         why, fix = f"it matches only frozen parameters: {join_names(matched, most=3)}", None
     else:
-        why, fix = None, join_names(_similar_names(pattern, names) or list(trained), most=3)
+        trained = [name for name in names if is_trained[name]]
+        why, fix = None, join_names(_similar_names(pattern, names) or trained, most=3)
     return SpecError(
         "a pattern of [[optimizer.groups]] matches no parameter.", got=repr(pattern), why=why, fix=fix
     )

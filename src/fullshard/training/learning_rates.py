@@ -2,10 +2,10 @@
 
 [Note: whose rates]
 Each group's own rate is multiplied by the factor of [schedule]. A group whose own rate is
-`optimizer.learning_rate`, or has a `lr_factor` of [[optimizer.groups]], follows this setting, also if a
-later `train` has another. A group is left alone
-from the step on in which its rate is not the one that was set here, because the loop sets it then, and so
-are all groups if a torch scheduler is attached to the optimizer (`initial_lr` shows this).
+`optimizer.learning_rate`, or this times a `lr_factor` of [[optimizer.groups]], follows this setting, also if
+a later `train` has another. A group is left alone from the step on in which its rate is not the one that was
+set here, because the loop sets it then, and so are all groups if a torch scheduler is attached to the
+optimizer (`initial_lr` shows this).
 
 Facts about a group are entries of the group itself, as those of torch's schedulers are, so they are in the
 optimizer's `state_dict`. Checkpoints hold the rates that others set. The rates that are set here follow from

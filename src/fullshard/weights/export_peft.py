@@ -72,7 +72,7 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     recorded = full_transformers_config(model)
     if run.adapter.rank == 0 or (recorded is None and not isinstance(run.model, DecoderConfig)):
         return []
-    lines = list[str]()
+    impossible = dict[str, object]()
     base, adapted = build_base_and_adapted_meta_models(recorded, run)
     checks = {  # peft changes the base, so it comes last
         "hf": lambda: layer_merging_by_name(adapted, base=base),
@@ -80,12 +80,15 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
     }
     for form, check in checks.items():
         try:
-            if form == "hf" and run.adapter.saves_only_adapters:
-                raise CheckpointError("no base in checkpoints", got='adapter.save = "adapters" keeps no base')
             check()
         except (CheckpointError, SpecError) as error:
-            lines.append(f"the trained adapters cannot be exported with --format {form}: {error.got}")
-    return lines
+            impossible[form] = error.got
+    if run.adapter.saves_only_adapters:
+        impossible["hf"] = 'adapter.save = "adapters" keeps no base'
+    return [
+        f"the trained adapters cannot be exported with --format {form}: {why}"
+        for form, why in impossible.items()
+    ]
 
 
 def _make_checked_peft_config(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[Any, set[str]]:
