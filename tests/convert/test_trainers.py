@@ -172,10 +172,30 @@ def test_a_run_keeps_as_many_checkpoints_as_the_tool(text, kept):
     assert any(note.startswith("checkpoint.keep = ") for note in conversion.notes) == written
 
 
-@pytest.mark.parametrize("kind", ["offload", "unsloth", True])
-def test_every_kind_of_gradient_checkpointing_recomputes(kind):
-    assert converted(f"{TRL}gradient_checkpointing: {kind}").run.recompute.mode == "full"
+@pytest.mark.parametrize(
+    ("kind", "offloading", "recompute"),
+    [
+        ("offload", "", ("full", "host")),
+        ("offload_disk", "", ("full", "host")),
+        ("unsloth", "", ("full", "host")),
+        ("true", "", ("full", "device")),
+        ("true", "activation_offloading: true", ("full", "host")),
+        ("false", "activation_offloading: legacy", ("offload", "device")),
+        ("false", "activation_offloading: false", ("none", "device")),
+    ],
+)
+def test_every_kind_of_gradient_checkpointing_recomputes(kind, offloading, recompute):
+    section = converted(f"{TRL}gradient_checkpointing: {kind}\n{offloading}").run.recompute
+    assert (section.mode, section.inputs) == recompute
     assert converted(f"{TRL}gradient_checkpointing: false").run.recompute.mode == "none"
+
+
+@pytest.mark.parametrize(("recomputes", "inputs"), [("true", "host"), ("false", "device")])
+def test_accelerate_offloads_the_inputs_of_what_it_recomputes(recomputes, inputs):
+    name = "fsdp_activation_checkpointing"
+    text = f"{{fsdp_version: 2, {name}: {recomputes}, {name}_offload: true}}"
+    run = converted(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {text}\n").run
+    assert run.recompute.inputs == inputs
 
 
 SECTIONS = """

@@ -22,7 +22,7 @@ from fullshard.models.document_attention import (
 )
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
-from fullshard.parallel.recompute import apply_recompute_or_offload
+from fullshard.parallel.recompute import apply_recompute
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.describe.emulation import emulate_cuda_kernels
 from fullshard.spec.run import Run
@@ -178,7 +178,7 @@ def test_selective_recompute_saves_it() -> None:
     counts: dict[str, Counter[str]] = {}
     for mode in ("selective", "full"):
         model: Any = decoder()
-        apply_recompute_or_offload(list(model.blocks), RecomputeSection(mode=mode))
+        apply_recompute(list(model.blocks), RecomputeSection(mode=mode))
         with Recorded() as recorded:
             next_token_loss(model, packed())[0].backward()
         counts[mode] = recorded.counts

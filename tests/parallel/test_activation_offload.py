@@ -402,9 +402,16 @@ class Clones(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+OFFLOADS = {
+    "all": ("recompute.mode=offload",),
+    "inputs": ("recompute.mode=full", "recompute.inputs=host"),
+    "first inputs": ("recompute.mode=full", "recompute.inputs=host", "recompute.blocks=1"),
+}
+
+
 def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
     """Bytes that leave in a forward, and those of one sequence's input of a block."""
-    plan = plan_of(2, "recompute.mode=offload", *settings)
+    plan = plan_of(2, *settings)
     model = shard(on_meta(name), plan)
     section = UnitSection()
     assert len(find_recompute_and_compile_blocks(model, units=find_units(on_meta(name), section))) == 2
@@ -420,29 +427,44 @@ def moved_bytes(name: str, *settings: str) -> tuple[list[int], int]:
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: Any) -> None:
     """One of two blocks moves: input, norm and tanh. Weights, which are larger, are freed and gathered."""
-    settings = (*STRATEGIES[strategy], f"precision.mode={precision}")
+    settings = (*OFFLOADS["all"], *STRATEGIES[strategy], f"precision.mode={precision}")
     for sizes, numel in ranks(2).run(moved_bytes, "gpt2", *settings):
         each = numel * (2 if precision == "bf16" else 4)
         assert sorted(sizes) == [each, each, 3 * each]
 
 
+def test_of_recomputed_blocks_the_inputs_move(ranks: Any) -> None:
+    settings = (*OFFLOADS["inputs"], *STRATEGIES["full_shard"], "precision.mode=bf16")
+    for sizes, numel in ranks(2).run(moved_bytes, "gpt2", *settings):
+        assert sizes == [numel * 2]
+
+
 @pytest.mark.parametrize(
-    ("model", "strategy", "accumulation", "extra"),
+    ("model", "offload", "strategy", "accumulation", "extra"),
     [
-        ("decoder", "full_shard", (2, "last_microbatch"), ("precision.mode=bf16",)),
-        ("tied_decoder", "no_shard", (1, "every_microbatch"), ()),
-        pytest.param("odd_mixture", "zero1", (2, "every_microbatch"), (), marks=pytest.mark.long),
+        ("decoder", "all", "full_shard", (2, "last_microbatch"), ("precision.mode=bf16",)),
+        ("decoder", "inputs", "full_shard", (2, "last_microbatch"), ("precision.mode=bf16",)),
+        ("tied_decoder", "all", "no_shard", (1, "every_microbatch"), ()),
+        ("tied_decoder", "first inputs", "shard_grad_op", (1, "every_microbatch"), ()),
+        pytest.param("odd_mixture", "all", "zero1", (2, "every_microbatch"), (), marks=pytest.mark.long),
+        pytest.param("odd_mixture", "inputs", "zero1", (2, "every_microbatch"), (), marks=pytest.mark.long),
     ],
 )
 def test_training_with_offload_is_bitwise_equal(
-    model: str, strategy: str, accumulation: tuple[int, str], extra: tuple[str, ...], ranks: Any
+    model: str,
+    *,
+    offload: str,
+    strategy: str,
+    accumulation: tuple[int, str],
+    extra: tuple[str, ...],
+    ranks: Any,
 ) -> None:
     """Parameters, losses and norms of a few steps."""
     runs = [
         make_run(
-            model=model, ranks=2, strategy=strategy, recompute=mode, accumulation=accumulation, extra=extra
+            model=model, ranks=2, strategy=strategy, accumulation=accumulation, extra=(*settings, *extra)
         )
-        for mode in ("none", "offload")
+        for settings in (("recompute.mode=none",), OFFLOADS[offload])
     ]
     for (plain, *figures), (moved, *others) in zip(
         *(ranks(2).run(train_sharded, model, run) for run in runs), strict=True

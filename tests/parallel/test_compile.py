@@ -12,7 +12,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from fullshard.parallel.compile import EagerBlockWarning, compile_blocks, count_compilation
-from fullshard.parallel.recompute import apply_recompute_or_offload
+from fullshard.parallel.recompute import apply_recompute
 from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.training.shard import shard
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of, whole
@@ -191,7 +191,7 @@ def test_a_recomputed_block_that_changes_a_buffer_runs_eagerly() -> None:
     blocks = stack(MeanSubtracting)
     plain = copy.deepcopy(blocks)
     expected = [run(plain), run(plain)]
-    apply_recompute_or_offload(list(blocks), RecomputeSection(mode="full"), compiled=set(blocks))
+    apply_recompute(list(blocks), RecomputeSection(mode="full"), compiled=set(blocks))
     forwards = compile_blocks(list(blocks), pieces=())
     with pytest.warns(EagerBlockWarning, match="changes the buffer 'mean'"):
         gradients = run(blocks)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import ShardError
 from fullshard.parallel.materialize import materialize
-from fullshard.parallel.recompute import apply_recompute_or_offload
+from fullshard.parallel.recompute import apply_activation_offload, apply_recompute
 from fullshard.spec.settings.train_section import RecomputeSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 from tests.parallel.operations import CountOperations
@@ -29,11 +29,14 @@ class Counted(Block):
         return self.dropout(super().forward(x))
 
 
+def apply(model: nn.Module, section: RecomputeSection, *, compiled: bool = False) -> None:
+    apply_recompute(list(model), section, compiled=list(model) if compiled else ())
+    apply_activation_offload(list(model), section, device="cpu")
+
+
 def step(model: nn.Module, mode: str, *, compiled: bool = False) -> tuple[Counter[str], list[Tensor]]:
     """The operations of a forward and backward, and the gradients."""
-    apply_recompute_or_offload(
-        list(model), RecomputeSection(mode=mode), compiled=list(model) if compiled else ()
-    )
+    apply(model, RecomputeSection(mode=mode), compiled=compiled)
     torch.manual_seed(3)
     with CountOperations() as counting:
         model(torch.ones(5, WIDTH, requires_grad=True)).square().sum().backward()
@@ -100,7 +103,7 @@ def test_a_recomputed_forward_has_the_buffers_of_the_first_and_changes_none(mode
     torch.manual_seed(0)
     plain = nn.Sequential(Statistics(), Statistics())
     model = copy.deepcopy(plain)
-    apply_recompute_or_offload(list(model), RecomputeSection(mode=mode))
+    apply_recompute(list(model), RecomputeSection(mode=mode))
     x, found = torch.randn(5, WIDTH), []
     for one in (plain, model):
         buffers = {name: one.get_buffer(name) for name in ("0.scale", "1.norm.running_mean")}
@@ -123,7 +126,7 @@ def test_every_other_matmul_may_be_saved() -> None:
     counts: dict[int, int] = {}
     for save in (1, 2, 100):
         model = materialize(on_meta("decoder"), seed=0)
-        apply_recompute_or_offload(list(model.blocks), RecomputeSection(mode="selective", save_matmuls=save))
+        apply_recompute(list(model.blocks), RecomputeSection(mode="selective", save_matmuls=save))
         with CountOperations() as counting:
             loss_of(model, tokens_of(0)).backward()
         counts[save] = sum(counting.counts[f"aten::{name}"] for name in ("mm", "addmm", "bmm"))
@@ -134,7 +137,7 @@ def test_every_other_matmul_may_be_saved() -> None:
 
 def test_selective_saves_attention() -> None:
     model = materialize(on_meta("decoder"), seed=0)
-    apply_recompute_or_offload(list(model.blocks), RecomputeSection(mode="selective"))
+    apply_recompute(list(model.blocks), RecomputeSection(mode="selective"))
     with CountOperations() as counting:
         loss_of(model, tokens_of(0)).backward()
     (attention,) = {
@@ -166,20 +169,20 @@ def test_in_place_change_of_selectively_saved_tensors_is_refused() -> None:
 def test_requested_blocks_recompute(mode: str, settings: dict[str, int], taken: list[int]) -> None:
     model = blocks()
     forwards = [block.forward for block in model]
-    apply_recompute_or_offload(list(model), RecomputeSection(mode=mode, **settings))
+    apply(model, RecomputeSection(mode=mode, **settings))
     changed = [at for at, block in enumerate(model) if block.forward != forwards[at]]
     assert changed == taken
 
 
 def test_more_recomputed_blocks_than_blocks_are_refused() -> None:
     with pytest.raises(ShardError, match="only 4 of 5 blocks"):
-        apply_recompute_or_offload(list(blocks()), RecomputeSection(mode="full", blocks=5))
+        apply_recompute(list(blocks()), RecomputeSection(mode="full", blocks=5))
 
 
 def test_states_of_generators_are_kept_for_blocks_that_may_draw_numbers() -> None:
     decoder = materialize(on_meta("decoder"), seed=0)
     for model, kept in ((decoder.blocks, False), (blocks(), True)):
-        apply_recompute_or_offload(list(model), RecomputeSection(mode="full"))
+        apply_recompute(list(model), RecomputeSection(mode="full"))
         assert [one.forward.keywords["preserve_rng_state"] for one in model] == [kept] * len(model)
 
 
@@ -187,5 +190,5 @@ def test_states_of_generators_are_kept_for_blocks_that_may_draw_numbers() -> Non
 def test_names_in_the_state_dict_stay(mode: str) -> None:
     model = blocks()
     names = list(model.state_dict())
-    apply_recompute_or_offload(list(model), RecomputeSection(mode=mode))
+    apply(model, RecomputeSection(mode=mode))
     assert list(model.state_dict()) == names

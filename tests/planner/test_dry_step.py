@@ -10,6 +10,7 @@ from tests.planner.dry_step import dry_peak_bytes
 from tests.planner.measured import measured, meta_model, plan_of
 
 HYBRID = ["sharding.strategy=hybrid_shard", "sharding.shard_degree=8"]
+RECOMPUTED_ON_HOST = ["recompute.mode=full", "recompute.inputs=host"]
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,7 @@ HYBRID = ["sharding.strategy=hybrid_shard", "sharding.shard_degree=8"]
     [
         pytest.param(2, 3, ["sharding.strategy=zero1", "recompute.mode=full"], marks=pytest.mark.long),
         pytest.param(2, 1, ["recompute.mode=offload"], marks=pytest.mark.long),
+        pytest.param(2, 2, RECOMPUTED_ON_HOST, marks=pytest.mark.long),
         (2, 1, ["model.hf=llama"]),
         pytest.param(2, 1, ["model.hf=llama", "sharding.tensor_parallel=2"], marks=pytest.mark.long),
     ],
@@ -39,8 +41,9 @@ def test_dry_step_equals_real_ranks(ranks, tmp_path, n, accumulation, overrides)
             marks=pytest.mark.long,
         ),
         ("cuda", ["sharding.strategy=full_shard", "recompute.mode=offload", "precision.mode=bf16"]),
+        ("cuda", ["sharding.strategy=full_shard", *RECOMPUTED_ON_HOST, "precision.mode=bf16"]),
     ],
-    ids=["hybrid", "zero1", "offload"],
+    ids=["hybrid", "zero1", "offload", "inputs on the host"],
 )
 def test_predicted_peak_equals_dry_step_at_64_ranks(device, overrides):
     plan = plan_of(64, *overrides).model_copy(update={"device": device})

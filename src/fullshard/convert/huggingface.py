@@ -251,6 +251,7 @@ def _convert_arguments(state: ConversionState, *, tool: str, epochs: float, micr
     _convert_trainer_strategy(state)
     _convert_precision(state)
     _convert_packing(state)
+    _convert_offloaded_activations(state)
     if str(state.get("adapter")).lower() in ("lora", "qlora", "true"):
         named = state.original_names.get("adapter")
         rank = parse_positive_integer(state.get("lora_r")) or (16 if named == "use_peft" else 8)
@@ -327,6 +328,22 @@ def _convert_packing(state: ConversionState) -> None:
         state.record_setting(key, "data.packing", value="concat" if joined else "best_fit")
     if neat or not (joined or _has_any_key_in(state, _LLAMA_FACTORY)):
         state.infer_setting("data.document_mask", True, origin="packed documents do not see each other")
+
+
+def _convert_offloaded_activations(state: ConversionState) -> None:
+    """Sets where activations wait: recomputed blocks keep their inputs alone, others all that they save."""
+    kind, offload = "gradient_checkpointing", "activation_offloading"
+    value = last_dotted_part_lower(state.get(kind))
+    if value in ("offload", "offload_disk", "unsloth"):
+        why = "inputs of blocks wait in host memory: recompute.inputs"
+        state.record_setting(kind, "recompute.mode", value="full", why=why)
+        state.infer_setting("recompute.inputs", "host", origin=kind)
+    elif str(state.get(offload)).lower() in ("true", "legacy", "disk"):
+        recomputes = value == "true"
+        target = ("recompute.inputs", "host") if recomputes else ("recompute.mode", "offload")
+        state.record_setting(offload, target[0], value=target[1], why="in host memory")
+        if not recomputes:
+            state.record_not_needed(kind, "this mode repeats no computation")
 
 
 def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:

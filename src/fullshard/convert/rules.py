@@ -308,7 +308,7 @@ class KeyRule(FrozenModel):
     unsupported: why the result differs, and the alternative
     misses: the key of run.toml that would express the unsupported feature, if it is one that must not be lost
     unless: values that request nothing (the default is for `unsupported` alone); null never requests anything
-    switch: name of the key in the same top-level section that turns the unsupported feature on, if any
+    switch: name of the key in the same top-level section that turns the feature on, if any
     sets: the key of run.toml to set; the next fields convert the value, which is otherwise taken as it is
     choices: converted values by the value's last dotted part in lower case
     on, off: converted values for a true value and for any other; without `off`, others request nothing
@@ -408,7 +408,7 @@ def list_exact_keys(rules: Iterable[str]) -> list[str]:
 
 def _apply_unsupported_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
     value = state.get(key)
-    switch = state.get(f"{key.partition('.')[0]}.{rule.switch}")
+    switch = state.get(_key_of_switch(key, rule))
     is_off = is_one_of_same_type(value, (None, *rule.unless))
     if not (is_true_yes_on(switch) if rule.switch else not is_off):
         state.record_not_needed(key, "as it is here")
@@ -418,12 +418,17 @@ def _apply_unsupported_rule(state: ConversionState, key: str, *, rule: KeyRule) 
         state.record_unsupported(key, rule.unsupported, misses=rule.misses)
 
 
+def _key_of_switch(key: str, rule: KeyRule) -> str:
+    return f"{key.partition('.')[0]}.{rule.switch}"
+
+
 def _apply_rule_with_setting(state: ConversionState, key: str, *, rule: KeyRule) -> None:
     value = state.get(key)
     # "auto" can be a choice.
     converted = None if rule.choices is None and value == AUTO else rule.convert_value(value)
     is_unset = "unless" in rule.model_fields_set and is_one_of_same_type(value, rule.unless)
-    if value is None or is_unset:
+    is_off = rule.switch and not is_true_yes_on(state.get(_key_of_switch(key, rule)))
+    if value is None or is_unset or is_off:
         state.record_not_needed(key, "requests nothing")
     elif converted is not None:
         state.record_setting(key, rule.sets, value=converted, why=rule.why)

@@ -177,7 +177,7 @@ def _detect_hardware_of_ranks(plan: Plan) -> Hardware:
 
 def _check_no_host_limit_if_unplanned(run: Run, *, why: str, fix: str) -> None:
     """Raises PlanError if the run, which is not planned, limits the host's memory."""
-    uses_host = run.offload.offloads_optimizer or run.recompute.mode == "offload"
+    uses_host = run.offload.offloads_optimizer or run.recompute.offloads
     if run.offload.host_bytes is not None and uses_host:
         raise PlanError(
             "offload.host_bytes cannot be held to: this run cannot be planned.",

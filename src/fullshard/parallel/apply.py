@@ -34,7 +34,7 @@ from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, split_inner_axis
 from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
 from fullshard.parallel.model_parameters import TORCH_DTYPE, persistent_buffers
-from fullshard.parallel.recompute import apply_recompute_or_offload
+from fullshard.parallel.recompute import apply_activation_offload, apply_recompute
 from fullshard.parallel.unit_events import install_unit_recording_and_checks
 from fullshard.parallel.units import (
     Predicate,
@@ -48,6 +48,7 @@ from fullshard.quantities import join_names
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.model_section import expert_shard_dim
 from fullshard.spec.settings.run_checks import check_settings_work_together
+from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.torch_private import fsdp
 from fullshard.torch_private.fsdp import list_units
 from fullshard.torch_private.tensors import BatchNorm, tree_leaves, version
@@ -182,17 +183,20 @@ def _check_batch_norm_dtypes_on_cpu(model: nn.Module, units: Sequence[Unit], *, 
 def _apply_recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
 ) -> list[block_compiler.CompiledForward]:
-    """Compiles and recomputes blocks by replacing their `forward`. Returns the compiled forwards."""
-    section = plan.run.recompute
-    if plan.run.run.compile is not True:
-        apply_recompute_or_offload(blocks, section, device=device)
-        return []
+    """Compiles, recomputes, offloads blocks by replacing their `forward`. Returns the compiled forwards."""
+    section, compiled = plan.run.recompute, list[block_compiler.CompiledForward]()
+    if plan.run.run.compile is True:
+        compiled = _recompute_and_compile(blocks, units, section)
+    else:
+        apply_recompute(blocks, section)
+    apply_activation_offload(blocks, section, device=device)
+    return compiled
+
+
+def _recompute_and_compile(
+    blocks: Sequence[nn.Module], units: Sequence[Unit], section: RecomputeSection
+) -> list[block_compiler.CompiledForward]:
     pieces = find_blocks_with_units_inside(blocks, units)
-    if section.mode == "offload":
-        # The hooks of this mode wrap the compiled forward, which saves tensors as eager code does.
-        compiled = block_compiler.compile_blocks(blocks, pieces=pieces)
-        apply_recompute_or_offload(blocks, section, device=device)
-        return compiled
     whole = [block for block in blocks if block not in pieces]
     # The compiler recomputes a whole graph or none. So a block in pieces is compiled first, and recomputed
     # around them; others are compiled with recompute. Selective recompute must see operations, which compiled
@@ -209,7 +213,7 @@ def _apply_recompute_and_compile(
             block_compiler.EagerBlockWarning,
             stacklevel=2,
         )
-    apply_recompute_or_offload(blocks, section, compiled=set(whole), device=device)
+    apply_recompute(blocks, section, compiled=set(whole))
     return compiled + block_compiler.compile_blocks(whole, pieces=pieces)
 
 

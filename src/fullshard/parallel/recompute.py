@@ -55,7 +55,7 @@ _WITHOUT_RANDOMNESS = (
 )
 OperationPolicy = Callable[[Any], CheckpointPolicy]
 LEAST_OFFLOADED = 1 / 32
-"""Least size of a storage that mode `offload` moves, as a fraction of the bytes of the block's input."""
+"""Least size of a storage that moves to the host, as a fraction of the bytes of the block's input."""
 
 
 def is_savable_operation(operation: Any) -> bool:
@@ -64,32 +64,19 @@ def is_savable_operation(operation: Any) -> bool:
     return callable(name) and name() in _SAVED_NAMES
 
 
-def apply_recompute_or_offload(
-    blocks: Sequence[nn.Module],
-    section: RecomputeSection,
-    *,
-    compiled: Collection[nn.Module] = (),
-    device: DeviceType = "cpu",
-    copier: HostCopier | None = None,
+def apply_recompute(
+    blocks: Sequence[nn.Module], section: RecomputeSection, *, compiled: Collection[nn.Module] = ()
 ) -> None:
-    """Makes the blocks to which `section` applies recompute or offload activations, according to its mode.
+    """Makes the blocks to which `section` applies recompute activations, if its mode says so.
 
     The block's `forward` is replaced, not the block, so that names in the state dict do not change.
 
-    compiled: the blocks that are compiled afterwards; for mode `offload` they are compiled before
-    device: the device on which the blocks will run
-    copier: the copier of mode `offload`; None chooses the device's
+    compiled: the blocks that are compiled afterwards
 
     Raises ShardError if there are fewer than `section.blocks`.
     """
-    if section.mode == "none":
-        return
     check_recomputed_block_count(section, len(blocks))
-    chosen = [block for position, block in enumerate(blocks) if section.applies_to(position)]
-    if section.mode == "offload":
-        offload_activations(chosen, smallest_fraction=LEAST_OFFLOADED, device=device, copier=copier)
-        return
-    for block in chosen:
+    for block in _chosen_blocks(blocks, section) if section.mode in ("full", "selective") else []:
         is_random = not all(type(one).__module__.startswith(_WITHOUT_RANDOMNESS) for one in block.modules())
         options = {"use_reentrant": False, "preserve_rng_state": is_random}
         recomputed = partial(_run_torch_checkpoint_keeping_buffers, block, block.forward, **options)
@@ -98,6 +85,30 @@ def apply_recompute_or_offload(
             own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
             recomputed = partial(recomputed, context_fn=own)
         block.forward = recomputed
+
+
+def apply_activation_offload(
+    blocks: Sequence[nn.Module],
+    section: RecomputeSection,
+    *,
+    device: DeviceType,
+    copier: HostCopier | None = None,
+) -> None:
+    """Makes the blocks to which `section` applies keep saved tensors on the host, if it offloads.
+
+    Comes after `apply_recompute` and the compiler: the hooks see what a block saves when it is recomputed,
+    its inputs, and what a compiled one saves, as eager code does.
+
+    device: the device on which the blocks will run
+    copier: the copier to use; None chooses the device's
+    """
+    if section.offloads:
+        chosen = _chosen_blocks(blocks, section)
+        offload_activations(chosen, smallest_fraction=LEAST_OFFLOADED, device=device, copier=copier)
+
+
+def _chosen_blocks(blocks: Sequence[nn.Module], section: RecomputeSection) -> list[nn.Module]:
+    return [block for position, block in enumerate(blocks) if section.applies_to(position)]
 
 
 class BufferSnapshot:
@@ -186,7 +197,7 @@ class _RepeatableForward:
 
 
 def is_recomputed(block: nn.Module) -> bool:
-    """Returns whether `apply_recompute_or_offload` has made `block` recompute its activations."""
+    """Returns whether `apply_recompute` has made `block` recompute its activations."""
     return getattr(block.forward, "func", None) is _run_torch_checkpoint_keeping_buffers
 
 

@@ -221,10 +221,11 @@ def sharding_text(plan: Plan) -> str:
 def recompute_text(run: Run) -> str:
     """Returns `the first 8 blocks`, `selective, the first block`, or the mode if it is that of all blocks."""
     section = run.recompute
+    inputs = "; their inputs wait on the host" if section.inputs == "host" else ""
     if (first := section.blocks) is None:
-        return section.mode
+        return section.mode + inputs
     selective = "selective, " if section.mode == "selective" else ""
-    return f"{selective}the first {first} blocks" if first > 1 else f"{selective}the first block"
+    return f"{selective}the first {first} blocks{inputs}" if first > 1 else f"{selective}the first block"
 
 
 def _model_parallel_rows(plan: Plan) -> Iterator[tuple[str, str]]:

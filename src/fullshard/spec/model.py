@@ -270,7 +270,7 @@ class MicrobatchTrace(FrozenModel):
         return (
             self.microbatch in (None, microbatch)
             and self.compiled == compiled
-            and asked.mode == own.mode
+            and (asked.mode, asked.inputs) == (own.mode, own.inputs)
             and (asked.blocks == own.blocks or asked.blocks in self.recomputed_block_counts())
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )

@@ -8,7 +8,7 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from fullshard.distributed.tensors import storage_key
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.loss import next_token_loss
-from fullshard.parallel.recompute import apply_recompute_or_offload
+from fullshard.parallel.recompute import apply_recompute
 from fullshard.planner.describe.describe import describe
 from fullshard.spec.model import MicrobatchTrace
 from fullshard.spec.plan import Plan
@@ -45,7 +45,7 @@ def saved_by_compiler(run: Run) -> int:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = DecoderModel(run.decoder_config.model_copy(update={"layers": 3}))
-    apply_recompute_or_offload(list(model.blocks), run.recompute, compiled=set(model.blocks))
+    apply_recompute(list(model.blocks), run.recompute, compiled=set(model.blocks))
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend=aot_eager_decomp_partition, fullgraph=True)
     saved: dict[int, int] = {}

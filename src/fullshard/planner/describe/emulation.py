@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fullshard.models.document_attention import emulate_cuda_attention
-from fullshard.parallel.recompute import OperationPolicy, block_recompute_policy
+from fullshard.parallel.recompute import OperationPolicy, apply_recompute, block_recompute_policy
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.torch_private import fake_tensors, graphs
@@ -243,24 +243,19 @@ class CompiledBlocks:
         section: RecomputeSection,
         *,
         pieces: Collection[nn.Module],
-        recompute: Callable[[], None],
     ) -> None:
         """Replaces the `forward` of each block, except of `pieces`: blocks with units inside, not one graph.
 
-        section: which blocks recompute, within their graphs
-        recompute: applies `section` to all blocks as if they were eager
+        section: which blocks recompute, within their graphs; pieces recompute as if they were eager
         """
         if section.mode == "selective":  # then pieces run eagerly
             self.failed.update(pieces)
         own = [block.forward for block in blocks]
-        if section.mode != "offload":
-            recompute()
+        apply_recompute(blocks, section)
         for position, (block, forward) in enumerate(zip(blocks, own, strict=True)):
             recomputed = section if section.applies_to(position) else RecomputeSection(mode="none")
             if block not in pieces:
                 block.forward = _GraphForward(block, forward, blocks=self, section=recomputed)
-        if section.mode == "offload":  # which takes what the graphs save
-            recompute()
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

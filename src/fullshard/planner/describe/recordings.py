@@ -15,7 +15,7 @@ from fullshard.parallel.activation_offload import CpuHostCopier, FakeReportingCo
 from fullshard.parallel.fp8 import Fp8Choice, convert_linears_to_fp8, fake_fp8_weight
 from fullshard.parallel.model_parallel import divide_model_and_return_split_dims
 from fullshard.parallel.model_parameters import TORCH_DTYPE
-from fullshard.parallel.recompute import apply_recompute_or_offload
+from fullshard.parallel.recompute import apply_activation_offload, apply_recompute
 from fullshard.parallel.units import (
     Predicate,
     Unit,
@@ -213,15 +213,13 @@ class SettingsRecorder:
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_and_compile_blocks(twin, units=found)
         of_blocks = shortened.recompute_of_remaining_blocks(plan.run.recompute)
-        recompute = partial(
-            apply_recompute_or_offload, repeated, of_blocks, device=self.device, copier=copier
-        )
         pieces = find_blocks_with_units_inside(repeated, found)
         eager = pieces if of_blocks.mode == "selective" else set[nn.Module]()  # also if compiled
         if plan.run.run.compile is True:
-            graphs.replace_forwards(repeated, of_blocks, pieces=pieces, recompute=recompute)
+            graphs.replace_forwards(repeated, of_blocks, pieces=pieces)
         else:
-            recompute()
+            apply_recompute(repeated, of_blocks)
+        apply_activation_offload(repeated, of_blocks, device=self.device, copier=copier)
 
         def record_microbatch(microbatch: int, *, accumulates: bool = True) -> MicrobatchRecording:
             tracer = trace.MicrobatchTracer(

@@ -321,7 +321,7 @@ class CandidateCosts:
     def fits_host(self, index: int) -> bool:
         """Returns whether what a candidate keeps in host memory fits there."""
         candidate = self.candidates[index]
-        if candidate.tier == "none" and candidate.recompute.mode != "offload":
+        if candidate.tier == "none" and not candidate.recompute.offloads:
             return True
         plan, used = self._build_plan(candidate), self._peak_memory(candidate).total
         state = _offload_terms_with_host_capacity(self.timer, plan, used=used, limit=self.limit)

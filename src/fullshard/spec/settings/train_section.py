@@ -131,22 +131,33 @@ class RecomputeSection(value.FrozenModel):
         of a block's input, and those of the last block, because its backward comes first. `auto`: the
         planner's choice, never `offload`, because no GPU has been timed with it.
     `blocks`: with `full` or `selective`, the number of blocks that recompute, the first ones; unset, all
+    `inputs`: with `full`, where the inputs of blocks wait for backward. On the `host`, long sequences take
+        about one block's memory instead of all blocks'; the input of the last block that recomputes stays.
     """
 
     mode: Literal["auto", "none", "full", "selective", "offload"] = "auto"
     blocks: value.PositiveCount | None = None
     save_matmuls: value.PositiveCount = 1
+    inputs: Literal["device", "host"] = "device"
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Self:
+    def _check_blocks_and_inputs(self) -> Self:
         if self.blocks is not None and self.mode not in ("full", "selective"):
             raise ValueError(f'blocks = {self.blocks} needs mode = "full" or "selective", not "{self.mode}"')
+        if self.inputs == "host" and self.mode != "full":
+            raise ValueError(f'inputs = "host" needs mode = "full", not "{self.mode}"')
         return self
 
     @property
+    def offloads(self) -> bool:
+        """True if activations move to host memory: all that blocks save, or inputs of recomputed blocks."""
+        return self.mode == "offload" or self.inputs == "host"
+
+    @property
     def mode_text(self) -> str:
-        """The mode, with `blocks` if it is set: `full`, or `full of 24 blocks`."""
-        return self.mode if self.blocks is None else f"{self.mode} of {self.blocks} blocks"
+        """The mode, with `blocks` and `inputs` if they are set: `full`, or `full of 24 blocks`."""
+        blocks = "" if self.blocks is None else f" of {self.blocks} blocks"
+        return self.mode + blocks + (", inputs on the host" if self.inputs == "host" else "")
 
     def applies_to(self, position: int) -> bool:
         """Returns whether the mode applies to the block at `position`, from 0."""
