@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fullshard.weights.export import full_state as full_state
     from fullshard.weights.export_hf import export_hf as export_hf
     from fullshard.weights.export_peft import export_peft as export_peft
+    from fullshard.weights.hand_off import iterate_weights as iterate_weights
     from fullshard.weights.pretrained import load_pretrained as load_pretrained
 
 __version__ = "0.1.0"
@@ -90,6 +91,7 @@ _NAMES = {
     "training.state": "TrainState",
     "weights.export": "export full_state",
     "weights.export_hf": "export_hf",
+    "weights.hand_off": "iterate_weights",
     "weights.export_peft": "export_peft",
     "weights.pretrained": "load_pretrained",
 }

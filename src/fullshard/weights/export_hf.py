@@ -108,6 +108,7 @@ def export_hf(
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings
     recorded = manifest.values.get("huggingface")
+    names = export.names_without_wrappers(manifest.model_tensors)
     known = describe_for_transformers(recorded, run, doing=f"exporting {checkpoint}")
     config, dtype_name = known.config, _config_dtype_name(manifest, dtype)
     for part in _iterate_config_parts(config):
@@ -115,9 +116,7 @@ def export_hf(
         if part is config or {"dtype", "torch_dtype"} & part.keys():
             part["dtype"] = dtype_name
         part.pop("torch_dtype", None)
-    with os_errors_as_checkpoint_errors("a file of the tokenizer or the model cannot be copied."):
-        files = _list_files_to_copy(run).items()
-        beside = {name: read_bytes(path, most_bytes=_MOST_BYTES) for name, path in files}
+    beside = _read_files_to_copy(run)
     if known.generation_config is not None:
         beside.setdefault(_GENERATION, known.generation_config)
     add_end_tokens(config, beside, ends=find_end_tokens(run))
@@ -129,7 +128,7 @@ def export_hf(
         beside=beside,
         dtype=_DTYPES[dtype] if dtype else None,
         shard_bytes=shard_bytes,
-        merging=_layer_merging_of_checkpoint(manifest, run),
+        merging=layer_merging_of_run(names, recorded=recorded, run=run),
     )
     if not any(name in beside for name in _TOKENIZER):
         logger.info("no tokenizer was written: the run had none, or its files are gone")
@@ -186,13 +185,17 @@ def describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: st
     return _HFDescription(config, partial(map_model_tensors_to_file, twin), generation, twin)
 
 
-def _layer_merging_of_checkpoint(manifest: Manifest, run: Run | None) -> dict[str, LayerMerging] | None:
+def layer_merging_of_run(
+    names: Mapping[str, str], *, recorded: JsonValue, run: Run | None
+) -> dict[str, LayerMerging] | None:
     """Returns how each layer's adapter is merged, by the layer's saved name; None without adapters.
+
+    names: saved names of a model's tensors, and those in the model
+    recorded: the model's complete config for transformers; None for the reference decoder
 
     Raises CheckpointError if a merged model would not compute what the trained one does.
     """
-    plain = export.names_without_wrappers(manifest.model_tensors)
-    saved = {name.partition(ADDED)[0]: plain[name].partition(ADDED)[0] for name in plain if ADDED in name}
+    saved = {name.partition(ADDED)[0]: names[name].partition(ADDED)[0] for name in names if ADDED in name}
     if not saved:
         return None
     if run is None or run.adapter.rank == 0:
@@ -201,7 +204,7 @@ def _layer_merging_of_checkpoint(manifest: Manifest, run: Run | None) -> dict[st
             got="no [adapter] in the checkpoint's run",
             fix="--format safetensors, which writes the tensors by their own names",
         )
-    base, model = build_base_and_adapted_meta_models(manifest.values.get("huggingface"), run)
+    base, model = build_base_and_adapted_meta_models(recorded, run)
     layers = layer_merging_by_name(model, base=base)
     if others := [name for name, module in saved.items() if module not in layers]:
         raise CheckpointError(
@@ -367,6 +370,12 @@ def add_end_tokens(config: dict[str, Any], beside: dict[str, bytes], *, ends: Ma
             before,
             ", ".join(f"{ends[token]} with {token}" for token in added),
         )
+
+
+def _read_files_to_copy(run: Run | None) -> dict[str, bytes]:
+    with os_errors_as_checkpoint_errors("a file of the tokenizer or the model cannot be copied."):
+        paths = _list_files_to_copy(run)
+        return {name: read_bytes(path, most_bytes=_MOST_BYTES) for name, path in paths.items()}
 
 
 def _list_files_to_copy(run: Run | None) -> dict[str, Path]:

@@ -1,0 +1,165 @@
+"""Hands the weights of a model that trains to an inference engine, in buckets of whole tensors."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, cast
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import SpecError
+from fullshard.offload.state import find_offloaded_state
+from fullshard.parallel.model_parameters import persistent_buffers
+from fullshard.parallel.unit_events import reshard_unsharded_units
+from fullshard.spec.plan import Plan
+from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_weights_by_name
+from fullshard.weights.export_hf import describe_for_transformers, layer_merging_of_run
+from fullshard.weights.names import full_transformers_config
+from fullshard.weights.tensor_source import ADDED, BASE, LORA_FACTORS, LayerMerging
+
+
+def iterate_weights(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    bucket_bytes: int = 512 << 20,
+    dtype: torch.dtype | None = None,
+    names: Literal["huggingface", "own"] = "huggingface",
+) -> Iterator[dict[str, Tensor]]:
+    """Yields all weights of a sharded model as whole tensors, by name, a bucket at a time. Collective.
+
+    Every rank gets every bucket, on its device, and must iterate to the end. A bucket has at most
+    `bucket_bytes`, or one larger tensor. It belongs to the caller: it is never used again here. Besides it,
+    a rank holds one whole tensor of the model (for a mixture, the stack of a layer's experts). Nothing is
+    kept between calls, and training continues afterwards as if there had been none.
+
+    bucket_bytes: most bytes of a bucket
+    dtype: dtype of all floating-point tensors; None keeps those of the parameters, fp32 in mixed precision
+    names: "huggingface": names, shapes and tensors as in the files that `from_pretrained` reads, with
+        experts apart, and adapters merged; the reference decoder is a Llama. "own": those of the model
+
+    A tied parameter has one name, as in files. Raises SpecError for a `bucket_bytes` below 1 and for another
+    `names`, CheckpointError for a model that transformers does not know and for adapters that cannot be
+    merged, MissingExtraError.
+
+    >>> for bucket in fs.iterate_weights(model, plan, dtype=torch.bfloat16):  # on every rank, to the end
+    ...     print(len(bucket), bucket["lm_head.weight"].dtype)
+    21 torch.bfloat16
+    """
+    if bucket_bytes < 1 or names not in ("huggingface", "own"):
+        raise SpecError(
+            "fullshard.iterate_weights cannot give such buckets.",
+            got=f"bucket_bytes = {bucket_bytes}, names = {names!r}",
+            fix='bucket_bytes of at least 1, and names = "huggingface" or "own"',
+        )
+    tensors = _parameters_and_buffers(model)
+    merging: Mapping[str, LayerMerging] = {}
+    if names == "own":
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        layout = map_weights_by_name(shapes, shapes, prefixes=())
+    else:
+        recorded = cast(JsonValue, full_transformers_config(model))
+        own_names = {name: name for name in tensors}
+        merging = layer_merging_of_run(own_names, recorded=recorded, run=plan.run) or {}
+        layout = describe_for_transformers(recorded, plan.run, doing="handing weights over").naming(
+            {name.replace(BASE, "."): tuple(one.shape) for name, one in tensors.items() if ADDED not in name}
+        )
+    return _iterate_buckets(_GatheredTensors(tensors, merging), layout, most=bucket_bytes, dtype=dtype)
+
+
+def _parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters, also frozen and offloaded ones, and the persistent buffers, by name."""
+    reshard_unsharded_units(model)
+    tensors: dict[str, Tensor] = {name: one.detach() for name, one in model.named_parameters()}
+    if (offloaded := find_offloaded_state(model)) is not None:
+        offloaded.wait_for_update()
+        for name in offloaded.names_of.values():
+            tensors[name] = offloaded.parameter_state_tensors(name)["master"]
+        tensors |= {name: offloaded.frozen.parameter_dtensor(name) for name in offloaded.frozen.engine}
+    return tensors | persistent_buffers(model)
+
+
+@torch.no_grad()
+def _iterate_buckets(
+    source: "_GatheredTensors", layout: WeightMap, *, most: int, dtype: torch.dtype | None
+) -> Iterator[dict[str, Tensor]]:
+    """Yields the targets of `layout` in the order in which the model has their sources."""
+    place = {name: number for number, name in enumerate(source.names)}
+    targets = sorted(layout.parts, key=lambda name: min(place[part.source] for part in layout.parts[name]))
+    last_use = {part.source: target for target in targets for part in layout.parts[target]}
+    bucket, room = dict[str, Tensor](), most
+    for target in targets:
+        parts = layout.parts[target]
+        own = source.dtype(parts[0].source)
+        chosen = dtype if dtype is not None and own.is_floating_point else own
+        size = torch.Size(layout.shapes[target]).numel() * chosen.itemsize
+        if bucket and size > room:
+            yield bucket
+            bucket, room = {}, most
+        bucket[target] = source.assemble(parts, layout.shapes[target], dtype=chosen)
+        room -= size
+        source.release(part.source for part in parts if last_use[part.source] == target)
+    if bucket:
+        yield bucket
+
+
+class _GatheredTensors:
+    """Whole tensors of a model, gathered when one is first used, and held until `release`.
+
+    An adapter is added to its base weight, in fp32, rounded once to the weight's dtype.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], merging: Mapping[str, LayerMerging]) -> None:
+        """`merging`: how the adapter of each layer is merged, by the layer's name."""
+        self._tensors, self._merging = tensors, merging
+        self._saved = {name.replace(BASE, "."): name for name in tensors if not merging or ADDED not in name}
+        self._whole: dict[str, Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names, in the order of the model."""
+        return list(self._saved)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[self._saved[name]].dtype
+
+    def assemble(self, parts: Sequence[BoxCopy], shape: Shape, *, dtype: torch.dtype) -> Tensor:
+        """Returns a new tensor of which `parts` fill boxes. Gathers their sources: collective."""
+        sources = [self._gather(part.source) for part in parts]
+        target = torch.empty(shape, dtype=dtype, device=sources[0].device)
+        for part, whole in zip(parts, sources, strict=True):
+            box = target
+            for dim, (begin, size) in enumerate(zip(part.at, part.shape, strict=True)):
+                box = box.narrow(dim, begin, size)
+            box.copy_(whole.as_strided(part.shape, part.strides, part.begin))
+        return target
+
+    def release(self, names: Iterable[str]) -> None:
+        """Frees whole tensors that are not used again."""
+        for name in names:
+            self._whole.pop(name, None)
+
+    def _gather(self, name: str) -> Tensor:
+        """Returns a tensor whole and contiguous, with its adapter merged."""
+        if name not in self._whole:
+            saved = self._saved[name]
+            whole = _gather_whole(self._tensors[saved])
+            layer, is_base, _ = saved.partition(f"{BASE}weight")
+            if is_base and layer in self._merging:
+                whole = self._merge(whole, layer=layer, merging=self._merging[layer])
+            self._whole[name] = whole
+        return self._whole[name]
+
+    def _merge(self, base: Tensor, *, layer: str, merging: LayerMerging) -> Tensor:
+        a, b = next(
+            (_gather_whole(self._tensors[layer + one]).float() for one in pair)
+            for pair in LORA_FACTORS
+            if layer + pair[0] in self._tensors
+        )
+        added = a.T @ b.T if merging.is_transposed else b @ a
+        return (base.float() + merging.scale * added).to(base.dtype)
+
+
+def _gather_whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
