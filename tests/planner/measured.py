@@ -148,7 +148,10 @@ def measured(plan: Plan, frozen: str = "", *, most_steps: int = MOST_STEPS) -> d
     lower.
     """
     model = shard(meta_model(plan, frozen=frozen), plan)
-    state = TrainState(model, build_optimizer(model, plan))
+    state = TrainState(model, build_optimizer(model, plan), ema=plan.run.ema.decay > 0)
+    if state.average is not None:
+        state.average.begin()
+    averages = state.average.device_tensors if state.average is not None else ()
 
     def step() -> None:
         run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss)
@@ -156,7 +159,9 @@ def measured(plan: Plan, frozen: str = "", *, most_steps: int = MOST_STEPS) -> d
     step()
     peaks: list[PeakMemory] = []
     while len(peaks) < most_steps and not on_all_ranks(is_lowest_seen_twice(peaks)):
-        with measure_peak_memory(torch.device("cpu"), model=model, optimizer=state.optimizer) as peak:
+        with measure_peak_memory(
+            torch.device("cpu"), model=model, optimizer=state.optimizer, averages=averages
+        ) as peak:
             step()
         peaks.append(peak)
     parts = min(peaks, key=lambda one: one.bytes).parts
@@ -166,6 +171,7 @@ def measured(plan: Plan, frozen: str = "", *, most_steps: int = MOST_STEPS) -> d
         if offloaded.masters:  # they are the shards
             found["parameter_shards"] = 0
         found["host"] = offloaded_host_bytes(offloaded)
+        found["host"] += state.average.host_bytes if state.average is not None else 0
         state.wait_for_updates()
     return found
 

@@ -44,6 +44,14 @@ def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
     check_bytes(ranks, plan)
 
 
+def test_averages_of_a_tier_are_in_host_memory_as_planned(ranks):
+    overrides = ("sharding.strategy=full_shard", "offload.tier=params+optimizer:cpu", "ema.decay=0.9")
+    with_average, without = (planned(plan_of(2, *overrides[:count])) for count in (3, 2))
+    assert with_average[0] == without[0]
+    assert with_average[1].host_bytes == pytest.approx(4 / 3 * without[1].host_bytes, rel=0.01)
+    check_bytes(ranks, plan_of(2, *overrides))
+
+
 @pytest.mark.parametrize(
     "tier", ["params+optimizer:nvme", pytest.param("optimizer:nvme", marks=pytest.mark.long)]
 )

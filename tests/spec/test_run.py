@@ -133,7 +133,7 @@ def test_an_override_that_names_no_key_is_refused(override):
         ("[checkpoint]\nstorage = 'per_node'", "try: checkpoint.dir, a directory that all nodes share"),
         ("[prefetch]\nmode = 'none'", "try: nothing instead: FSDP2 gathers one unit ahead"),
         ("[[sharding.units.overrides]]\nmtach = 'x'", "try: sharding.units.overrides.0.match"),
-        ("[data]\nevery = 1", "try: checkpoint.every or log.every"),
+        ("[data]\nevery = 1", "try: ema.every or checkpoint.every or log.every"),
         ("steps = 1", "try: train.steps"),
         ("[run]\nxyzzy = 1", "try: one of dir, seed, device"),
         ("[train]\nstep = 1\nspeed = 2", "(and 1 more)"),

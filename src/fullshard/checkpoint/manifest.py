@@ -42,6 +42,8 @@ FORMAT = 2
 METADATA = ".metadata"
 SHARDS = "shards.json"
 MODEL_PREFIX = "model."
+AVERAGE_PREFIX = "ema."
+"""Begins the names of averages of trained parameters, which follow the parameters' names."""
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key in the values of a state: number of steps that were skipped in a row, up to the last one."""
 _NO_DIGEST = "0" * 32

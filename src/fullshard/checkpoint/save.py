@@ -22,6 +22,7 @@ from fullshard.checkpoint import location, storage
 from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of
 from fullshard.checkpoint.manifest import (
+    AVERAGE_PREFIX,
     MODEL_PREFIX,
     Checkpointable,
     Manifest,
@@ -104,7 +105,7 @@ class Snapshot:
 
         Infinities are accepted in model tensors outside `finite`, such as masks. Other tensors are unchecked.
         """
-        is_of_model = name.startswith(MODEL_PREFIX)
+        is_of_model = name.startswith((MODEL_PREFIX, AVERAGE_PREFIX))
         if name not in self.finite:
             return find_unusable_number(numbers, role=None) if is_of_model else None
         return find_unusable_number(numbers, role=TRAINED if is_of_model else name.rpartition(".")[2])

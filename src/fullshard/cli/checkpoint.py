@@ -109,6 +109,9 @@ def export_checkpoint(
     shard_size: Annotated[
         str | None, typer.Option(help="Write several files of at most this size (5 GB), and an index.")
     ] = None,
+    weights: Annotated[
+        Literal["model", "ema"], typer.Option(help="ema writes the averages that a run with [ema] keeps.")
+    ] = "model",
     force: Annotated[
         bool, typer.Option("--force", help="Replace other files, or write beside them.")
     ] = False,
@@ -130,18 +133,19 @@ def export_checkpoint(
         from fullshard.weights.export_hf import SHARD_BYTES, export_hf
 
         most = SHARD_BYTES if shard_bytes is None else shard_bytes
-        export_hf(place, target, dtype=dtype, shard_bytes=most)
+        export_hf(place, target, dtype=dtype, shard_bytes=most, weights=weights)
     elif form == "peft":
         from fullshard.weights.export_peft import export_peft
 
-        export_peft(place, target)
+        export_peft(place, target, weights=weights)
     else:
         import torch
 
         from fullshard.weights.export import export
 
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-        export(place, target, shard_bytes=shard_bytes, dtype=dtypes[dtype] if dtype else None)
+        chosen = dtypes[dtype] if dtype else None
+        export(place, target, shard_bytes=shard_bytes, dtype=chosen, weights=weights)
     typer.echo(escape_to_single_line(f"{target}"))
 
 

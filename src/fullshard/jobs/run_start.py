@@ -287,6 +287,7 @@ def _seed_generators_and_make_state(
         build_optimizer(model, plan),
         data=stack.enter_context(prefetcher),
         saved="trained" if plan.run.adapter.saves_only_adapters else "all",
+        ema=plan.run.ema.decay > 0,
     )
 
 

@@ -4,9 +4,9 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.sequence_parts import cut_sequences
@@ -38,10 +38,11 @@ from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
 from fullshard.system.files import write_file_atomically
 from fullshard.system.process import record_signals
-from fullshard.training.between_steps import validation_loss
+from fullshard.training.between_steps import averaged_weights, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import roll_back
 from fullshard.training.shard import close_offloaded_state, rank_offload_directory
+from fullshard.training.state import TrainState
 
 # The first step allocates memory that later steps reuse. The second shows the steady peak.
 _METERED = 1
@@ -111,9 +112,12 @@ def _run_steps_and_return_if_interrupted(job: TrainJob) -> bool:
     while True:
         index = state.step + 1
         if index == metered:
-            with measure_peak_memory(job.ranks.device, model=state.model, optimizer=state.optimizer) as peak:
+            averages = state.average.device_tensors if state.average else ()
+            with measure_peak_memory(
+                job.ranks.device, model=state.model, optimizer=state.optimizer, averages=averages
+            ) as peak:
                 step = next(steps, None)
-            job.peak_bytes = gather_highest_peak(peak, job.state.model, plan=job.plan)
+            job.peak_bytes = gather_highest_peak(peak, state, plan=job.plan)
         elif job.profiler.is_due(index):
             job.slowed.add(index)
             with job.profiler.profile_step_to_file(index):
@@ -184,7 +188,8 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
     train_section, last = job.plan.run.train, step.index == job.plan.run.train.step_count
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
-        job.validation = validation_loss(job.state.model, _iterate_validation_batches(job), loss=job.loss)
+        with averaged_weights(job.state) if job.plan.run.ema.validation else nullcontext():
+            job.validation = validation_loss(job.state.model, _iterate_validation_batches(job), loss=job.loss)
         if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
             job.state.best = (job.validation, step.index)
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
@@ -246,20 +251,21 @@ def _iterate_validation_batches(job: TrainJob) -> Iterator[dict[str, Tensor]]:
         yield cut_sequences(batch, job.plan)
 
 
-def gather_highest_peak(peak: PeakMemory, model: nn.Module, *, plan: Plan) -> PeakBytes | None:
+def gather_highest_peak(peak: PeakMemory, state: TrainState, *, plan: Plan) -> PeakBytes | None:
     """Returns, on all ranks, the peak memory by part of the rank whose peak is highest. Collective.
 
     peak: measured on this rank; without parts, the result is None
     """
     if peak.parts is None:
         return None
-    offloaded, on_cuda = find_offloaded_state(model), plan.device == "cuda"
+    offloaded, on_cuda = find_offloaded_state(state.model), plan.device == "cuda"
     masters, host = 0, None
     if offloaded is not None:
         # On the CPU, the meter counts fp32 masters as shards, and a plan counts them as host memory.
         masters = 0 if on_cuda else storage_bytes_of_tensors(offloaded.masters.values())
         gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
         host = offloaded_host_bytes(offloaded) + (gradients if plan.copies_gradients_to_host else 0)
+        host += state.average.host_bytes if state.average else 0
     parts = peak.parts.parts() | {"parameter_shards": peak.parts.parameter_shards - masters}
     own = PeakBytes(
         **parts,

@@ -108,7 +108,11 @@ class PeakMemory:
 
 
 def storages_by_part(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    device: torch.device,
+    averages: Iterable[Tensor] = (),
 ) -> dict[str, Storages]:
     """Returns the storages of parameters, gradients, optimizer state and buffers that are on `device` now."""
     states = optimizer.state.values() if optimizer is not None else []
@@ -121,6 +125,7 @@ def storages_by_part(
         "parameter_shards": [*model.parameters(), *copies],
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
         "optimizer_state": [*own, *passing],
+        "parameter_averages": averages,
         "buffers": model.buffers(),
     }
     return {
@@ -136,17 +141,21 @@ def storage_bytes_of_tensors(tensors: Iterable[Tensor]) -> int:
 
 @contextmanager
 def measure_peak_memory(
-    device: torch.device, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    device: torch.device,
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    averages: Sequence[Tensor] = (),
 ) -> Generator[PeakMemory]:
     """Measures the peak memory of the context's block, which runs one or more steps. Yields the result.
 
-    model, optimizer: their tensors exist before the block, and are parts of the peak
+    model, optimizer, averages: their tensors exist before the block, and are parts of the peak
 
     On the CPU, gradients must be cleared when the block starts, because the release of a tensor that is older
     than the measurement is not recorded.
     """
     peak, kept = PeakMemory(), nn.Module() if model is None else model
-    read_storages = partial(storages_by_part, kept, optimizer, device=device)
+    read_storages = partial(storages_by_part, kept, optimizer, device=device, averages=averages)
     gradients: list[Storages] = []  # before each step, which clears them
 
     def record_gradients(*_arguments: object) -> None:

@@ -224,6 +224,8 @@ def compare_parts(
 
 def _compare_memory(prediction: Prediction | None, peak: PeakBytes) -> Iterable[ComparisonLine]:
     apart = {"rest", *(() if peak.allocated is None else _NOT_MEASURED_ON_CUDA)}
+    if not peak.parameter_averages and not (prediction and prediction.memory.parameter_averages):
+        apart.add("parameter_averages")
     seen = {name: count for name, count in peak.parts().items() if name not in apart}
     total = peak.total if peak.allocated is None else peak.allocated
     yield from compare_parts(prediction, seen, total=total)

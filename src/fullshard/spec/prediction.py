@@ -21,6 +21,7 @@ class MemoryTerms(FrozenModel):
     gradients            P · master / N once all units are reduced; less during backward
     optimizer_state      optimizer state of the rank's shards: 2 · P · master / N for AdamW. For an offload
                          target with updates on the device: the buffers that state passes through
+    parameter_averages   averages of trained parameters, in fp32: 4 · P / N with ema.decay
     buffers              the module's buffers, whole on every rank
     batch                the microbatch itself
     units_in_flight      gathered parameters, the buffers of all-gather, reduce-scatter and all-reduce, and
@@ -39,6 +40,7 @@ class MemoryTerms(FrozenModel):
     parameter_shards: int
     gradients: int = 0
     optimizer_state: int
+    parameter_averages: int = 0
     buffers: int
     batch: int = 0
     units_in_flight: int = 0
@@ -57,7 +59,7 @@ class MemoryTerms(FrozenModel):
     @property
     def staged_checkpoint_bytes(self) -> int:
         """Bytes of host memory of the copy from which a background checkpoint is written."""
-        return self.parameter_shards + self.optimizer_state
+        return self.parameter_shards + self.optimizer_state + self.parameter_averages
 
     def terms(self) -> dict[str, int]:
         """Returns the terms by name, in the order of the fields."""

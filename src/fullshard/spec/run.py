@@ -276,6 +276,7 @@ class Run(FrozenModel):
     data: DataSection = DataSection()
     train: train_section.TrainSection = train_section.TrainSection()
     optimizer: train_section.OptimizerSection = train_section.OptimizerSection()
+    ema: train_section.EmaSection = train_section.EmaSection()
     schedule: train_section.ScheduleSection = train_section.ScheduleSection()
     sharding: ShardingSection = ShardingSection()
     precision: PrecisionSection = PrecisionSection()
@@ -338,7 +339,7 @@ class Run(FrozenModel):
         """
         if self.data.has_validation_files and "validate_sequences" not in self.train.model_fields_set:
             object.__setattr__(self, "train", self.train.model_copy(update={"validate_sequences": 0}))
-        for name in ("schedule.warmup_steps", "train.validate_every", "checkpoint.every"):
+        for name in ("schedule.warmup_steps", "train.validate_every", "checkpoint.every", "ema.start"):
             section, _, key = name.partition(".")
             settings = getattr(self, section)
             share = getattr(settings, key)
@@ -354,6 +355,15 @@ class Run(FrozenModel):
                 f'precision.mode = "fp8" does not go with offload.tier = "{self.offload.tier}", because '
                 "weights are cast to fp8 from masters on the device before they are gathered; "
                 '"fp8_rowwise" does'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_average_is_not_on_drive(self) -> Self:
+        if self.ema.decay and self.offload.is_on_drive:
+            raise ValueError(
+                f'ema.decay does not go with offload.tier = "{self.offload.tier}", because the state that is '
+                "kept on the drive from step to step would not hold the average; a tier :cpu does"
             )
         return self
 

@@ -28,6 +28,7 @@ NAMES = require_names(
     torch_names("torch._foreach_norm", "computes norms of gradients"),
     torch_names("torch._foreach_mul_", "scales gradients"),
     torch_names("torch._foreach_add_", "counts steps on the device"),
+    torch_names("torch._foreach_lerp_", "averages parameters"),
     torch_names("torch._fused_adamw_", "updates offloaded state"),
     torch_names("torch.UntypedStorage._cdata", "identifies memory"),
     torch_names("torch.Tensor._version", "sees that a saved activation was overwritten"),
@@ -74,6 +75,11 @@ def foreach_multiply(tensors: Sequence[Tensor], factor: float) -> None:
 def foreach_add(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Adds each of `others` to its tensor in place. Torch reads a single tensor for all on the host."""
     torch._foreach_add_(list(tensors), list(others))  # pyright: ignore[reportPrivateUsage]
+
+
+def foreach_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], *, weight: float) -> None:
+    """Moves each tensor towards its end in place, by the fraction `weight` of the difference."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)  # pyright: ignore[reportPrivateUsage]
 
 
 def fused_adamw(*tensors: Any, **options: Any) -> None:  # signature: torch's

@@ -22,6 +22,7 @@ from fullshard.parallel.unit_events import check_parameters_not_replaced, reshar
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import list_units, set_reduce_dtypes_of_trained
 from fullshard.torch_private.tensors import gradient_hooks
+from fullshard.training.ema import refuse_swapped
 from fullshard.training.gradients import list_gradients
 from fullshard.training.state import TrainState
 from fullshard.training.step import move_batch_to_device
@@ -55,6 +56,7 @@ class ModelBetweenSteps:
         ShardError for parameters that were not sharded.
         """
         model = self._state.model
+        refuse_swapped(self._state.average)
         if not model.training and self._modes[model]:
             restore_modes(model, self._modes)
         self._modes = module_modes(model)
@@ -76,6 +78,9 @@ class ModelBetweenSteps:
             )
         if _ids_storages_and_requires_grad(parameters) != self._parameters:
             reshard_unsharded_units(model)
+            if self._state.average:
+                self._state.wait_for_updates()
+                self._state.average.begin()
             check_parameters_not_replaced(model)
             self._parameters = _ids_storages_and_requires_grad(model.parameters())
             for unit in list_units(model):
@@ -136,6 +141,31 @@ def evaluation_mode(model: nn.Module) -> Generator[None]:
             order.is_evaluated = False
         reshard_unsharded_units(model)
         restore_modes(model, modes)
+
+
+@contextmanager
+def averaged_weights(state: TrainState) -> Generator[None]:
+    """Context in which the model of `state` computes with the averages of its trained parameters.
+
+    Every rank enters it, between steps. Each exchanges its own shards in place, and exchanges them back at
+    the end: then both are as they were, bit for bit. Nothing is trained, saved or loaded meanwhile. Raises
+    TrainError for a state without averages.
+
+    >>> averaged = fs.TrainState(model, optimizer, data=data, ema=True)  # training needs ema.decay
+    >>> with fs.averaged_weights(averaged), torch.no_grad():
+    ...     averaged.model(tokens).shape
+    torch.Size([2, 32, 256])
+    """
+    if state.average is None:
+        raise TrainError(
+            "the state keeps no averages of its parameters.",
+            got="ema = False",
+            fix="TrainState(model, optimizer, ema=True), and ema.decay in the run",
+        )
+    state.wait_for_updates()
+    state.run_before_update_callbacks()  # a save may still copy the parameters
+    with state.average.swapped():
+        yield
 
 
 # Validation #

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError
+from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
@@ -233,3 +234,20 @@ def _numpy_random_state() -> Tensor:
 def _set_numpy_random_state(state: Tensor) -> None:
     *words, position, has_normal, normal = state.tolist()
     np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_normal), normal))
+
+
+def warn_of_unsaved_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Logs what of the optimizer is not in checkpoints: optimizers inside, and additions to `state_dict`."""
+    if isinstance(optimizer, StreamingAdamW):
+        return
+    unsaved = [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        added = optimizer.state_dict().keys() - {"state", "param_groups"}
+        unsaved += [f"state_dict()[{key!r}]" for key in added]
+    if unsaved and rank() == 0:
+        logger.warning(
+            "checkpoints hold the state and groups of %s, but not %s: a resumed run will differ from one "
+            "without a break. Train with the inner optimizer itself, or keep everything in `state`.",
+            type(optimizer).__name__,
+            ", ".join(unsaved),
+        )

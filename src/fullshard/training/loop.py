@@ -26,6 +26,7 @@ from fullshard.survival.fingerprint import ReplicaCheck
 from fullshard.survival.phase import RunPhase
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.between_steps import ModelBetweenSteps
+from fullshard.training.ema import check_average_is_planned
 from fullshard.training.figures import PendingResult, StepResult, StepTimer
 from fullshard.training.gradients import refuse_parameters_outside_model
 from fullshard.training.learning_rates import (
@@ -132,6 +133,7 @@ def train(
     >>> [step.index for step in fs.train(state, plan)]  # each step also has its loss, norm and seconds
     [1, 2, 3]
     """
+    check_average_is_planned(state.average, plan.run.ema)
     _log_settings_and_set_loss_scale(state, plan)
     source = _make_microbatch_source(state, plan)
     skips = _SkipsInARow(plan.run.train.max_skipped_steps, begun_after=state.step)

@@ -121,7 +121,7 @@ def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, 
 
 # The settings and the data of before #
 # Sections whose settings change what is computed, without those that only change how.
-_SECTIONS = ("run", "model", "adapter", "data", "train", "optimizer", "schedule", "precision")
+_SECTIONS = ("run", "model", "adapter", "data", "train", "optimizer", "ema", "schedule", "precision")
 _SAME_RESULTS = {
     "run": {"dir", "device", "ranks", "compile", "restarts"},
     "data": {"cache", "processes", "prefetch_steps", "trust_remote_code"},
@@ -205,6 +205,9 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
             rate = plan.run.optimizer.learning_rate * factor
             lines.append(f"so the settings give step {state.step + 1} the learning rate {rate:.3g}")
         messages.append("\n  ".join(["resumed with other settings:", *lines]))
+    if "ema.validation" in changed:
+        state.best = None
+        messages.append("validation losses were of other weights before, so the best one begins anew")
     if state.rows is None:
         state.rows = (state.step if before.batches is None else before.batches) * batch
         if before.batches:

@@ -1,7 +1,6 @@
 """TrainState: everything that a step changes and a checkpoint holds."""
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import (
+    AVERAGE_PREFIX,
     SKIPPED_IN_A_ROW,
     SavedTensor,
     check_same_tensors,
     steps_skipped_in_a_row,
 )
-from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.model_parameters import persistent_buffers
@@ -25,12 +24,11 @@ from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training import extra_state, learning_rates
+from fullshard.training.ema import ParameterAverage, averages_to_load
 from fullshard.training.figures import PendingResult
 from fullshard.training.low_bit_adamw import dequantize, quantize_state_for_optimizer
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
 from fullshard.weights.names import full_transformers_config
-
-logger = logging.getLogger("fullshard")
 
 
 @dataclass
@@ -74,6 +72,7 @@ class TrainState:
     not_acted_on: result of the last step, if `train` has not read yet whether to stop because of it
     phase: this rank's position in the step, for the watchdog
     offloaded: the offloaded tensors, or None
+    average: the average of the trained parameters, which needs [ema], if the argument `ema` is True
     saved: whether checkpoints hold the whole model ("all"), or, of its parameters, only the trainable ones
         ("trained"); the frozen parameters then need their values before `load`
 
@@ -89,6 +88,7 @@ class TrainState:
         *,
         data: Any = None,
         saved: Literal["all", "trained"] = "all",
+        ema: bool = False,
     ) -> None:
         self.model, self.optimizer, self.data, self.saved = model, optimizer, data, saved
         self.iterator: Iterator[Any] | None = None
@@ -107,9 +107,10 @@ class TrainState:
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.run_before_update_callbacks())
         reshard_unsharded_units(model)
+        self.average = ParameterAverage(model) if ema else None
         _check_optimizer_has_model_params(model, optimizer)
         _check_step_takes_no_closure(optimizer)
-        _warn_of_unsaved_optimizer_state(optimizer)
+        extra_state.warn_of_unsaved_optimizer_state(optimizer)
         extra_state.warn_of_unsaved_custom_state(model)
 
     @property
@@ -130,6 +131,7 @@ class TrainState:
         tensors = _model_tensors(self.model, frozen=self.saved == "all")
         tensors |= _optimizer_tensors(self.model, self.optimizer) | extra_state.generator_states()
         tensors |= extra_state.encode_extra_state(self.model)[1]
+        tensors |= self.average.tensors() if self.average else {}
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
@@ -166,7 +168,7 @@ class TrainState:
     def select_names_that_must_be_finite(self, names: Iterable[str]) -> set[str]:
         """Returns the `names` that must be finite: trained parameters, optimizer state. Masks need not."""
         trained = {f"model.{name}" for name, one in self.model.named_parameters() if one.requires_grad}
-        return {name for name in names if name in trained or name.startswith("optimizer.")}
+        return {name for name in names if name in trained or name.startswith(("optimizer.", AVERAGE_PREFIX))}
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Returns the tensors to fill from a checkpoint that holds `saved`, except `iterate_load_targets`.
@@ -191,6 +193,7 @@ class TrainState:
                 tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         tensors |= extra_state.empty_generator_states_to_fill(saved)
+        tensors |= averages_to_load(self.average, saved)
         return tensors | extra_state.empty_extra_state_tensors_to_fill(saved)
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
@@ -229,6 +232,8 @@ class TrainState:
         self.rows = rows_taken_by_saved_state(values)
         self.counts = StepCounts(read["tokens"], read["skipped"], steps_skipped_in_a_row(values))
         self.not_acted_on = None
+        if self.average:
+            self.average.finish_load(received, step=self.step)
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
         recent = (cast(list[Any], values.get(key) or []) for key in ("recent_losses", "recent_norms"))
@@ -414,23 +419,6 @@ def check_state_can_be_saved(
             got=f"state[{parameter}][{key!r}] is a {type(value).__name__}",
             why="each entry is a tensor or a number, which is sharded like its parameter",
             fix="an optimizer that keeps each tensor under a key of its own",
-        )
-
-
-def _warn_of_unsaved_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Logs what of the optimizer is not in checkpoints: optimizers inside, and additions to `state_dict`."""
-    if isinstance(optimizer, StreamingAdamW):
-        return
-    unsaved = [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        added = optimizer.state_dict().keys() - {"state", "param_groups"}
-        unsaved += [f"state_dict()[{key!r}]" for key in added]
-    if unsaved and rank() == 0:
-        logger.warning(
-            "checkpoints hold the state and groups of %s, but not %s: a resumed run will differ from one "
-            "without a break. Train with the inner optimizer itself, or keep everything in `state`.",
-            type(optimizer).__name__,
-            ", ".join(unsaved),
         )
 
 

@@ -130,6 +130,10 @@ def run_step(
         elif not result.read().skipped:
             update_parameters(state.optimizer, gradients, factor=result.read().gradient_factor)
     _clear_gradients_and_balance_experts(state, plan, parameters=parameters, decision=decision)
+    if state.average is not None and not (result.is_read and result.read().skipped):
+        with TimedRange("update"):
+            unknown = None if result.is_read else decision.found_inf
+            state.average.update(plan.run.ema, step=state.step + 1, skipped=unknown)
     if plan.precision.loss_scaling and result.read().trained_tokens != 0:
         state.loss_scale.update(finite=not result.read().skipped or result.read().spike)
     return result

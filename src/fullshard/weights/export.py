@@ -3,9 +3,10 @@
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Checkpointable, Manifest, SavedTensor
+from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.distributed.agreement import run_raising_checkpoint_error
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
@@ -34,7 +36,7 @@ from fullshard.weights.files import (
     iterate_copies,
     split_copy,
 )
-from fullshard.weights.tensor_source import LayerMerging, MergedModelTensors, SavedModelTensors, TensorSource
+from fullshard.weights.tensor_source import TensorSource, Weights, open_model_tensors
 
 # Parts that torch's wrappers add to names: compile and recompute anywhere, DDP at the front of all names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -124,6 +126,7 @@ def export(
     shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     naming: Naming | None = None,
+    weights: Weights = "model",
 ) -> None:
     """Writes the model tensors of a checkpoint to safetensors.
 
@@ -138,6 +141,7 @@ def export(
         are several files, and an index, which is written last
     dtype: dtype of all floating-point tensors; None keeps each as saved
     naming: maps the model's tensors to those of the files; None keeps their names
+    weights: "ema" writes the averages of the trained parameters, which [ema] keeps, in place of them
 
     Raises CheckpointError; SpecError for a `shard_bytes` below 1, and for a `target` inside a checkpoint.
 
@@ -153,7 +157,8 @@ def export(
             got="a directory",
             fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
-    write_export(checkpoint, target, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
+    source = partial(open_model_tensors, weights=weights)
+    write_export(checkpoint, target, naming=naming, dtype=dtype, shard_bytes=shard_bytes, open_source=source)
 
 
 def write_export(
@@ -163,12 +168,12 @@ def write_export(
     naming: Naming | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int | None = None,
-    merging: Mapping[str, LayerMerging] | None = None,
+    open_source: Callable[[DcpCheckpointReader], TensorSource] = open_model_tensors,
     beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes the model of a checkpoint, on this rank alone, and logs its size. Raises like `export`.
 
-    merging: how the adapter of each layer is merged, by its saved name; None without adapters
+    open_source: opens the tensors of the checkpoint, by their saved names
     beside: contents of the other files by name, written after the weights in this order. The last one is
         config.json, so that an interrupted export cannot be loaded
     """
@@ -176,7 +181,7 @@ def write_export(
 
     def write(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
         outgoing = _build_writer(
-            files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
+            files, manifest, naming=naming, open_source=open_source, dtype=dtype, shard_bytes=shard_bytes
         )
         directory = target.parent if shard_bytes is None else target
         make_durable_directory(directory)
@@ -250,15 +255,13 @@ def _build_writer(
     manifest: Manifest,
     *,
     naming: Naming | None,
-    merging: Mapping[str, LayerMerging] | None = None,
+    open_source: Callable[[DcpCheckpointReader], TensorSource],
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
     """Returns the writer. Raises CheckpointError without tensors, or for a dtype that safetensors lacks."""
     metadata = {"format": "pt", **(_tied_parameter_aliases(manifest.values) if naming is None else {})}
-    source: TensorSource = SavedModelTensors(storage.build_reader(files, manifest))
-    if merging is not None:
-        source = MergedModelTensors(source, merging)
+    source = open_source(storage.build_reader(files, manifest))
     saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}
     shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
     names = map_weights_by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)

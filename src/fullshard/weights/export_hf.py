@@ -38,7 +38,15 @@ from fullshard.weights.names import (
     llama_weight_map,
     map_model_tensors_to_file,
 )
-from fullshard.weights.tensor_source import ADDED, BASE, LORA_FACTORS, LayerMerging
+from fullshard.weights.tensor_source import (
+    ADDED,
+    BASE,
+    LORA_FACTORS,
+    LayerMerging,
+    Weights,
+    open_model_tensors,
+    select_model_tensors,
+)
 
 SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -79,6 +87,7 @@ def export_hf(
     *,
     dtype: Literal["bf16", "fp32"] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    weights: Weights = "model",
 ) -> None:
     """Writes a checkpoint as a Hugging Face model.
 
@@ -91,6 +100,7 @@ def export_hf(
 
     dtype: dtype of all floating-point tensors; None keeps the trained dtypes
     shard_bytes: largest size of a file, bytes
+    weights: "ema" writes the averages of the trained parameters in place of them
 
     Raises CheckpointError for other models that transformers does not know, and for a directory that already
     holds weights; MissingExtraError; SpecError for another `dtype` and for a `shard_bytes` below 1.
@@ -99,18 +109,14 @@ def export_hf(
     >>> transformers.AutoModelForCausalLM.from_pretrained("llama").config.hidden_size
     32
     """
-    export.check_shard_bytes(shard_bytes)
-    if dtype is not None and dtype not in _DTYPES:
-        raise SpecError(
-            "this is no dtype of an export.", got=f"dtype = {dtype!r}", fix='"bf16", "fp32" or None'
-        )
-    export.check_holds_no_weights(Path(directory))
+    _check_options(Path(directory), dtype=dtype, shard_bytes=shard_bytes)
     _, manifest = resolve_checkpoint(checkpoint)
     run = manifest.run_settings
     recorded = manifest.values.get("huggingface")
     names = export.names_without_wrappers(manifest.model_tensors)
     known = describe_for_transformers(recorded, run, doing=f"exporting {checkpoint}")
-    config, dtype_name = known.config, _config_dtype_name(manifest, dtype)
+    merging = layer_merging_of_run(names, recorded=recorded, run=run)
+    config, dtype_name = known.config, _config_dtype_name(manifest, dtype, weights=weights)
     for part in _iterate_config_parts(config):
         part.pop("use_cache", None)  # training disables the key/value cache, which generation needs
         if part is config or {"dtype", "torch_dtype"} & part.keys():
@@ -128,10 +134,20 @@ def export_hf(
         beside=beside,
         dtype=_DTYPES[dtype] if dtype else None,
         shard_bytes=shard_bytes,
-        merging=layer_merging_of_run(names, recorded=recorded, run=run),
+        open_source=partial(open_model_tensors, weights=weights, merging=merging),
     )
     if not any(name in beside for name in _TOKENIZER):
         logger.info("no tokenizer was written: the run had none, or its files are gone")
+
+
+def _check_options(directory: Path, *, dtype: str | None, shard_bytes: int) -> None:
+    """Raises SpecError for an unknown dtype or file size, CheckpointError if there are weights already."""
+    export.check_shard_bytes(shard_bytes)
+    if dtype is not None and dtype not in _DTYPES:
+        raise SpecError(
+            "this is no dtype of an export.", got=f"dtype = {dtype!r}", fix='"bf16", "fp32" or None'
+        )
+    export.check_holds_no_weights(directory)
 
 
 @dataclass(frozen=True)
@@ -317,11 +333,12 @@ def _with_rope_of_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
     return parts | older
 
 
-def _config_dtype_name(manifest: Manifest, dtype: str | None) -> str:
+def _config_dtype_name(manifest: Manifest, dtype: str | None, *, weights: Weights) -> str:
     """Returns the name of the dtype for config.json: `dtype`, or the widest floating dtype of the tensors."""
     if dtype is not None:
         return str(_DTYPES[dtype]).removeprefix("torch.")
-    floating = [one for one in manifest.model_tensors.values() if one.torch_dtype.is_floating_point]
+    tensors = [tensor for _, tensor in select_model_tensors(manifest, weights).values()]
+    floating = [one for one in tensors if one.torch_dtype.is_floating_point]
     return max(floating, key=lambda one: one.torch_dtype.itemsize).dtype if floating else "float32"
 
 

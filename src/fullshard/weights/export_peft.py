@@ -24,17 +24,20 @@ from fullshard.system.files import os_errors_as_checkpoint_errors
 from fullshard.weights.export import export, names_without_wrappers
 from fullshard.weights.export_hf import build_base_and_adapted_meta_models, layer_merging_by_name
 from fullshard.weights.names import full_transformers_config
-from fullshard.weights.tensor_source import ADDED, BASE
+from fullshard.weights.tensor_source import ADDED, BASE, Weights
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WITHIN = "base_model.model."  # prefix of the adapted model inside peft's model
 
 
-def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Path) -> None:
+def export_peft(
+    checkpoint: str | Path | CheckpointLocation, directory: str | Path, *, weights: Weights = "model"
+) -> None:
     """Writes a checkpoint's adapters, and the modules that were trained whole, without the base model.
 
-    `PeftModel.from_pretrained(base, directory)` loads them. Raises CheckpointError for a checkpoint without
-    adapters, or if peft would not load all that was trained; MissingExtraError without peft.
+    `PeftModel.from_pretrained(base, directory)` loads them. With `weights` "ema", they are the averages.
+    Raises CheckpointError for a checkpoint without adapters, or if peft would not load all that was trained;
+    MissingExtraError without peft.
 
     >>> fs.export_peft("adapted", "adapter")
     >>> base = transformers.AutoModelForCausalLM.from_pretrained("llama")
@@ -55,7 +58,8 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
     items: Mapping[str, Any] = config.to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in items.items()}
     target = Path(directory)
-    export(checkpoint, target / _WEIGHTS, naming=partial(_map_trained_tensors, trained=trained))
+    naming = partial(_map_trained_tensors, trained=trained)
+    export(checkpoint, target / _WEIGHTS, naming=naming, weights=weights)
 
     path = target / _CONFIG
     with os_errors_as_checkpoint_errors(f"{path} cannot be written."), open_atomic_replacement(path) as file:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.manifest import Manifest, SavedTensor
+from fullshard.checkpoint.manifest import AVERAGE_PREFIX, MODEL_PREFIX, Manifest, SavedTensor
 from fullshard.checkpoint.shard_file import ShardRecord
 from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -38,10 +38,32 @@ class TensorSource(Protocol):
 _Place = tuple[str, ShardRecord]  # data file, and a saved piece of a tensor in it
 
 
+Weights = Literal["model", "ema"]
+"""Which weights of a checkpoint: the parameters, or the averages of those that have one."""
+
+
+def select_model_tensors(manifest: Manifest, weights: Weights) -> dict[str, tuple[str, SavedTensor]]:
+    """Returns {name of a model tensor: (name of the saved tensor, the saved tensor)}.
+
+    With "ema", trained parameters have their averages. Raises CheckpointError for a checkpoint without any.
+    """
+    names = {name: name for name in manifest.model_tensors}
+    if weights == "ema":
+        averages = {name: AVERAGE_PREFIX + name.removeprefix(MODEL_PREFIX) for name in names}
+        names |= {name: one for name, one in averages.items() if one in manifest.tensors}
+        if all(name == saved for name, saved in names.items()):
+            raise CheckpointError(
+                f"the checkpoint of step {manifest.step} holds no averages of parameters.",
+                got="a run without [ema]",
+                fix="its own weights; or ema.decay = 0.999 in a run that continues it",
+            )
+    return {name: (saved, manifest.tensors[saved]) for name, saved in names.items()}
+
+
 class SavedModelTensors:
     """The model tensors of a checkpoint. Every read verifies the digests of the blocks that it reads."""
 
-    def __init__(self, reader: DcpCheckpointReader) -> None:
+    def __init__(self, reader: DcpCheckpointReader, *, weights: Weights = "model") -> None:
         manifest = reader.manifest
         if manifest.layout == "ranks":
             raise CheckpointError(
@@ -51,8 +73,10 @@ class SavedModelTensors:
                 fix="load it on its ranks and save it again",
             )
         self._reader = reader
-        self.tensors: Mapping[str, SavedTensor] = manifest.model_tensors
-        self._places = _locate_model_pieces(reader, manifest)
+        selected = select_model_tensors(manifest, weights)
+        self.tensors: Mapping[str, SavedTensor] = {name: tensor for name, (_, tensor) in selected.items()}
+        places = _locate_pieces(reader, dict(selected.values()))
+        self._places = {name: places[saved] for name, (saved, _) in selected.items()}
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
         """Fills `target`, see `TensorSource.read_into`. Raises DamagedCheckpointError, CheckpointError."""
@@ -89,14 +113,16 @@ class SavedModelTensors:
             self._reader.check_piece_and_read_part_into(file, flat, offsets=(begin,), target=target)
 
 
-def _locate_model_pieces(reader: DcpCheckpointReader, manifest: Manifest) -> dict[str, list[_Place]]:
-    """Returns the pieces of each model tensor, ordered by index, with one of several copies of a piece."""
-    found: dict[str, dict[tuple[int, ...], _Place]] = {name: {} for name in manifest.model_tensors}
-    for file in manifest.data_file_names:
+def _locate_pieces(
+    reader: DcpCheckpointReader, tensors: Mapping[str, SavedTensor]
+) -> dict[str, list[_Place]]:
+    """Returns the pieces of each of `tensors`, ordered by index, with one of several copies of a piece."""
+    found: dict[str, dict[tuple[int, ...], _Place]] = {name: {} for name in tensors}
+    for file in reader.manifest.data_file_names:
         for piece in reader.read_table(file).pieces:
             if piece.name in found:
                 found[piece.name].setdefault(piece.index, (file, piece))
-    for name, tensor in manifest.model_tensors.items():
+    for name, tensor in tensors.items():
         held = sum(math.prod(piece.shape) for _, piece in found[name].values())
         if held != math.prod(tensor.shape):
             raise DamagedCheckpointError(
@@ -199,3 +225,17 @@ def _lora_adapters_by_base(
         a, b = (f"{module}{one}" for one in kinds[0])
         found[base] = _LoraAdapter(base, a, b, layers[module])
     return found
+
+
+def open_model_tensors(
+    reader: DcpCheckpointReader,
+    *,
+    weights: Weights = "model",
+    merging: Mapping[str, LayerMerging] | None = None,
+) -> TensorSource:
+    """Returns the model tensors of a checkpoint.
+
+    merging: how the adapter of each layer is merged, by its saved name; None without adapters
+    """
+    saved = SavedModelTensors(reader, weights=weights)
+    return saved if merging is None else MergedModelTensors(saved, merging)

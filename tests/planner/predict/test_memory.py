@@ -205,6 +205,15 @@ def test_shards_and_adamw_state_are_twelve_bytes_per_parameter_over_ranks():
         assert terms.optimizer_state == 8 * parameters(plan) // n + steps
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_averages_are_measured_as_planned(ranks, precision: str):
+    """In fp32, also of shards in bf16."""
+    plan = plan_of(3, f"precision.mode={precision}", "ema.decay=0.9", "sharding.strategy=full_shard")
+    for rank, found in enumerate(ranks(3).run(measured, plan)):
+        assert found["parameter_averages"] == predicted(plan, rank=rank).parameter_averages > 0
+    check(plan, ranks(3).run(measured, plan))
+
+
 def test_a_spec_of_other_settings_is_refused():
     plan = plan_of(2)
     spec = described(plan)

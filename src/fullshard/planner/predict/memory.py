@@ -35,6 +35,7 @@ from fullshard.planner.predict.offload import device_update_buffer_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
     optimizer_state_bytes,
+    parameter_average_bytes,
     unit_bytes,
     update_temporary_bytes,
 )
@@ -139,6 +140,7 @@ class _StepMemoryReplay:
         lasting = {
             "parameter_shards": sum(sizes[kind].shards for kind in kinds),
             "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing,
+            "parameter_averages": sum(parameter_average_bytes(sizes[kind], self.plan) for kind in kinds),
             "buffers": self.spec.buffer_bytes,
             "batch": round(self.trace.batch_bytes.value_at(self.plan.microbatch)),
         }
@@ -199,7 +201,11 @@ def least_bytes_of_mesh(spec: ModelSpec, plan: Plan) -> LeastBytes:
     """Returns the bytes of shards, optimizer state and buffers, and of gradients: the same for all traces."""
     kinds = spec.first_identical_unit_indices
     sizes = bytes_by_unit_kind(spec, plan)
-    always = sum((s.shards + optimizer_state_bytes(s, plan)) * kinds.count(kind) for kind, s in sizes.items())
+    own = {
+        kind: s.shards + optimizer_state_bytes(s, plan) + parameter_average_bytes(s, plan)
+        for kind, s in sizes.items()
+    }
+    always = sum(each * kinds.count(kind) for kind, each in own.items())
     # Few gradients are in memory at once if they are offloaded.
     gradients = 0 if plan.copies_gradients_to_host else sum(sizes[kind].gradient for kind in kinds)
     return LeastBytes(always=always + spec.buffer_bytes, once=gradients)

@@ -372,7 +372,7 @@ def predict_offload_terms(  # signature: from `StepTimePredictor.predict_offload
         disk, written = 2 * (state + _PAYLOAD) + sum(on_drive) + sum(frozen), state + sum(on_drive)
         read = state - slot_bytes_at_update_start(plan, records).kept + shards_read
     else:
-        host += state + (0 if on_cpu else shards)
+        host += state + (0 if on_cpu else shards) + (_SUM * trained if plan.run.ema.decay else 0)
     return OffloadTerms(
         host_bytes=host,
         disk_bytes=disk,

@@ -153,7 +153,7 @@ class StepTimePredictor:
         trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
-        update = (plan.run.optimizer.name, bool(plan.run.optimizer.options.get("momentum")))
+        update = (plan.run.optimizer.name, bool(plan.run.optimizer.options.get("momentum")), plan.run.ema)
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
             self._units[key] = self._compute_unit_costs(plan, trace)
@@ -347,14 +347,15 @@ def _accesses_per_element(plan: Plan) -> float:
 
     Raises PlanError for an unknown optimizer.
     """
-    section = plan.run.optimizer
+    section, average = plan.run.optimizer, plan.run.ema
     name = section.name.lower()
+    averaging = 3 / average.every if average.decay else 0  # value and average, read; average, written
     if name == "adamw":
-        return 7
+        return 7 + averaging
     if name == "adamw8bit":
-        return 4  # the least: value, gradient, and one byte of each moment, read and written
+        return 4 + averaging  # the least: value, gradient, and one byte of each moment, read and written
     if name == "sgd":
-        return 5 if section.options.get("momentum") else 3
+        return (5 if section.options.get("momentum") else 3) + averaging
     raise PlanError(
         "how long this optimizer's update takes is not known.",
         got=f"optimizer.name = {section.name!r}",

@@ -235,6 +235,14 @@ def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     )
 
 
+def parameter_average_bytes(size: UnitBytes, plan: Plan) -> int:
+    """Returns the bytes of the averages of a rank's own shards of a unit: fp32, whatever the master dtype.
+
+    Those of an offload target are in host memory, beside the masters.
+    """
+    return 4 * size.trained if plan.run.ema.decay and not plan.run.offload.offloads_optimizer else 0
+
+
 def stochastic_rounding_temporary_bytes(elements: int, plan: Plan) -> int:
     """Returns the bytes of temporaries of an update of `elements` with stochastic rounding.
 

@@ -284,6 +284,7 @@ def list_offload_targets(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
     fp8 = run.precision.mode == "fp8"  # weights are cast from masters on the device
     if run.optimizer.name.lower() != "adamw" or fp8 or not host:
         return ()
+    drive = drive and not run.ema.decay
     return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
 
 

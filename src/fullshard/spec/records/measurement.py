@@ -193,7 +193,7 @@ class StepSeconds(SecondsByCause):
 class MemoryParts(FrozenModel):
     """Bytes of live tensors on one rank at the peak, by kind.
 
-    parameter_shards, gradients, optimizer_state: those of the rank's shards
+    parameter_shards, gradients, optimizer_state, parameter_averages: those of the rank's shards
     units_in_flight: unsharded parameters and the buffers of collectives; in `rest` on CUDA, whose allocator
         does not distinguish them
     rest: batch, activations, unreduced gradients of a unit, temporaries
@@ -202,6 +202,7 @@ class MemoryParts(FrozenModel):
     parameter_shards: NonNegativeInt
     gradients: NonNegativeInt
     optimizer_state: NonNegativeInt
+    parameter_averages: NonNegativeInt = 0
     buffers: NonNegativeInt
     units_in_flight: NonNegativeInt
     rest: NonNegativeInt

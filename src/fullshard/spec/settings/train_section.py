@@ -1,4 +1,4 @@
-"""[train], [optimizer], [schedule], [recompute], [plan], [adapter], [checkpoint] and [fault_tolerance]."""
+"""[train], [optimizer], [ema], [schedule], [recompute], [plan], [adapter] and those of survival."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -108,6 +108,23 @@ class OptimizerSection(value.FrozenModel):
     clip_norm: value.NonNegativeScalar = 1.0
     options: value.Options = Field(default_factory=dict[str, Any])
     groups: tuple[OptimizerGroup, ...] = ()
+
+
+class EmaSection(value.FrozenModel):
+    """Settings of an exponential moving average of the trained parameters. See docs/ema.md.
+
+        average = decay * average + (1 - decay) * parameter
+
+    `decay`: weight of the average so far, such as 0.999; 0 keeps no average
+    `every`: steps between updates of the average
+    `start`: number of steps, or a fraction of the steps, until which the average is a copy of the parameters
+    `validation`: validations compute with the average in place of the parameters
+    """
+
+    decay: value.Fraction = 0.0
+    every: value.PositiveCount = 1
+    start: value.Steps = 0
+    validation: bool = False
 
 
 class ScheduleSection(value.FrozenModel):
