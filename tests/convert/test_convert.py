@@ -336,7 +336,7 @@ def test_a_format_that_is_asked_for_is_the_one_that_is_read():
             KeyVerdict.NOT_SUPPORTED,
         ),
         ('{"zero_optimization": {"zero_quantized_weights": false}}', None, KeyVerdict.NOT_NEEDED),
-        ('{"zero_optimization": {"zero_quantized_weights": true}}', None, KeyVerdict.NOT_SUPPORTED),
+        ('{"zero_optimization": {"zero_quantized_weights": true}}', None, KeyVerdict.RENAMED),
     ],
 )
 def test_disabled_feature_is_not_needed(text, key, verdict):

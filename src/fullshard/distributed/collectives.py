@@ -15,7 +15,7 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.torch_private.groups import group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
-_REDUCTION = 1  # message tag: a prefetched all-gather may run between the same ranks
+REDUCTION = 1  # message tag: a prefetched all-gather may run between the same ranks
 
 
 class DirectReduceScatter:
@@ -44,8 +44,8 @@ class DirectReduceScatter:
             for step in range(1, ranks):
                 target, source = (own + step) % ranks, (own - step) % ranks
                 works = [
-                    dist.irecv(arriving, group=group, group_src=source, tag=_REDUCTION),
-                    dist.isend(chunks[target], group=group, group_dst=target, tag=_REDUCTION),
+                    dist.irecv(arriving, group=group, group_src=source, tag=REDUCTION),
+                    dist.isend(chunks[target], group=group, group_dst=target, tag=REDUCTION),
                 ]
                 _wait_for_works(works)
                 output_tensor.add_(chunks[own] if step == 1 else arriving)
@@ -82,7 +82,12 @@ class DirectAllGather:
 
 
 def all_to_all_parts_pairwise(
-    sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup
+    sent: Sequence[Tensor],
+    received: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup,
+    tag: int = 0,
+    kind: str = "all_to_all",
 ) -> None:
     """Exchanges parts of any sizes between all ranks over gloo, whose own frees both tensors late.
 
@@ -90,17 +95,18 @@ def all_to_all_parts_pairwise(
 
     sent: the part for each rank, contiguous
     received: where the part of each rank arrives; as large as that rank's part for this one
+    tag, kind: of the messages, and of the range in profiles
     """
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     received[own].copy_(sent[own])
     works: list[dist.Work | None] = []
-    with TimedRange("all_to_all"):
+    with TimedRange(kind):
         for step in range(1, ranks):
             target, source = (own + step) % ranks, (own - step) % ranks
             if received[source].numel():
-                works.append(dist.irecv(received[source], group=group, group_src=source))
+                works.append(dist.irecv(received[source], group=group, group_src=source, tag=tag))
             if sent[target].numel():
-                works.append(dist.isend(sent[target], group=group, group_dst=target))
+                works.append(dist.isend(sent[target], group=group, group_dst=target, tag=tag))
         _wait_for_works(works)
 
 

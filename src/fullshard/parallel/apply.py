@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import replace_gloo_collectives
+from fullshard.distributed.compression import UnitCommunication
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import (
     UnitAndParameterNames,
@@ -29,6 +30,7 @@ from fullshard.distributed.unit_order import (
 )
 from fullshard.errors import ShardError
 from fullshard.parallel import compile as block_compiler
+from fullshard.parallel.communication import install_hook, make_hook, set_hooks
 from fullshard.parallel.fp8 import Fp8Choice, check_fp8_device, choose_fp8_linears, convert_linears_to_fp8
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, split_inner_axis
@@ -129,11 +131,14 @@ def apply_recompute_and_fsdp_on_meta(model: nn.Module, prepared: PreparedShardin
     compiled = _apply_recompute_and_compile(prepared.blocks, units, plan=plan, device=device)
     block_compiler.store_compiled_forwards(model, compiled)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    names: list[UnitAndParameterNames] = []
+    names, hooks = list[UnitAndParameterNames](), dict[str, UnitCommunication]()
     order = UnitOrderRecorder(names)
     for unit in units:
         mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
+        if (hook := make_hook(plan, unit=len(names))) is not None:
+            install_hook(cast(FSDPModule, unit.modules[0]), hook, plan=plan)
+            hooks[unit.name] = hook
         names.append(
             install_unit_recording_and_checks(unit.modules, unit=len(names), name=unit.name, order=order)
         )
@@ -142,6 +147,7 @@ def apply_recompute_and_fsdp_on_meta(model: nn.Module, prepared: PreparedShardin
         UnitAndParameterNames("scalars", [key for key, one in model.named_parameters() if one.ndim == 0])
     )
     attach_unit_order_recorder(model, order)
+    set_hooks(model, hooks)
     model.forward = _wrap_forward_to_explain_ungathered(_log_changed_buffers_once(model, model.forward))
     for method in prepared.methods:
         register_fsdp_forward_method(model, method)

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.settings import train_section
+from fullshard.spec.settings.communication_section import CommunicationSection
 from fullshard.spec.settings.data_section import DataSection
 from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
@@ -279,6 +280,7 @@ class Run(FrozenModel):
     ema: train_section.EmaSection = train_section.EmaSection()
     schedule: train_section.ScheduleSection = train_section.ScheduleSection()
     sharding: ShardingSection = ShardingSection()
+    communication: CommunicationSection = CommunicationSection()
     precision: PrecisionSection = PrecisionSection()
     recompute: train_section.RecomputeSection = train_section.RecomputeSection()
     offload: OffloadSection = OffloadSection()

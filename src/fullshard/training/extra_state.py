@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.distributed.agreement import rank
+from fullshard.distributed.agreement import rank, world_size
 from fullshard.errors import CheckpointError
 from fullshard.offload.adamw import StreamingAdamW
+from fullshard.parallel.communication import find_hooks
 from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 
+_OF_HOOKS = "communication."  # begins the names of states of communication hooks
 PREFIX = "extra."  # of the names of tensors in extra state
 _SUFFIX = "_extra_state"  # torch's, of the names in a state dict
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
@@ -176,6 +178,49 @@ def seed_generators(plan: Plan) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed + plan.data_rank(rank()))
+
+
+def rank_states(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the states of this rank's generators and communication hooks, by names in checkpoints."""
+    states = generator_states()
+    for name, hook in find_hooks(model).items():
+        own = hook.state() if hasattr(hook, "state") else {}
+        states |= {f"{_OF_HOOKS}{name}.{key}.{_rank_text()}": tensor for key, tensor in own.items()}
+    return states
+
+
+def empty_rank_states_to_fill(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns {name in the checkpoint: tensor to fill} of what `rank_states` returned when it was saved.
+
+    A rank whose hooks have no state in `saved`, which other numbers of ranks saved, begins with none.
+    """
+    found, of_hooks = (
+        empty_generator_states_to_fill(saved),
+        [name for name in saved if name.startswith(_OF_HOOKS)],
+    )
+    own = [name for name in of_hooks if name.endswith(f".{_rank_text()}")] if find_hooks(model) else []
+    if of_hooks and not own and rank() == 0:
+        logger.warning(
+            "the state of communication hooks in the checkpoint is not loaded: it is of another number of "
+            "ranks, or nothing is compressed now"
+        )
+    for name in own:
+        found[name] = torch.empty(saved[name].shape, dtype=saved[name].torch_dtype)
+    return found
+
+
+def set_rank_states(model: nn.Module, received: Mapping[str, Tensor]) -> None:
+    """Sets generators and hooks to `received`: the filled tensors of `empty_rank_states_to_fill`."""
+    set_generator_states(received)
+    for name, hook in find_hooks(model).items():
+        begin, end = f"{_OF_HOOKS}{name}.", f".{_rank_text()}"
+        names = [one for one in received if one.startswith(begin) and one.endswith(end)]
+        if hasattr(hook, "load_state"):
+            hook.load_state({one.removeprefix(begin).removesuffix(end): received[one] for one in names})
+
+
+def _rank_text() -> str:
+    return f"rank {rank()} of {world_size()}"
 
 
 def generator_states() -> dict[str, Tensor]:

@@ -121,7 +121,18 @@ def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, 
 
 # The settings and the data of before #
 # Sections whose settings change what is computed, without those that only change how.
-_SECTIONS = ("run", "model", "adapter", "data", "train", "optimizer", "ema", "schedule", "precision")
+_SECTIONS = (
+    "run",
+    "model",
+    "adapter",
+    "data",
+    "train",
+    "optimizer",
+    "ema",
+    "schedule",
+    "precision",
+    "communication",
+)
 _SAME_RESULTS = {
     "run": {"dir", "device", "ranks", "compile", "restarts"},
     "data": {"cache", "processes", "prefetch_steps", "trust_remote_code"},

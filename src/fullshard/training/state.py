@@ -129,7 +129,7 @@ class TrainState:
         """Returns the tensors to save: of the model, its extra state, the optimizer, and this rank's RNGs."""
         self.wait_for_updates()
         tensors = _model_tensors(self.model, frozen=self.saved == "all")
-        tensors |= _optimizer_tensors(self.model, self.optimizer) | extra_state.generator_states()
+        tensors |= _optimizer_tensors(self.model, self.optimizer) | extra_state.rank_states(self.model)
         tensors |= extra_state.encode_extra_state(self.model)[1]
         tensors |= self.average.tensors() if self.average else {}
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
@@ -192,7 +192,7 @@ class TrainState:
                 own = _empty_optimizer_tensor(self.optimizer, parameters[owner], key=key, info=info)
                 tensors[name] = own
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        tensors |= extra_state.empty_generator_states_to_fill(saved)
+        tensors |= extra_state.empty_rank_states_to_fill(self.model, saved)
         tensors |= averages_to_load(self.average, saved)
         return tensors | extra_state.empty_extra_state_tensors_to_fill(saved)
 
@@ -224,7 +224,7 @@ class TrainState:
         learning_rates.restore_group_entries(
             self.model, self.optimizer, saved=entries, initial=self._initial_entries
         )
-        extra_state.set_generator_states(received)
+        extra_state.set_rank_states(self.model, received)
         extra_state.set_extra_state(self.model, values.get("extra_state"), received=received)
         read = {name: _parse_integer(values.get(name, 0)) for name in _COUNTS}  # older checkpoints lack some
         self.step, self.rollbacks = read["step"], read["rollbacks"]
@@ -302,7 +302,7 @@ class TrainState:
         small = (
             _saved_buffers(self.model)
             | _optimizer_tensors(self.model, self.optimizer)
-            | extra_state.generator_states()
+            | extra_state.rank_states(self.model)
         )
         small |= extra_state.encode_extra_state(self.model)[1]
         return NonOffloadedState(self.values(), scalars | small)

@@ -205,6 +205,15 @@ def test_shards_and_adamw_state_are_twelve_bytes_per_parameter_over_ranks():
         assert terms.optimizer_state == 8 * parameters(plan) // n + steps
 
 
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("full_shard", "fp32"), ("shard_grad_op", "bf16"), ("zero1", "fp32")]
+)
+def test_compressed_communication_is_measured_as_planned(ranks, strategy: str, precision: str):
+    form = ("communication.gather=int8", "communication.reduce=int8")
+    plan = plan_of(2, f"sharding.strategy={strategy}", f"precision.mode={precision}", *form)
+    check(plan, ranks(2).run(measured, plan))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
 def test_averages_are_measured_as_planned(ranks, precision: str):
     """In fp32, also of shards in bf16."""

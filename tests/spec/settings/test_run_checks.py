@@ -70,6 +70,7 @@ RUNNING_CODE = [
     "train.loss=evil:make",
     "optimizer.name=evil.Make",
     'log.trackers=["wandb","evil"]',
+    "communication.hook=evil:Make",
 ]
 # Texts and tables that stand for paths, names or words: nothing is imported by them.
 _DATA_FIELDS = ("paths", "name", "subset", "split", "roles", "chat_template_kwargs")

@@ -263,9 +263,10 @@ class UnshardMemoryReplay:
             unit.pending = 0
             return
         unit.pending = size.gathered
-        self.ledger.buffers += size.gathered + size.cast_copy
+        beside = max(size.cast_copy, size.gather_wires.beside if size.gather_wires else 0)
+        self.ledger.buffers += size.gathered + beside
         self.ledger.update_peaks(live)
-        self.ledger.buffers -= size.cast_copy
+        self.ledger.buffers -= beside
 
     def unshard_unit(self, index: int, live: LiveBytes, *, forward: bool) -> None:
         """Gathers a unit, if it is not unsharded, and copies it from the buffer into its parameters."""
@@ -325,8 +326,10 @@ class GradientMemoryReplay:
         ledger.in_flight -= copies
         ledger.whole -= unit.whole
         unit.whole = 0
-        ledger.reduced += size.reduce_output
+        beside = size.reduce_wires.beside if size.reduce_wires else 0
+        ledger.reduced += size.reduce_output + beside
         ledger.update_peaks(taken)
+        ledger.reduced -= beside
         self._store_reduced_gradient(index, taken, last=last)
 
     def free_buffers_after_backward(self, live: LiveBytes) -> None:

@@ -103,6 +103,12 @@ def resident_unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, 
     into = traffic_ticks(cast_in, 2 * part) if sharded else 0
     reduced, chunk, gradient = size.reduce_input, size.reduce_output, size.gradient
     scatter = collective_ticks("reduce_scatter", reduced, group=shard)
+    gather = collective_ticks("all_gather", size.gathered, group=shard)
+    if (wires := size.gather_wires) is not None:
+        gather = collective_ticks("all_gather", wires.sent, group=shard) + traffic_ticks(wires.traffic)
+    if (wires := size.reduce_wires) is not None:
+        exchange = collectives.all_to_all_seconds(wires.sent, group=shard, hardware=hardware)
+        scatter = to_ticks(exchange) + traffic_ticks(wires.traffic)
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced
     # Over one rank, shards are cast one by one and then copied.
@@ -118,7 +124,7 @@ def resident_unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, 
         gathers_in_backward=size.gathers_in_backward,
         shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),
         copy_in=into,
-        gather=collective_ticks("all_gather", size.gathered, group=shard),
+        gather=gather,
         copy_out=copy_out,
         pack=pack,
         scatter=scatter if sharded else traffic_ticks(2 * reduced),

@@ -91,7 +91,13 @@ def bytes_by_unit_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[in
     run, cache = plan.run, spec.derived_value_cache
     degrees = (plan.replicate_degree, plan.shard_degree, plan.tensor_parallel, plan.expert_parallel)
     dtypes = (plan.precision, run.precision)
-    settings = (plan.has_expert_mesh, plan.strategy, plan.reshard_after_forward, run.offload)
+    settings = (
+        plan.has_expert_mesh,
+        plan.strategy,
+        plan.reshard_after_forward,
+        run.offload,
+        run.communication,
+    )
     key = ("bytes by unit kind", rank, plan.device, *degrees, *dtypes, *settings)
     found = cast(dict[int, UnitBytes] | None, cache.get(key))
     if found is None:

@@ -152,7 +152,7 @@ class StepTimePredictor:
         """Returns the sizes and costs of the units of the plan's trace on its mesh."""
         trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
-        apart = (plan.tensor_parallel, plan.run.offload)
+        apart = (plan.tensor_parallel, plan.run.offload, plan.run.communication)
         update = (plan.run.optimizer.name, bool(plan.run.optimizer.options.get("momentum")), plan.run.ema)
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:

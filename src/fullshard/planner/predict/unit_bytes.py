@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
+from fullshard.planner.predict.compression import Wires, gather_wires, reduce_wires
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS, page_aligned_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, MergedUnitSettings, Plan
@@ -48,6 +49,8 @@ class UnitBytes:
     largest_trained: int  # elements of the largest trained own shard
     in_eight_bits: int  # bytes of one moment as torchao stores it in 8 bits
     master_itemsize: int  # bytes per element of the master dtype
+    gather_wires: Wires | None = None  # of gathers that [communication] compresses
+    reduce_wires: Wires | None = None  # of reductions that it compresses
 
 
 def padded_numel(shape: tuple[int, ...], shard_degree: int) -> int:
@@ -64,7 +67,7 @@ def unpadded_shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     """Returns the sizes of the tensors of `unit` on `rank`."""
     unit, settings, inner = _local_unit(unit, plan)
-    degree = settings.shard_degree
+    degree, section = settings.shard_degree, plan.run.communication
     reduced, master = ITEMSIZE[settings.precision.reduce], ITEMSIZE[settings.precision.master]
 
     def padded_shard_numel(parameter: ParamSpec) -> int:
@@ -76,6 +79,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     chunk = sum(padded_shard_numel(p) for p in trained)
     copies, copies_of_kept = _cpu_reduce_copy_bytes(trained, settings) if plan.device == "cpu" else (0, 0)
     own = [unpadded_shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
+    elements = sum(padded_shard_numel(p) for p in unit.parameters)
     gathered = degree * sum(
         padded_shard_numel(p) * (1 if p.is_gathered_in_fp8 else _itemsize_in_computation(p, settings))
         for p in unit.parameters
@@ -111,6 +115,12 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         largest_trained=max(own, default=0),
         in_eight_bits=sum(_eight_bit_moment_bytes(numel, master) for numel in own),
         master_itemsize=master,
+        gather_wires=gather_wires(section, elements, ranks=degree, dtype=settings.precision.param)
+        if degree > 1 and all(p.is_floating and not p.is_gathered_in_fp8 for p in unit.parameters)
+        else None,
+        reduce_wires=reduce_wires(section, chunk, ranks=degree, dtype=settings.precision.reduce)
+        if degree > 1 and chunk
+        else None,
     )
 
 

@@ -182,6 +182,8 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         strategies: Sequence[Strategy] = (Strategy(section.strategy),)
     else:
         strategies = _ORDER if section.shard_degree is None else _HYBRID
+        if run.communication.is_set:  # which is for ranks that shard
+            strategies = [one for one in strategies if one is not Strategy.NO_SHARD]
     proper = _group_sizes_that_follow_nodes(world, node=node)
     for strategy in strategies:
         if strategy not in _HYBRID:

@@ -36,6 +36,13 @@ def check_settings_work_together(run: Run) -> None:
             got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
             fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
         )
+    if run.communication.is_set and run.sharding.strategy == "no_shard":
+        raise PlanError(
+            "[communication] does not change what replicas send.",
+            got='sharding.strategy = "no_shard"',
+            why="it is for gathers of shards, and for sums over the ranks that shard",
+            fix='sharding.strategy = "zero1", which sends as much, or no [communication]',
+        )
     degree, unsupported = run.sharding.tensor_degree, first_setting_that_excludes_tensor_parallel(run)
     if degree > 1 and unsupported is not None:
         raise PlanError(
@@ -202,6 +209,7 @@ CODE_SETTINGS: Mapping[str, Callable[[Any], bool]] = {
     "data.trust_remote_code": bool,
     "train.loss": bool,
     "optimizer.name": lambda name: "." in name and not name.startswith("torch.optim."),
+    "communication.hook": bool,
     "log.trackers": lambda names: not {*names} <= {*TRACKERS_OF_EXTRAS},
 }
 

@@ -1,0 +1,121 @@
+"""Error and bytes of [communication], and whether losses stay within the spread of seeds. On two CPU ranks.
+
+python bench/compression.py errors               one step of a small decoder in each format, beside fp32
+python bench/compression.py losses [STEPS]       six seeds uncompressed, then seed 0 in int8; 500 steps
+
+`errors` prints, for each format, the relative error of the whole gradient, that of the worst tensor, and
+the bytes of gathers and reductions, as fractions of fp32. `losses` prints the mean loss of the last tenth
+of the steps of each run, and whether that of int8 lies between the lowest and the highest of the seeds.
+"""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import fullshard as fs
+from fullshard.spec.settings.communication_section import wire_bytes
+
+RANKS, ROWS, LENGTH, VOCABULARY = 2, 8, 64, 256
+FORMATS = [("auto", "auto"), ("bf16", "bf16"), ("int8", "auto"), ("auto", "int8"), ("int8", "int8")]
+
+
+def make_run(gather: str, reduce: str, *, seed: int = 0, steps: int = 1) -> fs.Run:
+    sizes = "vocabulary=256 d_model=128 layers=3 heads=4 kv_heads=4 d_ff=384 max_sequence=64"
+    overrides = [f"model.{one}" for one in sizes.split()]
+    overrides += [f"communication.gather={gather}", f"communication.reduce={reduce}", f"run.seed={seed}"]
+    overrides += [
+        f"data.sequence_length={LENGTH}",
+        f"train.global_batch={ROWS * RANKS}",
+        f"train.steps={steps}",
+    ]
+    return fs.Run.load(overrides=[*overrides, "precision.mode=fp32", "sharding.strategy=full_shard"])
+
+
+class Walks:
+    """Random walks over the vocabulary, which a model can learn to continue: the same for all seeds."""
+
+    def microbatches(self, step: int, *, rank: int, plan: fs.Plan) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(step * RANKS + rank)
+        moves = torch.randint(1, 4, (plan.microbatch, LENGTH + 1), generator=generator)
+        rows = moves.cumsum(1) % VOCABULARY
+        yield {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def make_state(run: fs.Run) -> tuple[fs.TrainState, fs.Plan]:
+    plan = fs.Plan.from_run(run, world_size=RANKS)
+    with torch.device("meta"):
+        model = fs.DecoderModel(run.decoder_config)
+    model = fs.shard(model, plan)
+    return fs.TrainState(model, fs.build_optimizer(model, plan), data=Walks()), plan
+
+
+def gradients_of_first_step(run: fs.Run) -> dict[str, Tensor]:
+    """Returns the whole gradients of the first step. Collective."""
+    state, plan = make_state(run)
+    taken: dict[str, Tensor] = {}
+
+    def take(*_: Any) -> None:
+        for name, one in state.model.named_parameters():
+            taken[name] = cast(Any, one.grad).full_tensor()
+
+    state.optimizer.register_step_pre_hook(take)
+    next(iter(fs.train(state, plan)))
+    return taken
+
+
+def print_errors(rank: int) -> None:
+    reference: dict[str, Tensor] = {}
+    for gather, reduce in FORMATS:
+        found = gradients_of_first_step(make_run(gather, reduce))
+        reference = reference or found
+        difference = {name: found[name] - one for name, one in reference.items()}
+        errors = {name: (one.norm() / reference[name].norm()).item() for name, one in difference.items()}
+        whole = [torch.cat([t.flatten() for t in each.values()]).norm() for each in (difference, reference)]
+        sent = [
+            1.0 if kind == "auto" else wire_bytes(cast(Any, kind), 10**6) / 4e6 for kind in (gather, reduce)
+        ]
+        if rank == 0:
+            print(
+                f"gather {gather:4} reduce {reduce:4}  error {whole[0] / whole[1]:.1e}  "
+                f"worst tensor {max(errors.values()):.1e}  bytes {sent[0]:.3f} {sent[1]:.3f}",
+                flush=True,
+            )
+
+
+def last_loss(run: fs.Run) -> float:
+    """Returns the mean loss of the last tenth of the steps. Collective."""
+    state, plan = make_state(run)
+    losses = [step.loss for step in fs.train(state, plan)]
+    return sum(losses[-(len(losses) // 10 or 1) :]) / (len(losses) // 10 or 1)
+
+
+def print_losses(rank: int, steps: int) -> None:
+    seeds = [last_loss(make_run("auto", "auto", seed=seed, steps=steps)) for seed in range(6)]
+    int8 = last_loss(make_run("int8", "int8", steps=steps))
+    if rank == 0:
+        print("six seeds:", *(f"{loss:.4f}" for loss in seeds))
+        inside = min(seeds) <= int8 <= max(seeds)
+        print(f"int8 of seed 0: {int8:.4f}, {'within' if inside else 'outside'} their spread")
+
+
+def main() -> None:
+    what, *rest = sys.argv[1:] or ["errors"]
+    if what.startswith("rank-"):
+        with fs.process_group("cpu") as ranks:
+            if what == "rank-errors":
+                print_errors(ranks.rank)
+            else:
+                print_losses(ranks.rank, int(rest[0]))
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", __file__]
+    steps = rest or ["500"]
+    subprocess.run([*command, f"rank-{what}", *itertools.islice(steps, 1)], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Formats in which parameters and gradients are sent, and the protocol of hooks that send them.
+
+[Note: one rounding] A ring rounds its partial sums once per hop. Here each rank sends its part for every
+other rank once, in an all-to-all, and the receiver sums in fp32: each addend is rounded once, as in ZeRO++
+(Wang et al., arXiv:2306.10209). int8 gradients are rounded stochastically, so that their expectation is
+exact. Parameters are rounded to the nearest, so that all ranks, and both gathers of a step, have the same.
+
+[Note: not finite] A block with NaN or an infinity has such a scale, and all of its elements become NaN or
+infinite: a step that is skipped without compression is skipped with it.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fullshard.distributed.collectives import (
+    REDUCTION,
+    all_to_all_parts_pairwise,
+    exchange_row_parts,
+    gather_parts,
+)
+from fullshard.spec.settings.communication_section import BLOCK, Format, wire_bytes
+
+_MOST_AT_ONCE = 1 << 22  # elements whose fp32 temporaries exist at once, or one row
+
+
+class UnitCommunication(Protocol):
+    """Methods that gather and reduce one unit. The group is that of the ranks that shard it."""
+
+    def gather(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns (W, n): the shards (n) of all ranks of the group. Equal on all ranks, the own row too."""
+        ...
+
+    def reduce(self, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns the sum (n), in fp32, of this rank's row of the `parts` (W, n) of all ranks."""
+        ...
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Returns this rank's state, such as errors to feed back, for checkpoints."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over a `state`, whose tensors are on the CPU."""
+
+
+class CommunicationHook(UnitCommunication, Protocol):
+    """Protocol of `communication.hook`: a class without arguments, of which each unit has an instance.
+
+    A hook may lack `gather` or `reduce`: fullshard then sends in its own way. It may lack both `state` and
+    `load_state`. Only floating-point units come to it.
+    """
+
+    def wire_bytes(self, n: int, dtype: str) -> int:
+        """Returns the bytes in which `n` elements of `dtype` (fp32, bf16, fp16) are sent; for the planner."""
+        ...
+
+
+class CompressedCommunication:
+    """The hook of `communication.gather` and `communication.reduce`; None leaves one to FSDP2's way.
+
+    seed: of the random numbers by which int8 gradients are rounded; another one on each rank
+    """
+
+    def __init__(self, gather: Format | None, reduce: Format | None, *, seed: int) -> None:
+        self._gather: Format | None = gather
+        self._reduce: Format | None = reduce
+        self._seed = seed
+        self._generator: torch.Generator | None = None
+        self._loaded: Tensor | None = None
+
+    def gather(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+        assert self._gather is not None, "only what is compressed comes here"
+        ranks, n = group.size(), shard.numel()
+        wires = gather_rows(encode(shard.view(1, n), self._gather).view(-1), group)
+        whole = shard.new_empty(ranks, n)
+        rows = _rows_at_once(n)
+        for wire, part in zip(wires.split(rows), whole.split(rows), strict=True):
+            part.copy_(decode(wire, n))
+        return whole
+
+    def reduce(self, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        assert self._reduce is not None, "only what is compressed comes here"
+        n = parts.shape[1]
+        noise = self._noise_of(parts.device) if self._reduce == "int8" else None
+        wires = [encode(some, self._reduce, noise=noise) for some in parts.split(_rows_at_once(n))]
+        received = exchange_rows(wires[0] if len(wires) == 1 else torch.cat(wires), group)
+        del wires
+        total = torch.zeros(n, dtype=torch.float32, device=parts.device)
+        for some in received.split(_rows_at_once(n)):
+            total += decode(some, n).sum(0)
+        return total
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {} if self._generator is None else {"rng": self._generator.get_state()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._generator, self._loaded = None, state.get("rng")
+
+    def _noise_of(self, device: torch.device) -> torch.Generator:
+        if self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(self._seed)
+            if self._loaded is not None and self._loaded.shape == self._generator.get_state().shape:
+                self._generator.set_state(self._loaded)
+        return self._generator
+
+
+def encode(rows: Tensor, kind: Format, *, noise: torch.Generator | None = None) -> Tensor:
+    """Returns `rows` (R, n) as they are sent, (R, `wire_bytes(kind, n)` / itemsize).
+
+    noise: rounds int8 stochastically; None rounds to the nearest
+    """
+    if kind == "bf16":
+        return rows.to(torch.bfloat16)
+    count, n = rows.shape
+    scaled = -(-n // BLOCK)
+    blocks = pad(rows.float(), (0, scaled * BLOCK - n)).view(count, scaled, BLOCK)
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    blocks = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)
+    if noise is None:
+        blocks = blocks.round_()
+    else:
+        blocks = blocks.add_(torch.rand(blocks.shape, generator=noise, device=rows.device)).floor_()
+    wire = torch.zeros(count, wire_bytes(kind, n), dtype=torch.uint8, device=rows.device)
+    wire[:, : 4 * scaled].view(torch.float32).copy_(scales.view(count, scaled))
+    codes = blocks.clamp_(-127, 127).view(count, scaled * BLOCK)[:, :n]
+    wire[:, 4 * scaled : 4 * scaled + n].view(torch.int8).copy_(codes)
+    return wire
+
+
+def decode(wire: Tensor, n: int) -> Tensor:
+    """Returns the rows (R, n) in fp32 that `encode` made `wire` of."""
+    if wire.dtype == torch.bfloat16:
+        return wire.float()
+    scaled = -(-n // BLOCK)
+    codes = wire[:, 4 * scaled : 4 * scaled + n].view(torch.int8).float()
+    blocks = pad(codes, (0, scaled * BLOCK - n)).view(len(wire), scaled, BLOCK)
+    scales = wire[:, : 4 * scaled].view(torch.float32).unsqueeze(-1)
+    return (blocks * scales).view(len(wire), scaled * BLOCK)[:, :n]
+
+
+def gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns (W, m): the `row` (m) of each rank of the group. Collective."""
+    return gather_parts(row, group.group_name, direct=row.is_cpu)
+
+
+def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns (W, m): the row for this rank in the `rows` (W, m) of each rank of the group. Collective."""
+    if not rows.is_cpu:
+        each = [1] * group.size()
+        return exchange_row_parts(rows, each, received=each, group=group.group_name, direct=False)
+    received = torch.empty_like(rows)
+    sent, into = list(rows.unbind()), list(received.unbind())
+    all_to_all_parts_pairwise(sent, into, group=group, tag=REDUCTION, kind="reduce_scatter")
+    return received
+
+
+def _rows_at_once(n: int) -> int:
+    return max(1, _MOST_AT_ONCE // max(n, 1))

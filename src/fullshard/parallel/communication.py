@@ -1,0 +1,139 @@
+"""Installs [communication] on FSDP2's units: compressed collectives, and hooks of the user's own.
+
+FSDP2 hands the flat shard of a unit to an all-gather, and the flat gradients for all shards to a
+reduce-scatter (`set_custom_all_gather`, `set_custom_reduce_scatter`). The sum over replicas (of hybrid
+strategies, and of units that are not sharded) is FSDP2's own all-reduce, and stays as it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fullshard.distributed.agreement import rank
+from fullshard.distributed.collectives import DirectAllGather
+from fullshard.distributed.compression import (
+    CommunicationHook,
+    CompressedCommunication,
+    UnitCommunication,
+    gather_rows,
+)
+from fullshard.distributed.ranges import TimedRange
+from fullshard.errors import ShardError, SpecError
+from fullshard.spec.plan import Plan
+from fullshard.system.dotted import import_callable
+
+_COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)  # units of several dtypes are packed as bytes
+_ATTRIBUTE = "_fullshard_communication"  # of the model: {unit's name: hook}
+
+
+class _Allocates:
+    """The part of FSDP2's protocol that says where buffers lie."""
+
+    def __init__(self, hook: UnitCommunication) -> None:
+        self._hook = hook
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class HookedAllGather(_Allocates):
+    """All-gather of a unit by a hook's `gather`; of other than floating-point numbers by FSDP2's own way."""
+
+    def __call__(  # FSDP2's signature; the input already lies in its place in the output
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        if input_tensor.dtype not in _COMPRESSED:
+            if input_tensor.is_cpu:
+                return DirectAllGather()(output_tensor, input_tensor, group, async_op)
+            output_tensor.view(group.size(), -1).copy_(gather_rows(input_tensor, group))
+            return None
+        with TimedRange("all_gather"):
+            gathered = self._hook.gather(input_tensor, group)
+        whole = output_tensor.view(group.size(), -1)
+        _check_shape(gathered, whole.shape, what="gather")
+        whole.copy_(gathered)  # the own row too: all ranks must compute with the same parameters
+        return None
+
+
+class HookedReduceScatter(_Allocates):
+    """Reduce-scatter of a unit by a hook's `reduce`, whose sum is divided if FSDP2 asks for the average."""
+
+    def __call__(  # FSDP2's signature
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ShardError(
+                "the hook of [communication] cannot apply FSDP2's factor of gradients.",
+                got=f"{op}, after set_gradient_divide_factor",
+                why="torch does not say by which number such a reduction multiplies",
+                fix="set_force_sum_reduction_for_comms(True) beside it, or a factor in the loss",
+            )
+        with TimedRange("reduce_scatter"):
+            total = self._hook.reduce(input_tensor.view(group.size(), -1), group)
+        _check_shape(total, output_tensor.shape, what="reduce")
+        output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
+
+
+def _check_shape(got: Any, wanted: Sequence[int], *, what: str) -> None:
+    shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
+    if shape != tuple(wanted):
+        raise ShardError(
+            f"{what} of the hook of [communication] returned something else than it must.",
+            got=f"{shape}, not {tuple(wanted)}",
+            fix="gather returns (ranks, n), reduce returns (n): see docs/communication.md",
+        )
+
+
+def make_hook(plan: Plan, *, unit: int) -> UnitCommunication | None:
+    """Returns the hook of a unit, by its number; None if nothing is compressed.
+
+    Raises SpecError for a class that is not a hook.
+    """
+    section = plan.run.communication
+    if not section.is_set:
+        return None
+    if section.hook is None:
+        seed = (plan.run.run.seed * 1_000_003 + unit) * 65_537 + rank()
+        return CompressedCommunication(
+            None if section.gather == "auto" else section.gather,
+            None if section.reduce == "auto" else section.reduce,
+            seed=seed % 2**63,
+        )
+    return import_hook(section.hook)
+
+
+def import_hook(dotted: str) -> CommunicationHook:
+    """Returns an instance of the class `package.module:Class`. Raises SpecError unless it is a hook."""
+    made = cast(Callable[[], Any], import_callable(dotted, key="communication.hook"))()
+    methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(made, name, None))}
+    if not methods & {"gather", "reduce"} or "wire_bytes" not in methods:
+        raise SpecError(
+            f"communication.hook = {dotted!r} is not a hook.",
+            got=f"an object with {', '.join(sorted(methods)) or 'none of its methods'}",
+            fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
+        )
+    return made
+
+
+def install_hook(unit: FSDPModule, hook: UnitCommunication, *, plan: Plan) -> None:
+    """Makes a unit gather and reduce by `hook`, if the plan asks for it, and the hook has the method."""
+    section = plan.run.communication
+    own = section.hook is not None
+    if (own and hasattr(hook, "gather")) or section.gather != "auto":
+        unit.set_custom_all_gather(cast(Any, HookedAllGather(hook)))
+    if (own and hasattr(hook, "reduce")) or section.reduce != "auto":
+        unit.set_custom_reduce_scatter(cast(Any, HookedReduceScatter(hook)))
+
+
+def set_hooks(model: nn.Module, hooks: Mapping[str, UnitCommunication]) -> None:
+    """Stores the hooks of a model's units by name, where `find_hooks` finds them."""
+    setattr(model, _ATTRIBUTE, dict(hooks))
+
+
+def find_hooks(model: nn.Module) -> Mapping[str, UnitCommunication]:
+    """Returns the hooks of a model's units by name; none if nothing is compressed."""
+    return getattr(model, _ATTRIBUTE, {})

@@ -1,0 +1,61 @@
+"""Bytes and seconds of [communication], planned."""
+
+import pytest
+
+from fullshard.planner.predict.memory import bytes_by_unit_kind
+from fullshard.planner.search.candidates import require_prediction
+from fullshard.planner.search.search import predict, search
+from fullshard.spec.run import Run
+from fullshard.spec.settings.communication_section import wire_bytes
+from tests.fakes.hardware import cpu_of
+from tests.planner.measured import described, hardware_of_one_byte_per_second, plan_of
+
+BOTH = ("communication.gather=int8", "communication.reduce=int8")
+FULL = "sharding.strategy=full_shard"
+
+
+def seconds_of(*more: str, ranks: int = 4) -> tuple[float, float]:
+    """Seconds of gathers and of reductions, which are bytes on this hardware."""
+    plan = plan_of(ranks, FULL, *more)
+    time = require_prediction(predict(described(plan), plan, hardware_of_one_byte_per_second(ranks))).time
+    return time.exposed_all_gather, time.exposed_reduce_scatter
+
+
+def test_int8_takes_a_quarter_of_the_seconds_of_fp32() -> None:
+    (gather, reduce), (plain_gather, plain_reduce) = seconds_of(*BOTH), seconds_of()
+    assert gather / plain_gather == pytest.approx(0.254, abs=0.002)
+    assert reduce / plain_reduce == pytest.approx(0.254, abs=0.002)
+
+
+def test_only_what_is_compressed_changes() -> None:
+    plain = seconds_of()
+    for number, setting in enumerate(BOTH):
+        found = seconds_of(setting)
+        assert found[number] < 0.3 * plain[number]
+        assert found[1 - number] == pytest.approx(plain[1 - number])
+
+
+def test_a_hook_is_planned_with_its_own_bytes() -> None:
+    own = seconds_of("communication.hook=tests.parallel.hooks:ErrorFeedback")
+    plain = seconds_of()
+    assert own[0] == pytest.approx(plain[0])  # it has no gather
+    assert own[1] / plain[1] == pytest.approx(1 / 32, rel=0.01)
+
+
+def test_wires_are_of_padded_shards() -> None:
+    plan = plan_of(3, FULL, *BOTH)
+    for size in bytes_by_unit_kind(described(plan), plan).values():
+        if size.gather_wires is not None:
+            assert size.gather_wires.sent == 3 * wire_bytes("int8", size.gathered // 12)
+
+
+def test_a_search_shards_if_communication_is_compressed() -> None:
+    plan = plan_of(2, *BOTH)
+    run = plan.run.with_overrides(["sharding.strategy=auto"])
+    found = search(described(plan), cpu_of(2), run).best
+    assert found is not None
+    assert found.strategy != "no_shard"
+
+
+def test_nothing_is_compressed_by_default() -> None:
+    assert not Run().communication.is_set
