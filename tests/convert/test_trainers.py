@@ -270,3 +270,17 @@ def test_lora_plus_does_not_decay_in_axolotl():
     decay = "adapter: lora\nloraplus_lr_ratio: 16\nweight_decay: 0.5"
     assert converted(AXOLOTL + decay).run.optimizer.weight_decay == 0
     assert converted(FACTORY + decay.replace("adapter", "finetuning_type")).run.optimizer.weight_decay == 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FACTORY}optim: adamw_torch\nuse_muon: true\n",
+        "base_model: a\nsequence_len: 64\nmicro_batch_size: 1\noptimizer: muon\n",
+    ],
+    ids=["LLaMA-Factory", "axolotl"],
+)
+def test_muon_is_muon_and_its_factor_is_named(text: str) -> None:
+    found = converted(text)
+    assert found.run.optimizer.name == "muon"
+    assert any("optimizer.muon.scale" in note for note in found.notes)

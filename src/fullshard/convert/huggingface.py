@@ -268,7 +268,13 @@ def _convert_arguments(state: ConversionState, *, tool: str, epochs: float, micr
     convert_betas(state, ("adam_beta1", "adam_beta2"), default=(0.9, 0.999))
     convert_groups(state, tool=tool, default_rate=defaults["optimizer.learning_rate"])
     rules = load_rules("trainer")
+    if state.get("use_muon") is True:
+        state.record_not_needed("optim", "use_muon replaces it")
     apply_rules(state, rules)
+    if state.settings.get("optimizer.name") == "muon":
+        state.notes.append(
+            "optimizer.muon.scale: rms, which takes rates of AdamW; with another factor, rates differ"
+        )
     why = "the trainer's default, which the file leaves as it is"
     for target, value in defaults.items():
         state.set_default_of_other_tool(target, value, why=why)

@@ -59,6 +59,7 @@ class ParamSpec(FrozenModel):
     itemsize: bytes per element in the module. Under a plan, shards of trained parameters have its master
         dtype, and computation its param dtype.
     is_gathered_in_fp8: True if it is gathered in fp8, one byte per element
+    is_hidden_matrix: True if Muon updates it by default: see `parallel.hidden_matrices`
     aliases: other names of a tied parameter
     divided_dim: the dim that ranks divide which share matmuls or experts; None if each of them has all of it
     """
@@ -69,6 +70,7 @@ class ParamSpec(FrozenModel):
     is_floating: bool = True
     requires_grad: bool = True
     is_gathered_in_fp8: bool = False
+    is_hidden_matrix: bool = False
     aliases: tuple[str, ...] = ()
     divided_dim: int | None = None
 

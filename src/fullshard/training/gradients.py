@@ -3,9 +3,9 @@
 [Note: decided on the device]
 torch's fused Adam and AdamW take two tensors, made for `torch.amp`: they divide the gradient by `grad_scale`,
 and change nothing, not even their step counts, where `found_inf` is 1. So the host can launch the update
-before anyone knows whether the step is skipped, and by how much the gradient is clipped. So does the
-`StochasticAdamW` of bf16_pure. No other optimizer takes both: its host waits for the decision. See
-`host_waits_before_each_update`.
+before anyone knows whether the step is skipped, and by how much the gradient is clipped. So do the
+`StochasticAdamW` of bf16_pure, and `MuonAdamW`. No other optimizer takes both: its host waits for the
+decision. See `host_waits_before_each_update`.
 
 [Note: local tensors]
 Over DTensors, an operation on a list of parameters costs the host tens of microseconds for each of them, and
@@ -42,7 +42,9 @@ from fullshard.torch_private.fsdp import engine_parameters, list_units, unsharde
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, step_hooks
 from fullshard.training.figures import StepDecision, copy_to_device
 from fullshard.training.low_bit_adamw import StochasticAdamW, local_part_of
+from fullshard.training.muon import MuonAdamW
 
+_OWN = (StochasticAdamW, MuonAdamW)  # optimizers of this package that take a decision on the device
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
 
 
@@ -220,7 +222,7 @@ def host_waits_before_each_update(optimizer: torch.optim.Optimizer, plan: Plan) 
 
     It does wherever the next launch depends on the decision:
 
-    - optimizers that cannot skip on the device: all but torch's fused Adam and AdamW, and `StochasticAdamW`
+    - optimizers that cannot skip on the device: all but torch's fused Adam and AdamW, and those of `_OWN`
     - `fault_tolerance.on_spike = "rollback"`: no step may follow a spike
     - fp16, whose loss scale follows from the step before
     """
@@ -269,7 +271,7 @@ def update_as_device_decides(optimizer: torch.optim.Optimizer, decision: StepDec
 def _step_with_scale(
     optimizer: torch.optim.Optimizer, *, grad_scale: Tensor | None, found_inf: Tensor | None = None
 ) -> None:
-    is_own = isinstance(optimizer, StochasticAdamW)  # which takes local parts itself
+    is_own = isinstance(optimizer, _OWN)  # which take local parts themselves
     adam = cast(Any, optimizer)
     adam.grad_scale, adam.found_inf = grad_scale, found_inf
     try:
@@ -280,11 +282,11 @@ def _step_with_scale(
 
 
 def _is_decided_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether this is `StochasticAdamW`, or torch's fused Adam or AdamW, and nothing is hooked on."""
+    """Returns whether this is one of `_OWN`, or torch's fused Adam or AdamW, and nothing is hooked on."""
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and is_fused
     hooked = any(not hook.__module__.startswith("fullshard.") for hook in step_hooks(optimizer))
-    return (is_adam or type(optimizer) is StochasticAdamW) and _has_own_step(optimizer) and not hooked
+    return (is_adam or isinstance(optimizer, _OWN)) and _has_own_step(optimizer) and not hooked
 
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:

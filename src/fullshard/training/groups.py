@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
+from fullshard.parallel.hidden_matrices import find_fused_matrices, find_hidden_matrices
 from fullshard.quantities import count_text, format_count, join_names
 from fullshard.spec.settings.train_section import OptimizerGroup, OptimizerSection
 from fullshard.training.learning_rates import FACTOR
+from fullshard.training.muon import KIND
 
 logger = logging.getLogger("fullshard")
 _REST = OptimizerGroup(match=("*",))
@@ -22,10 +24,14 @@ _REST = OptimizerGroup(match=("*",))
 
 @dataclass(frozen=True)
 class MatchedGroup:
-    """A group of [[optimizer.groups]], or the rest, with its trained parameters by name."""
+    """A group of [[optimizer.groups]], or the rest, with its trained parameters by name.
+
+    muon: names of those that Muon updates
+    """
 
     settings: OptimizerGroup
     parameters: Mapping[str, nn.Parameter]
+    muon: frozenset[str] = frozenset()
 
     @property
     def is_rest(self) -> bool:
@@ -38,21 +44,53 @@ def match_groups(model: nn.Module, section: OptimizerSection) -> list[MatchedGro
 
     A parameter belongs to the first group of which a pattern matches its name, that of
     `model.named_parameters()` and of checkpoints. Raises SpecError for a pattern that matches no trained
-    parameter, or only those of earlier groups.
+    parameter, or only those of earlier groups, and for parameters that Muon cannot update.
 
     >>> [(group.settings.match, len(group.parameters)) for group in match_groups(model, plan.run.optimizer)]
     [(('*norm*',), 9), (('*',), 30)]
     """
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = find_hidden_matrices(model) if section.is_muon else {}
     found = list[MatchedGroup]()
     for settings in section.groups:
         own = {name: parameter for name, parameter in left.items() if settings.matches(name)}
         for pattern in settings.match:
             if not any(fnmatchcase(name, pattern) for name in own):
                 raise _unmatched_pattern_error(pattern, model)
-        found.append(MatchedGroup(settings, own))
+        found.append(MatchedGroup(settings, own, muon=_muon_names(settings, own, matrices=matrices)))
         left = {name: parameter for name, parameter in left.items() if name not in own}
-    return [*found, MatchedGroup(_REST, left)] if left else found
+    found += [MatchedGroup(_REST, left, muon=frozenset(left.keys() & matrices.keys()))] if left else []
+    if section.is_muon and not any(group.muon for group in found):
+        raise SpecError(
+            "Muon has no matrix to update.",
+            got=f'optimizer.name = "muon", {type(model).__name__}',
+            why="it updates weights of linear modules and experts in repeated blocks, unless a group says so",
+            fix='[[optimizer.groups]] with kind = "muon", or optimizer.name = "adamw"',
+        )
+    return found
+
+
+def _muon_names(
+    settings: OptimizerGroup, own: Mapping[str, nn.Parameter], *, matrices: Mapping[str, nn.Parameter]
+) -> frozenset[str]:
+    """Returns the names in `own`, the group's parameters, that Muon updates. `matrices`: those by default."""
+    if settings.kind != "muon":
+        muon = frozenset(own.keys() & matrices.keys()) if settings.kind is None else frozenset[str]()
+    elif others := [name for name, one in own.items() if one.ndim != 2 and name not in matrices]:
+        raise SpecError(
+            "Muon updates matrices and stacks of experts alone.",
+            got=f'kind = "muon" for {join_names(others, most=3)}, of shape {list(own[others[0]].shape)}',
+            fix="a pattern that matches matrices alone",
+        )
+    else:
+        muon = frozenset(own)
+    if settings.betas is not None and len(muon) == len(own):
+        raise SpecError(
+            "a group of [[optimizer.groups]] has betas, which Muon has not.",
+            got=f"betas = {list(settings.betas)} for {join_names(list(settings.match))}",
+            fix='the group without betas, or with kind = "adamw"',
+        )
+    return muon
 
 
 def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -77,26 +115,53 @@ def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[d
                 decays = name not in excluded and _has_decay_by_default(model, name, parameter=parameter)
                 decay = section.weight_decay if decays else 0.0
             placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-            key = (number, decay, placed, parameter.dtype)
-            group = groups.setdefault(key, {"params": [], "weight_decay": decay} | own)
+            kind = "muon" if name in matched.muon else "adamw"
+            key = (number, decay, placed, parameter.dtype, kind)
+            of_kind = {KIND: kind} if section.is_muon else {}
+            group = groups.setdefault(key, {"params": [], "weight_decay": decay} | own | of_kind)
             group["params"].append(parameter)
     return list(groups.values())
 
 
 def group_lines(model: nn.Module, section: OptimizerSection) -> list[str]:
-    """Returns a line of text for each of [[optimizer.groups]] and for the rest; none without such groups."""
-    return [_group_line(one, section) for one in match_groups(model, section)] if section.groups else []
+    """Returns a line of text for each of [[optimizer.groups]] and for the rest; none without such groups.
+
+    With Muon, the parameters of Muon and those of AdamW have a line each.
+    """
+    if not section.groups and not section.is_muon:
+        return []
+    return [line for one in match_groups(model, section) for line in _lines_of_group(one, section)]
 
 
-def _group_line(group: MatchedGroup, section: OptimizerSection) -> str:
-    settings, parameters = group.settings, group.parameters.values()
+def _lines_of_group(group: MatchedGroup, section: OptimizerSection) -> list[str]:
+    if not section.is_muon:
+        return [_group_line(group, section, parameters=group.parameters)]
+    by_kind: dict[str, dict[str, nn.Parameter]] = {"Muon": {}, "AdamW": {}}
+    for name, parameter in group.parameters.items():
+        by_kind["Muon" if name in group.muon else "AdamW"][name] = parameter
+    lines = [_group_line(group, section, parameters=own, kind=kind) for kind, own in by_kind.items() if own]
+    if fused := find_fused_matrices(sorted(group.muon)):
+        lines.append(f"Muon takes fused matrices as one: {join_names(fused, most=3)}")
+    return lines
+
+
+def _group_line(
+    group: MatchedGroup,
+    section: OptimizerSection,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    kind: str = "",
+) -> str:
+    settings = group.settings
     decay = "by default" if settings.weight_decay is None else f"{settings.weight_decay:g}"
     parts = [
         "all others" if group.is_rest else join_names(list(settings.match)),
-        f"{format_count(sum(map(Tensor.numel, parameters)))} in {count_text(len(parameters), 'tensor')}",
+        *([kind] if kind else []),
+        f"{format_count(sum(map(Tensor.numel, parameters.values())))} in "
+        f"{count_text(len(parameters), 'tensor')}",
         f"rate {section.learning_rate * settings.lr_factor:.4g}",
         f"weight decay {decay}",
-        *([f"betas {list(settings.betas)}"] if settings.betas else []),
+        *([f"betas {list(settings.betas)}"] if settings.betas and kind != "Muon" else []),
     ]
     return "group " + ", ".join(parts)
 

@@ -18,6 +18,7 @@ from fullshard.torch_private.fsdp import list_units
 from fullshard.training.groups import make_parameter_groups
 from fullshard.training.learning_rates import mark_as_built_by_fullshard
 from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_class
+from fullshard.training.muon import MuonAdamW
 from fullshard.training.shard import build_streaming_adamw
 from fullshard.training.state import check_state_can_be_saved
 
@@ -50,10 +51,8 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     if not groups:
         name = type(model).__name__
         raise ShardError(f"{name} has no trainable parameter.", fix="requires_grad_(True) on some")
-    if plan.run.offload.offloads_optimizer:
-        return mark_as_built_by_fullshard(build_streaming_adamw(model, groups, plan=plan))
-    if plan.precision.stochastic_rounding:
-        return mark_as_built_by_fullshard(_build_stochastic_adamw(groups, plan))
+    if (own := _build_own_optimizer(model, groups, plan=plan)) is not None:
+        return mark_as_built_by_fullshard(own)
     cls = _import_optimizer_class(section.name)
     options = _optimizer_options(section, cls, device=next(model.parameters()).device)
     try:
@@ -116,7 +115,7 @@ def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise SpecError(
             "optimizer.name names no optimizer.",
             got=repr(name),
-            fix=f"{', '.join(_NAMES)}, {EIGHT_BIT}, or the dotted name of a torch.optim.Optimizer",
+            fix=f"{', '.join(_NAMES)}, muon, {EIGHT_BIT}, or the dotted name of a torch.optim.Optimizer",
         )
     return found
 
@@ -152,6 +151,30 @@ def _optimizer_options(
     if can_fuse and not {"foreach", "differentiable"} & section.options.keys():
         options["fused"] = True
     return options | section.options
+
+
+def _build_own_optimizer(
+    model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan
+) -> torch.optim.Optimizer | None:
+    """Returns the optimizer if it is one of this package, or None."""
+    if plan.run.offload.offloads_optimizer:
+        return build_streaming_adamw(model, groups, plan=plan)
+    if plan.run.optimizer.is_muon:
+        return _build_muon(groups, plan)
+    return _build_stochastic_adamw(groups, plan) if plan.precision.stochastic_rounding else None
+
+
+def _build_muon(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+    section = plan.run.optimizer
+    is_fp32 = (section.muon.dtype if section.muon.dtype != "auto" else plan.precision.param) == "fp32"
+    return MuonAdamW(
+        groups,
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        muon=section.muon,
+        dtype=torch.float32 if is_fp32 else torch.bfloat16,
+    )
 
 
 def _build_stochastic_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:

@@ -31,6 +31,7 @@ from typing import NamedTuple, cast
 from fullshard.errors import PlanError
 from fullshard.planner.predict import fsdp_memory
 from fullshard.planner.predict.collectives import uneven_expert_rows_bytes
+from fullshard.planner.predict.muon import muon_bytes_below_adamw, muon_temporary_bytes
 from fullshard.planner.predict.offload import device_update_buffer_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
@@ -111,7 +112,7 @@ class _StepMemoryReplay:
     """Replays the memory of a step: its phases, and FSDP2's events between them."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
-        self.spec, self.plan = spec, plan
+        self.spec, self.plan, self.rank = spec, plan, rank
         self.trace = spec.trace_for_plan(plan)
         self.kinds = bytes_by_unit_kind(spec, plan, rank=rank)
         self.units = units = fsdp_memory.memory_trace(spec, plan).units
@@ -140,12 +141,14 @@ class _StepMemoryReplay:
         sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
         ledger.moment = ("optimizer step", -1)
         temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
+        temporaries = max(temporaries, muon_temporary_bytes(self.spec, self.plan, rank=self.rank))
         ledger.update_peaks(fsdp_memory.LiveBytes(backward=temporaries))
         (moment, unit), held, live = ledger.best
         optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
+        below_adamw = muon_bytes_below_adamw(self.spec, self.plan, rank=self.rank)
         lasting = {
             "parameter_shards": sum(sizes[kind].shards for kind in kinds),
-            "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing,
+            "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing - below_adamw,
             "parameter_averages": sum(parameter_average_bytes(sizes[kind], self.plan) for kind in kinds),
             "buffers": self.spec.buffer_bytes,
             "batch": round(self.trace.batch_bytes.value_at(self.plan.microbatch)),
@@ -211,7 +214,7 @@ def least_bytes_of_mesh(spec: ModelSpec, plan: Plan) -> LeastBytes:
         kind: s.shards + optimizer_state_bytes(s, plan) + parameter_average_bytes(s, plan)
         for kind, s in sizes.items()
     }
-    always = sum(each * kinds.count(kind) for kind, each in own.items())
+    always = sum(each * kinds.count(kind) for kind, each in own.items()) - muon_bytes_below_adamw(spec, plan)
     # Few gradients are in memory at once if they are offloaded.
     gradients = 0 if plan.copies_gradients_to_host else sum(sizes[kind].gradient for kind in kinds)
     return LeastBytes(always=always + spec.buffer_bytes, once=gradients)

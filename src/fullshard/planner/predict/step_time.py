@@ -8,7 +8,7 @@ contention   hardware.contention * overlapped: the seconds of collectives that o
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
              reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
-             in fp32. All over the rank's shards.
+             in fp32. All over the rank's shards. Muon's own: see `planner.predict.muon`.
 offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
              offload target or with activations on the host (see [Note: tiers] and [Note: activations on the
              host] in `planner.predict.offload`). It includes an offloaded update; `optimizer` does not.
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict import collectives, fsdp_time, offload, simulate
+from fullshard.planner.predict.muon import muon_update_seconds
 from fullshard.planner.predict.phases import build_schedule, memory_access_seconds, phase_costs
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
@@ -153,7 +154,8 @@ class StepTimePredictor:
         trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload, plan.run.communication)
-        update = (plan.run.optimizer.name, bool(plan.run.optimizer.options.get("momentum")), plan.run.ema)
+        section = plan.run.optimizer
+        update = (section.name, bool(section.options.get("momentum")), section.muon, plan.run.ema)
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
             self._units[key] = self._compute_unit_costs(plan, trace)
@@ -250,6 +252,7 @@ class StepTimePredictor:
                 update = sum(_stochastic_rounding_update_seconds(s, hardware.rates) * n for s, n in pairs)
             else:
                 update = memory_access_seconds(_accesses_per_element(plan) * shards, hardware.rates.optimizer)
+            update += muon_update_seconds(self.spec, plan, hardware=hardware)
             return units._replace(update=fsdp_time.to_ticks(norm + update))
         rates = offload.offload_seconds_per_byte_or_parameter(plan, hardware)
         records = offload.state_bytes_of_each_group(self.spec, plan)
@@ -350,7 +353,7 @@ def _accesses_per_element(plan: Plan) -> float:
     section, average = plan.run.optimizer, plan.run.ema
     name = section.name.lower()
     averaging = 3 / average.every if average.decay else 0  # value and average, read; average, written
-    if name == "adamw":
+    if name in ("adamw", "muon"):
         return 7 + averaging
     if name == "adamw8bit":
         return 4 + averaging  # the least: value, gradient, and one byte of each moment, read and written
@@ -359,7 +362,7 @@ def _accesses_per_element(plan: Plan) -> float:
     raise PlanError(
         "how long this optimizer's update takes is not known.",
         got=f"optimizer.name = {section.name!r}",
-        fix="adamw, adamw8bit or sgd, for a prediction",
+        fix="adamw, muon, adamw8bit or sgd, for a prediction",
     )
 
 

@@ -27,13 +27,16 @@ def check_own_model_has_data(run: Run) -> None:
 
 
 def check_settings_work_together(run: Run) -> None:
-    """Raises PlanError for settings that do not work with tensor parallelism or an offload target."""
+    """Raises PlanError for settings that do not work with tensor parallelism, an offload target or Muon."""
     section = run.optimizer
     if run.offload.offloads_optimizer and (section.name.lower() != "adamw" or section.options):
         options = ", with options" if section.options else ""
         raise PlanError(
             "only AdamW's state is kept outside the device.",
             got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
+            why="it is updated in parts of shards, and Muon needs whole matrices"
+            if section.is_muon
+            else None,
             fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
         )
     if run.communication.is_set and run.sharding.strategy == "no_shard":
@@ -42,6 +45,13 @@ def check_settings_work_together(run: Run) -> None:
             got='sharding.strategy = "no_shard"',
             why="it is for gathers of shards, and for sums over the ranks that shard",
             fix='sharding.strategy = "zero1", which sends as much, or no [communication]',
+        )
+    if section.is_muon and run.precision.mode == "bf16_pure":
+        raise PlanError(
+            "bf16_pure rounds its updates stochastically, which muon does not.",
+            got='optimizer.name = "muon", precision.mode = "bf16_pure"',
+            why="rounding to nearest would lose most updates of bf16 parameters",
+            fix='precision.mode = "bf16", which keeps fp32 parameters; or optimizer.name = "adamw"',
         )
     degree, unsupported = run.sharding.tensor_degree, first_setting_that_excludes_tensor_parallel(run)
     if degree > 1 and unsupported is not None:

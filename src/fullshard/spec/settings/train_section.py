@@ -78,26 +78,47 @@ class OptimizerGroup(value.FrozenModel):
     `weight_decay`: of each parameter in the group; unset, `optimizer.weight_decay`, which matrices have, and
         norms and biases have not
     `betas`: unset, `optimizer.betas`
+    `kind`: of `muon`, which update the matrices; unset, Muon for those of blocks, and AdamW for others
     """
 
     match: Annotated[tuple[str, ...], Field(min_length=1)]
     lr_factor: value.NonNegativeScalar = 1.0
     weight_decay: value.NonNegativeScalar | None = None
     betas: tuple[value.Fraction, value.Fraction] | None = None
+    kind: Literal["adamw", "muon"] | None = None
 
     def matches(self, name: str) -> bool:
         """Returns whether a pattern matches the name of a parameter."""
         return any(fnmatchcase(name, pattern) for pattern in self.match)
 
 
+class MuonSection(value.FrozenModel):
+    """Settings of Muon, the optimizer of matrices in `optimizer.name = "muon"`.
+
+    `momentum`: part of the momentum that a step keeps
+    `nesterov`: whether the gradient counts once more beside the momentum
+    `steps`: Newton–Schulz iterations
+    `scale`: `rms` multiplies the rate by 0.2 √max(m, n), so that a rate of AdamW suits; `original` by
+        √max(1, m / n), for rates near 0.02
+    `dtype`: of Newton–Schulz, and of what ranks send for it; `auto`: fp32 in a run in fp32, else bf16
+    """
+
+    momentum: value.Fraction = 0.95
+    nesterov: bool = True
+    steps: value.PositiveCount = 5
+    scale: Literal["rms", "original"] = "rms"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+
+
 class OptimizerSection(value.FrozenModel):
     """Settings of the optimizer and its hyperparameters.
 
-    `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
-        `torch.optim.Optimizer`
+    `name`: `adamw`, `sgd`, `muon` (matrices of blocks; AdamW for all others), `adamw8bit` (8-bit moments:
+        the extra `lowbit`), or the dotted name of any `torch.optim.Optimizer`
     `options`: other keyword arguments of the optimizer's class, such as { momentum = 0.9 } of `sgd`
     `clip_norm`: the largest global gradient norm; 0 disables clipping
-    `groups`: [[optimizer.groups]], parameters with a rate, weight decay or betas of their own
+    `muon`: [optimizer.muon], settings of Muon
+    `groups`: [[optimizer.groups]], parameters with a rate, weight decay, betas or kind of their own
     """
 
     name: str = "adamw"
@@ -107,7 +128,23 @@ class OptimizerSection(value.FrozenModel):
     weight_decay: value.NonNegativeScalar = 0.1
     clip_norm: value.NonNegativeScalar = 1.0
     options: value.Options = Field(default_factory=dict[str, Any])
+    muon: MuonSection = Field(default_factory=MuonSection)
     groups: tuple[OptimizerGroup, ...] = ()
+
+    @property
+    def is_muon(self) -> bool:
+        """True if Muon updates matrices, and AdamW all others."""
+        return self.name.lower() == "muon"
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> Self:
+        if self.is_muon and self.options:
+            raise ValueError(f"options = {self.options}: the settings of muon are in [optimizer.muon]")
+        if not self.is_muon and self.muon != MuonSection():
+            raise ValueError(f'[optimizer.muon] needs name = "muon", not "{self.name}"')
+        if not self.is_muon and any(group.kind for group in self.groups):
+            raise ValueError(f'kind of [[optimizer.groups]] needs name = "muon", not "{self.name}"')
+        return self
 
 
 class EmaSection(value.FrozenModel):

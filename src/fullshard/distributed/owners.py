@@ -1,0 +1,105 @@
+"""Whole matrices of sharded tensors on their owners, and the way there and back: see `spec.dealing`.
+
+[Note: one group for all waves]
+A wave is one exchange there and one back, over all ranks. Ranks of other replicas, and those that share no
+matrix of the wave, send each other nothing. So no mesh needs a group of its own, whatever its axes are: rows
+or columns, experts, ranks that share matmuls.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.distributed.agreement import all_gather_object, rank, world_size
+from fullshard.distributed.collectives import exchange_row_parts
+from fullshard.distributed.tensors import local_tensor, shard_offsets
+from fullshard.spec.dealing import Box, DealtMatrix, TensorLayout
+
+
+def gather_layouts(tensors: Sequence[Tensor]) -> list[TensorLayout]:
+    """Returns the layout of each tensor, equal on all ranks. Collective."""
+    own = [(shard_offsets(one), tuple(local_tensor(one).shape)) for one in tensors]
+    every = all_gather_object(own)
+    return [
+        TensorLayout(tuple(one.shape), _replicas(one), boxes=[Box(*of_rank[number]) for of_rank in every])
+        for number, one in enumerate(tensors)
+    ]
+
+
+def _replicas(tensor: Tensor) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(tensor, DTensor):
+        return tuple((one,) for one in range(world_size()))
+    # `is_shard()` is False for one kind of shard.
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    sharded = [axis for axis in range(tensor.device_mesh.ndim) if axis not in replicated]
+    ranks = tensor.device_mesh.mesh.permute(*replicated, *sharded).flatten(len(replicated))
+    return tuple(map(tuple, ranks.reshape(-1, ranks.shape[-1] if sharded else 1).tolist()))
+
+
+class Wave:
+    """This rank's part in a wave: the parts that it gives, in the order of owners, and what it owns."""
+
+    def __init__(self, matrices: Iterable[DealtMatrix]) -> None:
+        own, matrices = rank(), list(matrices)
+        given = (one for one in matrices if own in one.parts)
+        self.given = sorted(given, key=lambda one: one.owner)
+        self.owned = [one for one in matrices if one.owner == own]
+        self._sent, self._received = [0] * world_size(), [0] * world_size()
+        for one in self.given:
+            self._sent[one.owner] += one.parts[own].numel
+        for one in self.owned:
+            for source, part in one.parts.items():
+                self._received[source] += part.numel
+
+    def gather(self, parts: Iterable[Tensor], *, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Returns the matrices that this rank owns, in `dtype`. Collective.
+
+        parts: this rank's part of each matrix in `given`; a later one is asked for once an earlier is copied
+        """
+        given = self._join_given(parts, torch.empty(sum(self._sent), dtype=dtype, device=device))
+        arrived = _exchange(given, self._sent, received=self._received)
+        del given  # before there are matrices
+        wholes = [torch.empty(one.shape, dtype=dtype, device=device) for one in self.owned]
+        for number, box, piece in self._iterate_pieces(arrived):
+            wholes[number][box.slices] = piece
+        return wholes
+
+    def scatter(self, wholes: list[Tensor], *, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Returns this rank's part of each matrix in `given`, of the owners' `wholes`. Collective.
+
+        wholes: those of `owned`; the list is emptied, so that their memory is free early
+        """
+        flat = torch.empty(sum(self._received), dtype=dtype, device=device)
+        for number, box, piece in self._iterate_pieces(flat):
+            piece.copy_(wholes[number][box.slices])
+        wholes.clear()
+        return self._split_given(_exchange(flat, self._received, received=self._sent))
+
+    def _join_given(self, parts: Iterable[Tensor], flat: Tensor) -> Tensor:
+        for place, part in zip(self._split_given(flat), parts, strict=True):
+            place.copy_(part)
+        return flat
+
+    def _split_given(self, flat: Tensor) -> list[Tensor]:
+        boxes = [one.parts[rank()] for one in self.given]
+        pieces = flat.split([box.numel for box in boxes]) if boxes else ()
+        return [piece.view(box.size) for piece, box in zip(pieces, boxes, strict=True)]
+
+    def _iterate_pieces(self, flat: Tensor) -> Iterator[tuple[int, Box, Tensor]]:
+        """Yields (index of an owned matrix, a part of it, its place in `flat`), in the order of ranks."""
+        end = 0
+        for source in range(world_size()):
+            for number, one in enumerate(self.owned):
+                if (box := one.parts.get(source)) is not None:
+                    begin, end = end, end + box.numel
+                    yield number, box, flat[begin:end].view(box.size)
+
+
+def _exchange(flat: Tensor, sent: list[int], *, received: list[int]) -> Tensor:
+    group = dist.group.WORLD
+    assert group is not None, "one rank has all matrices"
+    direct = flat.device.type == "cpu"
+    return exchange_row_parts(flat, sent, received=received, group=group.group_name, direct=direct)

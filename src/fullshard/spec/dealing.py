@@ -1,0 +1,139 @@
+"""Matrices of sharded tensors, dealt to the ranks that get whole ones, in waves. Pure functions of shapes.
+
+[Note: owners]
+An update that needs whole matrices would need every matrix on every rank if each rank did all of it. Here
+each matrix has an owner: its rows go there, the owner computes, and the rows of the result go back. With W
+ranks, each computes 1/W of all matrices, and sends 2 (W - 1) / W² of their bytes, as much as for gathering
+one W-th of them twice.
+
+[Note: replicas compute the same]
+Replicas are ranks with the same part of a tensor. Matrices are dealt within each replica, so that replicas
+compute the same, each for itself. Dealing over all ranks would divide the computing by the number of
+replicas, but each result would have to be sent to all of them, over the slower links between nodes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+WAVE_ELEMENTS = 1 << 24
+"""Elements of whole matrices that an owner has at once, at least one matrix. It bounds temporary memory."""
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A part of a tensor: its first position, and its size, per dim."""
+
+    begin: Shape
+    size: Shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.begin, self.size, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """The parts of a tensor that ranks have.
+
+    replicas: tuples of ranks; the ranks of each have the whole tensor once
+    boxes: the part of each rank
+    matrix_dims: number of the last dims that make a matrix; the dims before them count matrices
+    """
+
+    shape: Shape
+    replicas: tuple[tuple[int, ...], ...]
+    boxes: Sequence[Box]
+    matrix_dims: int = 2
+
+    @cached_property
+    def has_whole_matrices(self) -> bool:
+        """True if each rank has all of a matrix, or none of it: nothing is to be sent."""
+        last = slice(-self.matrix_dims, None)
+        return all(box.size[last] == self.shape[last] or not box.numel for box in self.boxes)
+
+
+@dataclass(frozen=True)
+class DealtMatrix:
+    """A matrix of one replica, and its owner.
+
+    tensor: index of its tensor
+    index: its position in the tensor's leading dims
+    parts: box in the matrix of the part of this rank, and if it is the owner, of each rank that has a part
+    """
+
+    tensor: int
+    index: Shape
+    shape: Shape
+    owner: int
+    parts: dict[int, Box]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def newton_schulz_flops(shape: Shape, *, steps: int) -> float:
+    """Returns the FLOP of `steps` Newton–Schulz iterations: steps (4 m² n + 2 m³), m <= n, per matrix."""
+    short, long = sorted(shape[-2:])
+    return prod(shape[:-2]) * steps * (4.0 * short**2 * long + 2.0 * short**3)
+
+
+def deal_matrices(
+    layouts: Sequence[TensorLayout], *, rank: int, cost: Callable[[Shape], float]
+) -> list[list[DealtMatrix]]:
+    """Returns the matrices of `rank`'s replica in waves: largest first, each to the least loaded rank.
+
+    Tensors of which ranks have whole matrices are left out. Every rank gets the same number of waves, and the
+    same owners. An owner has at most WAVE_ELEMENTS in a wave, or one matrix. See [Note: owners].
+
+    cost: cost of a matrix of this shape
+
+    >>> halves = [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]
+    >>> layout = TensorLayout((4, 4), replicas=((0, 1),), boxes=halves)
+    >>> waves = deal_matrices([layout] * 4, rank=0, cost=prod)
+    >>> [matrix.owner for matrix in waves[0]]
+    [0, 1, 0, 1]
+    """
+    found: list[tuple[int, Shape, Shape]] = []
+    for number, layout in enumerate(layouts):
+        if layout.has_whole_matrices:
+            continue
+        lead = max(0, len(layout.shape) - layout.matrix_dims)
+        places = product(*map(range, layout.shape[:lead]))
+        found += [(number, index, layout.shape[lead:]) for index in places]
+    found.sort(key=lambda one: -cost(one[2]))
+    load, places_of = defaultdict[int, float](float), defaultdict[int, tuple[int, int]](lambda: (0, 0))
+    waves: list[list[DealtMatrix]] = []
+    for number, index, shape in found:
+        layout, numel = layouts[number], prod(shape)
+        for members in layout.replicas:
+            owner = min(members, key=load.__getitem__)
+            load[owner] += cost(shape)
+            wave, filled = places_of[owner]
+            if filled and filled + numel > WAVE_ELEMENTS:
+                wave, filled = wave + 1, 0
+            places_of[owner] = (wave, filled + numel)
+            waves += [[] for _ in range(wave + 1 - len(waves))]
+            if rank in members:
+                holders = members if owner == rank else (rank,)
+                parts = {one: part for one in holders if (part := _part(layout.boxes[one], index)).numel}
+                waves[wave].append(DealtMatrix(number, index, shape, owner, parts))
+    return waves
+
+
+def _part(box: Box, index: Shape) -> Box:
+    """Returns the part of the matrix at `index` that is in `box`; an empty one if it is elsewhere."""
+    lead = len(index)
+    is_inside = all(b <= i < b + n for i, b, n in zip(index, box.begin, box.size, strict=False))
+    size = box.size[lead:]
+    return Box(box.begin[lead:], size if is_inside else (0,) * len(size))

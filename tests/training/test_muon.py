@@ -1,0 +1,366 @@
+"""Muon on shards is Muon on whole matrices, bit for bit, and moves no more than its formula."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint import load, save
+from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor, shard_offsets
+from fullshard.errors import CheckpointError, PlanError, SpecError
+from fullshard.models.loss import choose_loss
+from fullshard.parallel.hidden_matrices import find_hidden_matrices
+from fullshard.parallel.materialize import materialize
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.spec.settings.train_section import OptimizerSection
+from fullshard.training.figures import StepDecision
+from fullshard.training.gradients import update_as_device_decides, update_parameters
+from fullshard.training.groups import group_lines, match_groups
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
+from fullshard.training.state import TrainState
+from tests.fakes.data import Rows
+from tests.fakes.models import VOCABULARY
+from tests.training.runs import local_bits, same_bits, whole
+from tests.training.same_numbers import build, make_run
+
+RATE, DECAY, STEPS = 0.02, 0.1, 3
+DECODER, MIXTURE, ODD = "decoder", "mixture_decoder", "odd_mixture"
+
+
+def run_of(ranks: int, model: str, strategy: str = "full_shard", **more: Any) -> Run:
+    extra = ("optimizer.name=muon", f"optimizer.learning_rate={RATE}", *more.pop("extra", ()))
+    length = 16 if "context" in more or "tensor" in more or "expert" in more else 9
+    return make_run(model=model, ranks=ranks, strategy=strategy, length=length, extra=extra, **more)
+
+
+def state_of(run: Run, model: str) -> tuple[TrainState, Plan]:
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    module = shard(build(model, run), plan)
+    return TrainState(module, build_optimizer(module, plan), data=Rows(VOCABULARY)), plan
+
+
+def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randn(one.shape, generator=generator)
+        for name, one in model.named_parameters()
+        if one.requires_grad
+    }
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """Gives each parameter this rank's part of a gradient that does not depend on the ranks."""
+    given = gradients(model, step)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and name in given:
+            size = local_tensor(parameter).shape
+            box = tuple(slice(b, b + n) for b, n in zip(shard_offsets(parameter), size, strict=True))
+            parameter.grad = dtensor_from_local_part(parameter, given[name][box].contiguous())
+        else:
+            parameter.grad = given.get(name)
+
+
+Tensors = dict[str, Tensor]
+
+
+def momentum_of(state: TrainState) -> Tensors:
+    found = {name: state.optimizer.state.get(one, {}) for name, one in state.model.named_parameters()}
+    kept = {name: one["momentum_buffer"] for name, one in found.items() if "momentum_buffer" in one}
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in kept.items()}
+
+
+def updated_here(run: Run, model: str) -> tuple[Tensors, Tensors]:
+    """(parameters, momentum) after STEPS updates with given gradients."""
+    state, _ = state_of(run, model)
+    for step in range(STEPS):
+        set_gradients(state.model, step)
+        state.optimizer.step()
+    return whole(state.model), momentum_of(state)
+
+
+def orthogonalised(matrix: Tensor, dtype: torch.dtype, *, steps: int = 5) -> Tensor:
+    x = matrix.to(dtype)
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.add((2.0315 * (gram @ gram)).add(gram, alpha=-4.775) @ x, x, alpha=3.4445)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def updated_by_reference(
+    run: Run, model: str, *, dtype: torch.dtype = torch.float32, nesterov: bool = True, rms: bool = True
+) -> tuple[Tensors, Tensors]:
+    """(parameters, momentum) of Muon's matrices, without sharding."""
+    module = materialize(build(model, run), seed=run.run.seed)
+    names, momentum = list(find_hidden_matrices(module)), Tensors()
+    values = {name: one.detach() for name, one in module.named_parameters()}
+    for step in range(STEPS):
+        given = gradients(module, step)
+        for name in names:
+            buffer = momentum.setdefault(name, torch.zeros_like(values[name])).lerp_(given[name], 1 - 0.95)
+            update = given[name].lerp(buffer, 0.95) if nesterov else buffer
+            matrices = update.unbind() if update.ndim == 3 else [update]
+            o = torch.stack([orthogonalised(one, dtype) for one in matrices]).view(update.shape)
+            rows, columns = update.shape[-2:]
+            factor = 0.2 * max(rows, columns) ** 0.5 if rms else max(1.0, rows / columns) ** 0.5
+            values[name].mul_(1 - RATE * DECAY).add_(o, alpha=-RATE * factor)
+    return {name: values[name] for name in names}, momentum
+
+
+def differing(found: tuple[Tensors, Tensors], wanted: tuple[Tensors, Tensors]) -> list[str]:
+    return [
+        f"{kind} {name}"
+        for kind, own, reference in zip(("value", "momentum"), found, wanted, strict=True)
+        for name, one in reference.items()
+        if not torch.equal(own[name], one)
+    ]
+
+
+# ranks, model, strategy, settings. `decoder` has rows that 3 ranks divide, and 2 and 4 do not; `odd_mixture`
+# has matrices of 2 and 7 rows, so that ranks have none.
+CASES: list[tuple[int, str, str, dict[str, Any]]] = [
+    (1, DECODER, "full_shard", {}),
+    (2, DECODER, "full_shard", {}),
+    (3, DECODER, "zero1", {}),
+    (3, ODD, "full_shard", {}),
+    (4, ODD, "full_shard", {}),
+    (2, DECODER, "no_shard", {}),
+    (4, DECODER, "hybrid_shard", {}),
+    (2, MIXTURE, "full_shard", {}),  # stacks of experts by expert
+    (3, MIXTURE, "full_shard", {}),  # stacks of 4 experts by their rows
+    (2, DECODER, "full_shard", {"tensor": 2}),
+    (4, DECODER, "full_shard", {"tensor": 2}),
+    (4, MIXTURE, "full_shard", {"expert": 2}),
+    (4, MIXTURE, "full_shard", {"tensor": 2, "expert": 2}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_update_of_given_gradients_is_bitwise_that_of_whole_matrices(
+    case: tuple[Any, ...], ranks: Any
+) -> None:
+    count, model, strategy, more = case
+    run = run_of(count, model, strategy, **more)
+    wanted = updated_by_reference(run, model)
+    for found in ranks(count).run(updated_here, run, model):
+        assert differing(found, wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "reference"),
+    [
+        ("optimizer.muon.dtype=bf16", {"dtype": torch.bfloat16}),
+        ("optimizer.muon.nesterov=false", {"nesterov": False}),
+        ("optimizer.muon.scale=original", {"rms": False}),
+    ],
+)
+def test_each_setting_does_what_its_formula_says(extra: str, reference: dict[str, Any], ranks: Any) -> None:
+    run = run_of(2, DECODER, extra=[extra])
+    found = ranks(2).run(updated_here, run, DECODER)[0]
+    assert differing(found, updated_by_reference(run, DECODER, **reference)) == []
+
+
+# Resumed, skipped, accumulated #
+def resumed(run: Run, model: str, source: Path | None, target: Path, first: int) -> tuple[Tensors, Tensors]:
+    """One update with given gradients, of a state that is loaded from `source`, and saved in `target`."""
+    state, plan = state_of(run, model)
+    if source is not None:
+        load(state, source)
+    set_gradients(state.model, first)
+    state.optimizer.step()
+    save(state, target, plan=plan)
+    return whole(state.model), momentum_of(state)
+
+
+def test_a_resume_on_fewer_ranks_is_bitwise_the_run_without_a_break(ranks: Any, tmp_path: Path) -> None:
+    source: Path | None = None
+    for step, count in enumerate((3, 2, 1)):
+        run = run_of(count, ODD)
+        target = tmp_path / str(step)
+        found = ranks(count).run(resumed, run, ODD, source, target, step)[0]
+        source = target
+    assert differing(found, updated_by_reference(run_of(1, ODD), ODD)) == []
+
+
+def resumed_from_adamw(tmp_path: Path) -> None:
+    state, plan = state_of(run_of(1, DECODER, extra=["optimizer.name=adamw"]), DECODER)
+    save(state, tmp_path, plan=plan)
+    load(state_of(run_of(1, DECODER), DECODER)[0], tmp_path)
+
+
+def test_a_resume_from_adamw_is_refused(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="AdamW in the checkpoint, MuonAdamW here"):
+        ranks(1).run(resumed_from_adamw, tmp_path)
+
+
+def decision(*, found_inf: float, scale: float = 1.0) -> StepDecision:
+    return StepDecision(torch.zeros(9), torch.tensor(scale), torch.tensor(found_inf))
+
+
+def bits_of_skipped_step() -> list[str]:
+    """Names of what differs after a step whose gradients are NaN, and which the device skips."""
+    state, _ = state_of(run_of(2, ODD), ODD)
+    set_gradients(state.model, 0)
+    update_as_device_decides(state.optimizer, decision(found_inf=0.0))
+    before = local_bits(state)
+    for parameter in state.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter.detach(), torch.nan)
+    update_as_device_decides(state.optimizer, decision(found_inf=1.0))
+    return [name for name, one in local_bits(state).items() if not torch.equal(one, before[name])]
+
+
+def test_a_step_that_the_device_skips_leaves_every_bit(ranks: Any) -> None:
+    assert ranks(2).run(bits_of_skipped_step) == [[], []]
+
+
+def bits_by_decision(how: str) -> Tensors:
+    state, _ = state_of(run_of(2, ODD), ODD)
+    set_gradients(state.model, 0)
+    if how == "device":
+        update_as_device_decides(state.optimizer, decision(found_inf=0.0, scale=4.0))
+    else:
+        update_parameters(
+            state.optimizer, [p.grad for p in state.model.parameters() if p.grad is not None], factor=0.25
+        )
+    return local_bits(state)
+
+
+def test_host_and_device_decide_alike(ranks: Any) -> None:
+    device, host = (ranks(2).run(bits_by_decision, how)[1] for how in ("device", "host"))
+    assert same_bits(device, host)
+
+
+def trained(run: Run, model: str) -> Tensors:
+    state, plan = state_of(run, model)
+    assert not any(step.skipped for step in train(state, plan, loss=choose_loss(run, state.model)))
+    return whole(state.model)
+
+
+def test_training_does_not_depend_on_ranks_nor_on_microbatches(ranks: Any) -> None:
+    """In fp32, by a thousandth of what training changes: Newton–Schulz magnifies roundings of gradients."""
+    wanted = ranks(1).run(trained, run_of(1, DECODER), DECODER)[0]
+    first = dict(materialize(build(DECODER, run_of(1, DECODER)), seed=0).named_parameters())
+    for count, accumulation in ((2, (4, "last_microbatch")), (3, (1, "every_microbatch"))):
+        run = run_of(count, DECODER, accumulation=accumulation)
+        found = ranks(count).run(trained, run, DECODER)[0]
+        for name, one in wanted.items():
+            moved = (one - first[name].detach()).abs().max()
+            assert (found[name] - one).abs().max() <= 1e-3 * moved, name
+
+
+def adamw_parameters(name: str) -> Tensors:
+    """Parameters outside of the matrices, after given gradients."""
+    found, _ = updated_here(run_of(2, DECODER, extra=[f"optimizer.name={name}"]), DECODER)
+    return {
+        key: one
+        for key, one in found.items()
+        if key not in find_hidden_matrices(build(DECODER, run_of(2, DECODER)))
+    }
+
+
+def test_all_other_parameters_are_updated_as_by_adamw(ranks: Any) -> None:
+    assert same_bits(*(ranks(2).run(adamw_parameters, name)[0] for name in ("muon", "adamw")))
+
+
+# Which, and what is refused #
+def kinds_of(model: nn.Module, *groups: dict[str, Any]) -> dict[str, str]:
+    section = OptimizerSection.model_validate({"name": "muon", "groups": groups})
+    return {
+        name: "muon" if name in group.muon else "adamw"
+        for group in match_groups(model, section)
+        for name in group.parameters
+    }
+
+
+class Hard(nn.Module):
+    """A block with all that Muon leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+        self.layers = nn.ModuleList(HardBlock() for _ in range(2))
+        self.layers[0].tied.weight = self.embedding.weight
+        self.head = nn.Linear(6, 8)
+
+
+class HardBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tied, self.frozen = nn.Linear(6, 6), nn.Linear(6, 8, bias=False), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.conv, self.position = nn.Conv1d(6, 6, 3), nn.Embedding(8, 6)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(6, 2, bias=False)})
+        self.qkv_proj = nn.Linear(6, 18, bias=False)
+        self.scale = nn.Parameter(torch.ones(6, 6))
+
+
+def test_muon_takes_linear_weights_of_blocks_and_stacks_of_experts() -> None:
+    hard = {name for name, kind in kinds_of(Hard()).items() if kind == "muon"}
+    untied = {"layers.1.tied.weight"}
+    assert hard == untied | {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("linear", "qkv_proj")}
+    mixture = kinds_of(build(MIXTURE, run_of(1, MIXTURE)))
+    assert mixture["blocks.0.feed_forward.experts.gate"] == "muon"
+    assert "adamw" == mixture["head.weight"] == mixture["embedding.weight"]
+    assert all(kind == "adamw" for name, kind in mixture.items() if "router" in name)
+    assert all(
+        kind == "adamw" for name, kind in kinds_of(build(ODD, run_of(1, ODD))).items() if "router" in name
+    )
+
+
+def test_a_group_may_choose_its_kind() -> None:
+    found = kinds_of(
+        Hard(), {"match": ["*lora_A*"], "kind": "muon"}, {"match": ["*.linear.*"], "kind": "adamw"}
+    )
+    assert found["layers.0.lora_A.default.weight"] == "muon"
+    assert found["layers.0.linear.weight"] == "adamw"
+    assert found["layers.0.qkv_proj.weight"] == "muon"
+
+
+def test_the_lines_of_a_run_say_what_is_muons() -> None:
+    section = OptimizerSection.model_validate({"name": "muon", "groups": [{"match": ["head.*"]}]})
+    assert group_lines(Hard(), section) == [
+        "group head.*, AdamW, 56 in 2 tensors, rate 0.003, weight decay by default",
+        "group all others, Muon, 336 in 5 tensors, rate 0.003, weight decay by default",
+        "group all others, AdamW, 480 in 13 tensors, rate 0.003, weight decay by default",
+        "Muon takes fused matrices as one: layers.0.qkv_proj.weight, layers.1.qkv_proj.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"match": ["*conv.weight"], "kind": "muon"}], r"Muon updates matrices.*[\s\S]*\[6, 6, 3\]"),
+        ([{"match": ["*.bias"], "kind": "muon"}], "Muon updates matrices"),
+        ([{"match": ["*.linear.weight"], "betas": [0.5, 0.6]}], "which Muon has not"),
+        ([{"match": ["*"], "kind": "adamw"}], "Muon has no matrix to update"),
+    ],
+)
+def test_groups_that_muon_cannot_have_are_refused(groups: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        kinds_of(Hard(), *groups)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["optimizer.name=muon", "offload.tier=optimizer:cpu"], "Muon needs whole matrices"),
+        (["optimizer.name=muon", "precision.mode=bf16_pure"], "rounds its updates stochastically"),
+        (["optimizer.name=muon", "optimizer.options={momentum=0.9}"], r"in \[optimizer.muon\]"),
+        (["optimizer.muon.steps=6"], 'needs name = "muon"'),
+        (['optimizer.groups=[{match = ["*"], kind = "adamw"}]'], 'needs name = "muon"'),
+        (["optimizer.name=muon", "optimizer.muon.momentum=1.0"], "momentum"),
+        (["optimizer.name=muon", "optimizer.muon.steps=0"], "steps"),
+    ],
+)
+def test_settings_that_do_not_work_with_muon_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises((SpecError, PlanError), match=message):
+        Plan.from_run(Run.load(overrides=settings), world_size=2)
