@@ -47,19 +47,16 @@ class TensorLayout:
 
     replicas: tuples of ranks; the ranks of each have the whole tensor once
     boxes: the part of each rank
-    matrix_dims: number of the last dims that make a matrix; the dims before them count matrices
     """
 
     shape: Shape
     replicas: tuple[tuple[int, ...], ...]
     boxes: Sequence[Box]
-    matrix_dims: int = 2
 
     @cached_property
     def has_whole_matrices(self) -> bool:
-        """True if each rank has all of a matrix, or none of it: nothing is to be sent."""
-        last = slice(-self.matrix_dims, None)
-        return all(box.size[last] == self.shape[last] or not box.numel for box in self.boxes)
+        """True if each rank has all of a matrix (the last two dims), or none of it: nothing is to be sent."""
+        return all(box.size[-2:] == self.shape[-2:] or not box.numel for box in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,8 @@ def deal_matrices(
     for number, layout in enumerate(layouts):
         if layout.has_whole_matrices:
             continue
-        lead = max(0, len(layout.shape) - layout.matrix_dims)
-        places = product(*map(range, layout.shape[:lead]))
-        found += [(number, index, layout.shape[lead:]) for index in places]
+        places = product(*map(range, layout.shape[:-2]))
+        found += [(number, index, layout.shape[-2:]) for index in places]
     found.sort(key=lambda one: -cost(one[2]))
     load, places_of = defaultdict[int, float](float), defaultdict[int, tuple[int, int]](lambda: (0, 0))
     waves: list[list[DealtMatrix]] = []

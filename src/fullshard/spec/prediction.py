@@ -89,7 +89,7 @@ class TimeTerms(SecondsByCause):
     exposed_all_reduce      waiting for all-reduces over replicas, and of the loss
     engine                  copies in and out of the collectives' buffers
     contention              slowdown of compute by collectives that run beside it
-    model_parallel          collectives of ranks that share sequences, matmuls or experts: compute waits
+    model_parallel          collectives of ranks that share sequences, matmuls, experts or Muon: compute waits
     optimizer               clipping and the update
     offload                 extra seconds compared with an infinitely fast host and drive: the exposed part of
                             copies (including activations) and of the update on the host

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.observe.memory import measure_peak_memory, storages_by_part
-from fullshard.planner.predict.muon import muon_temporary_bytes, muon_update_seconds
+from fullshard.planner.predict.muon import muon_seconds, muon_temporary_bytes
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import predict, search
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, RatePoint
@@ -119,8 +119,8 @@ def one_byte_per_second(ranks: int) -> Hardware:
 
 def test_predicted_seconds_are_those_of_the_bytes_that_are_sent(ranks) -> None:
     plan = plan_of(2, MUON)
-    seconds = muon_update_seconds(described(plan), plan, hardware=one_byte_per_second(2))
-    assert seconds == pytest.approx(ranks(2).run(sent_in_update, plan)[0])
+    found = muon_seconds(described(plan), plan, hardware=one_byte_per_second(2))
+    assert found.exchanges == pytest.approx(ranks(2).run(sent_in_update, plan)[0])
 
 
 def test_a_wider_group_takes_less_time_for_newton_schulz_until_a_matrix_is_left() -> None:
@@ -129,7 +129,7 @@ def test_a_wider_group_takes_less_time_for_newton_schulz_until_a_matrix_is_left(
     hardware = cpu_of(16)
     link = hardware.within.model_copy(update={"all_gather": free})
     fast = hardware.model_copy(update={"within": link})
-    seconds = [muon_update_seconds(described(plans[0]), plan, hardware=fast) for plan in plans]
+    seconds = [sum(muon_seconds(described(plans[0]), plan, hardware=fast)) for plan in plans]
     assert seconds[0] > 1.9 * seconds[1]
     assert seconds[1] > 1.5 * seconds[2]
     assert seconds[3] == pytest.approx(max(seconds[3], seconds[2] / 2), rel=0.5)

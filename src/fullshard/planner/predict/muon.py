@@ -60,6 +60,7 @@ def muon_bytes_below_adamw(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int
     """Returns by how many bytes the state of a rank is smaller than AdamW's; 0 for other optimizers."""
     if not plan.run.optimizer.is_muon:
         return 0
+    rank = _rank_in_first_replica(plan, rank)
     layouts = _deal(spec, plan, rank=rank).layouts
     master = ITEMSIZE[plan.precision.master]
     return sum(master * one.boxes[rank % len(one.boxes)].numel + 4 for one in layouts)
@@ -69,6 +70,7 @@ def muon_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
     """Returns the most bytes of temporaries of Muon's update on `rank`; 0 for other optimizers."""
     if not plan.run.optimizer.is_muon:
         return 0
+    rank = _rank_in_first_replica(plan, rank)
     dealt, itemsize = _deal(spec, plan, rank=rank), ITEMSIZE[_dtype(plan)]
     on_gpu, steps = plan.device == "cuda", plan.run.optimizer.muon.steps
     peaks = [0]
@@ -94,10 +96,17 @@ def muon_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
     return max(peaks)
 
 
-def muon_update_seconds(spec: ModelSpec, plan: Plan, *, hardware: Hardware) -> float:
-    """Returns the seconds by which an update with Muon is longer than AdamW's of the same elements."""
+class MuonSeconds(NamedTuple):
+    """Seconds by which an update with Muon is longer than AdamW's of the same elements."""
+
+    computing: float = 0.0
+    exchanges: float = 0.0
+
+
+def muon_seconds(spec: ModelSpec, plan: Plan, *, hardware: Hardware) -> MuonSeconds:
+    """Returns the seconds that Muon adds to an update; 0 for other optimizers."""
     if not plan.run.optimizer.is_muon:
-        return 0.0
+        return MuonSeconds()
     dealt, rates = _deal(spec, plan, rank=0), hardware.rates_at_world_size
     steps, itemsize = plan.run.optimizer.muon.steps, ITEMSIZE[_dtype(plan)]
     curve = nearest_dtype_rate_curve(rates.matmul, _dtype(plan))
@@ -120,7 +129,13 @@ def muon_update_seconds(spec: ModelSpec, plan: Plan, *, hardware: Hardware) -> f
         longest = max(longest, seconds(matrix))
     layout = shard_group_layout(ranks, per_node=hardware.ranks_per_node, world_size=plan.world_size)
     exchanges = 2 * all_to_all_seconds(sent, group=layout, hardware=hardware)
-    return max(total, longest) + exchanges + memory_access_seconds((_ACCESSES - 7) * 4 * moved, rates.memory)
+    elementwise = memory_access_seconds((_ACCESSES - 7) * 4 * moved, rates.memory)
+    return MuonSeconds(max(total, longest) + elementwise, exchanges)
+
+
+def _rank_in_first_replica(plan: Plan, rank: int) -> int:
+    """Returns the rank of the first replica that computes what `rank` computes."""
+    return rank % (plan.shard_degree * plan.tensor_parallel)
 
 
 def _dtype(plan: Plan) -> Dtype:

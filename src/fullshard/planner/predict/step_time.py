@@ -8,7 +8,8 @@ contention   hardware.contention * overlapped: the seconds of collectives that o
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
              reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
-             in fp32. All over the rank's shards. Muon's own: see `planner.predict.muon`.
+             in fp32. All over the rank's shards. Muon's: see `planner.predict.muon`; its
+             exchanges count as collectives of ranks that share work.
 offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
              offload target or with activations on the host (see [Note: tiers] and [Note: activations on the
              host] in `planner.predict.offload`). It includes an offloaded update; `optimizer` does not.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict import collectives, fsdp_time, offload, simulate
-from fullshard.planner.predict.muon import muon_update_seconds
+from fullshard.planner.predict.muon import muon_seconds
 from fullshard.planner.predict.phases import build_schedule, memory_access_seconds, phase_costs
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
@@ -45,6 +46,7 @@ class UnitCosts(NamedTuple):
     counts: tuple[int, ...]  # number of units of the model that each stands for
     all_reduce: int  # ticks of the optimizer step's sum over ranks, and of the one for scales of fp8
     update: int = 0  # ticks of the update on the device
+    exchanges: int = 0  # ticks in which Muon's matrices travel to their owners and back
     norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
     records: tuple[int, ...] = ()  # bytes of each group's offloaded state
     spared: int = 0  # ticks of drive reads that a step saves
@@ -182,7 +184,7 @@ class StepTimePredictor:
                 else:
                     replicas += count * cost.all_reduce
         host = 0 if units.norm is None else max(self._host_busy_ticks(plan))
-        return LeastTicks(copied, network, replicas, units.update + units.all_reduce, host)
+        return LeastTicks(copied, network, replicas, units.update + units.exchanges + units.all_reduce, host)
 
     def sum_phase_ticks(self, plan: Plan) -> PhaseTicks:
         """Returns the ticks of all phases of a step, which do not depend on the mesh."""
@@ -252,8 +254,10 @@ class StepTimePredictor:
                 update = sum(_stochastic_rounding_update_seconds(s, hardware.rates) * n for s, n in pairs)
             else:
                 update = memory_access_seconds(_accesses_per_element(plan) * shards, hardware.rates.optimizer)
-            update += muon_update_seconds(self.spec, plan, hardware=hardware)
-            return units._replace(update=fsdp_time.to_ticks(norm + update))
+            muon = muon_seconds(self.spec, plan, hardware=hardware)
+            exchanges = fsdp_time.to_ticks(muon.exchanges)
+            update = fsdp_time.to_ticks(norm + update + muon.computing)
+            return units._replace(update=update, exchanges=exchanges)
         rates = offload.offload_seconds_per_byte_or_parameter(plan, hardware)
         records = offload.state_bytes_of_each_group(self.spec, plan)
         held = offload.slot_bytes_at_update_start(plan, records)
@@ -304,7 +308,7 @@ class StepTimePredictor:
             exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / fsdp_time.TICKS,
             engine=streams.copied / fsdp_time.TICKS,
             contention=self.hardware.contention * overlapped / fsdp_time.TICKS,
-            model_parallel=sent / fsdp_time.TICKS,
+            model_parallel=(sent + units.exchanges) / fsdp_time.TICKS,
             optimizer=units.update / fsdp_time.TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
