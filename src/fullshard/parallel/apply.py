@@ -192,7 +192,7 @@ def _apply_recompute_and_compile(
     """Compiles, recomputes, offloads blocks by replacing their `forward`. Returns the compiled forwards."""
     section, compiled = plan.run.recompute, list[block_compiler.CompiledForward]()
     if plan.run.run.compile is True:
-        compiled = _recompute_and_compile(blocks, units, section)
+        compiled = _recompute_and_compile(blocks, units, section=section)
     else:
         apply_recompute(blocks, section)
     apply_activation_offload(blocks, section, device=device)
@@ -200,7 +200,7 @@ def _apply_recompute_and_compile(
 
 
 def _recompute_and_compile(
-    blocks: Sequence[nn.Module], units: Sequence[Unit], section: RecomputeSection
+    blocks: Sequence[nn.Module], units: Sequence[Unit], *, section: RecomputeSection
 ) -> list[block_compiler.CompiledForward]:
     pieces = find_blocks_with_units_inside(blocks, units)
     whole = [block for block in blocks if block not in pieces]
