@@ -256,7 +256,7 @@ def test_offloaded_activations_leave_the_gpu() -> None:
 
 
 def test_the_inputs_of_recomputed_blocks_leave_the_gpu() -> None:
-    """Of each of six blocks but the last, one input; what is alive after forward is less by as much."""
+    """An input of each of six blocks but the last leaves; what is alive after forward is less by as much."""
     kept, moved = on_gpu("recompute.mode=full"), on_gpu("recompute.mode=full", "recompute.inputs=host")
     sizes = {p.unit: sum(line.value_at(2) for line in p.out) for p in moved.phases if p.out}
     assert list(sizes) == [1, 2, 3, 4, 5]
