@@ -29,6 +29,8 @@ def written_keys(text: str) -> set[str]:
     for line in text.splitlines():
         if line.startswith("["):
             table = line.strip("[]")
+        if line.startswith("# [["):  # a list of tables
+            found.add(line.strip("# []"))
         key, equals, _ = line.removeprefix("# ").partition(" =")
         if equals and key.isidentifier():
             found.add(f"{table}.{key}")

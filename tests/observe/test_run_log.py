@@ -56,7 +56,7 @@ def test_rank_0_shows_and_keeps_every_step(tmp_path: Path):
         run(tmp_path, every=2), rank=0, world_size=2, peak_tokens_per_second=2000, file=file
     ) as log:
         for index in (1, 2, 3, 4):
-            log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
+            log.record_step(step(index), results={"validation_loss": 2.0} if index == 4 else {})
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["mfu"] == pytest.approx(200 / 2000)
@@ -69,7 +69,7 @@ def test_rank_0_shows_and_keeps_every_step(tmp_path: Path):
 def test_other_ranks_show_and_keep_nothing(tmp_path: Path):
     file = io.StringIO()
     with open_run_log(run(tmp_path / "run"), rank=1, world_size=2, file=file) as log:
-        log.record_step(step(1), validation_loss=2.0)
+        log.record_step(step(1), results={"validation_loss": 2.0})
         log.print_message("saved")
     assert file.getvalue() == ""
     assert list(tmp_path.iterdir()) == []
@@ -79,7 +79,7 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
     tracker = Remembering()
     log = RunLog(every=3, trackers=[TrackerThread("one", tracker)])
     for index in range(1, 8):
-        log.record_step(step(index), validation_loss=2.0 if index == 4 else None)
+        log.record_step(step(index), results={"validation_loss": 2.0} if index == 4 else {})
     log.close_trackers(exit_code=1)
     assert tracker.steps == [3, 4, 6]
     assert tracker.exit_code == 1

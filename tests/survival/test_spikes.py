@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard.checkpoint import load, save
+from fullshard.checkpoint.results import EvaluationResult
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.spikes import SIGMA, WINDOW, RecentSteps
@@ -181,7 +182,7 @@ def test_losses_that_stay_not_finite_roll_back(ranks: Any) -> None:
 def resumed(directory: Path) -> tuple[Any, Any, list[Step], list[Step]]:
     """A run that stops after a skipped spike, and the rest of it after a load and without one."""
     state, plan = spiky("skip", 7, 9)
-    state.rows, state.rollbacks, state.best = 2 * BATCH, 1, (0.25, 3)
+    state.rows, state.rollbacks, state.best = 2 * BATCH, 1, {"a.loss": EvaluationResult(0.25, 3)}
     steps = train(state, plan, loss=mean_square)
     for _ in range(6):
         next(steps)
@@ -196,7 +197,7 @@ def test_a_resumed_run_skips_the_steps_of_an_uninterrupted_one(ranks: Any, tmp_p
     for other, own, after, straight in ranks(2).run(resumed, tmp_path):
         assert other == own
         assert (own["rows"], own["rollbacks"]) == (8 * BATCH, 1)
-        assert (own["best_validation_loss"], own["best_step"]) == (0.25, 3)
+        assert own["best"] == {"a.loss": {"value": 0.25, "step": 3, "data": None}}
         assert [one.loss for one in after] == [one.loss for one in straight]
         assert [one.index for one in after if one.spike] == [8], "batch 9, two on"
 
@@ -204,10 +205,10 @@ def test_a_resumed_run_skips_the_steps_of_an_uninterrupted_one(ranks: Any, tmp_p
 def older() -> tuple[int, int, Any]:
     state, _ = sharded(run_of())
     values = {k: v for k, v in state.values().items() if not k.startswith(("row", "roll", "best", "rec"))}
-    state.rows, state.best = 3, (1.0, 1)
+    state.rows, state.best = 3, {"a.loss": EvaluationResult(1.0, 1)}
     state.load_values(values, {})
     return state.rows, state.rollbacks, state.best
 
 
 def test_older_checkpoints_load_without_spike_state(ranks: Any) -> None:
-    assert ranks(1).run(older) == [(None, 0, None)]
+    assert ranks(1).run(older) == [(None, 0, {})]

@@ -22,7 +22,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.system.dotted import import_quietly
 from fullshard.torch_private.groups import count_issued_collectives
-from fullshard.training.between_steps import validation_loss
+from fullshard.training.evaluate import mean_loss
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -111,7 +111,7 @@ def curve_and_validation(run: Run) -> tuple[list[float], float]:
     held_out = [
         next(Progressions().microbatches(10_000 + i, rank=dist.get_rank(), plan=plan)) for i in range(4)
     ]
-    return losses, validation_loss(state.model, held_out, loss=next_token_loss)
+    return losses, mean_loss(state.model, held_out, loss=next_token_loss)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.training.between_steps import validation_loss
+from fullshard.training.evaluate import mean_loss
 from fullshard.training.loop import Step, train
 from tests.fakes.device import FakeDevice
 from tests.fakes.sampling import sampled
@@ -247,10 +247,10 @@ def modes(*, root: bool) -> list[list[bool]]:
         if step.index == 1:
             state.model.eval()
         elif step.index == 2:
-            validation_loss(state.model, [pairs(0)], loss=loss)
+            mean_loss(state.model, [pairs(0)], loss=loss)
         elif step.index == 3:
             with suppress(TrainError):
-                validation_loss(state.model, [pairs(0)], loss=lambda *_: None)  # type: ignore[arg-type,return-value]
+                mean_loss(state.model, [pairs(0)], loss=lambda *_: None)  # type: ignore[arg-type,return-value]
     return seen
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.training.between_steps import validation_loss
+from fullshard.training.evaluate import mean_loss
 from fullshard.training.loop import train
 from tests.training.runs import mean_square, pairs, run_of, sharded
 
@@ -154,7 +154,7 @@ def test_a_loss_with_frozen_parameters_of_its_own_is_trained_on(ranks: Any, stra
 def test_validation_loss_is_the_mean_over_counts(weight: float, expected: float) -> None:
     model = nn.Linear(2, 2)
     batches = [torch.tensor(3.0 * weight), torch.tensor(3.0 * weight)]
-    found = validation_loss(model, batches, loss=lambda _, total: (total, weight))  # type: ignore[arg-type,return-value]
+    found = mean_loss(model, batches, loss=lambda _, total: (total, weight))  # type: ignore[arg-type,return-value]
     assert found == pytest.approx(expected, nan_ok=True)
 
 
@@ -169,5 +169,5 @@ def test_a_mean_in_validation_does_not_depend_on_the_microbatch(
     def mean_label(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return batch["labels"][batch["labels"] >= 0].float().mean()
 
-    found = validation_loss(nn.Linear(2, 2), batches, loss=mean_label)
+    found = mean_loss(nn.Linear(2, 2), batches, loss=mean_label)
     assert found == pytest.approx((5 + 7 + 3 + 1 + 2) / 5)

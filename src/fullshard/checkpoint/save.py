@@ -290,7 +290,9 @@ class CheckpointSaver:
         if (why := manifest.why_avoided) is not None:
             logger.warning("%s: older checkpoints than %s stay, and are loaded rather than it", why, target)
         else:
-            prune_checkpoints(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
+            best = None if self.plan is None else self.plan.run.best_result
+            every = self.keep_every
+            prune_checkpoints(self.place, keep=self.keep, keep_every=every, step=mine.step, best=best)
         return path_or_url_of(target)
 
 

@@ -1,9 +1,10 @@
 """`fullshard ckpt list | verify | export`."""
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -23,7 +24,7 @@ def list_checkpoints(
 ) -> None:
     """List the checkpoints of a run, and which are complete."""
     place = _find_checkpoints_root(directory)
-    rows = [_checkpoint_row(files) for _, files in reversed(place.list_checkpoints())]
+    rows = _checkpoint_rows(place)
     rejected = place.list_quarantined()
     if rejected:
         typer.echo(escape_to_single_line(f"set aside as damaged: {', '.join(rejected)}"), err=True)
@@ -181,9 +182,34 @@ def _find_checkpoints_root(directory: str) -> "CheckpointLocation":
     raise CheckpointError(f"{directory} is not a directory.", fix="the run's directory, such as runs/default")
 
 
+def _checkpoint_rows(place: "CheckpointLocation") -> list[dict[str, object]]:
+    """Returns the rows of all checkpoints, the oldest first, and marks the one with the best result.
+
+    Without `checkpoint.keep_best`, the lowest validation loss is the best result.
+    """
+    from fullshard.checkpoint.manifest import read_manifest
+    from fullshard.checkpoint.results import RESULTS, find_best_step
+    from fullshard.errors import CheckpointError
+    from fullshard.spec.settings.evaluate_section import LOWEST_VALIDATION_LOSS
+
+    found = place.list_checkpoints()
+    rows = [_checkpoint_row(files) for _, files in found]
+    good = [row for row in rows if row["problem"] is None and row["why_avoided"] is None]
+    run = None
+    with suppress(CheckpointError):
+        run = read_manifest(str(good[0]["path"])).run_settings if good else None
+    wanted = (run and run.best_result) or LOWEST_VALIDATION_LOSS
+    saved = [(int(str(row["step"])), {RESULTS: cast(Any, row["results"])}) for row in good]
+    best = find_best_step(saved, wanted)
+    for row in good:
+        row["best"] = wanted.key if row["step"] == best else None
+    return rows[::-1]
+
+
 def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
     """Returns a checkpoint's row; `problem` is None if its files are complete, judged by their sizes."""
     from fullshard.checkpoint.manifest import read_manifest_and_check_sizes
+    from fullshard.checkpoint.results import RESULTS
     from fullshard.errors import CheckpointError
 
     try:
@@ -201,7 +227,21 @@ def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
         "layout": manifest.layout,
         "bytes": manifest.checkpoint_bytes,
         "why_avoided": manifest.why_avoided,
+        "results": manifest.values.get(RESULTS),
+        "best": None,
     }
+
+
+def _results_text(row: dict[str, object]) -> str:
+    """Returns the results after the checkpoint's own step, with a mark behind the best."""
+    from fullshard.checkpoint.results import read_results
+
+    own = {
+        key: one for key, one in read_results(cast(Any, row["results"])).items() if one.step == row["step"]
+    }
+    return "  ".join(
+        f"{key} {one.value:.4f}{' (best)' if key == row['best'] else ''}" for key, one in own.items()
+    )
 
 
 def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
@@ -219,6 +259,7 @@ def _format_checkpoint_table(rows: list[dict[str, object]]) -> str:
         strategy = row["strategy"] or ""
         ranks = count_text(int(str(row["ranks"])), "rank")
         line = f"{name}  {trained:>6} trained tokens  {ranks:>9}  {strategy:<18}  {size:>11}"
+        line += f"  {_results_text(row)}"
         if row["why_avoided"] is not None:
             line += f"  avoided: {row['why_avoided']}"
         lines.append(line.rstrip())

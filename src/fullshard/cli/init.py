@@ -60,7 +60,11 @@ def default_run_toml_text(name: str = "run.toml") -> str:
     lines = [_HEAD.format(name=name, which=_ALL)]
     run, schema = Run(), Run.model_json_schema()
     for section in Run.model_fields:
-        lines += _section_lines(section, getattr(run, section), definitions=schema["$defs"])
+        if isinstance(getattr(run, section), tuple):  # a list of tables, which has none by default
+            about = _list_item_description(schema["properties"][section], schema["$defs"])
+            lines += [f"# [[{section}]]", *_comment_lines(about), ""]
+        else:
+            lines += _section_lines(section, getattr(run, section), definitions=schema["$defs"])
     return "\n".join(lines) + "\n"
 
 

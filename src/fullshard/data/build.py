@@ -117,6 +117,28 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
     )
 
 
+def build_evaluation_data(
+    run: Run, paths: tuple[str, ...], *, alive: token_store.Heartbeat = token_store.no_heartbeat
+) -> PackedData:
+    """Builds data whose held-out rows are all of `paths`, prepared as the first source of [data].
+
+    Raises as `build_data` does.
+    """
+    section, seed = run.data.model_copy(update={"validation_fraction": 0.0}), run.run.seed
+    stores = open_token_stores(section.source_of(paths), section, root=Path(section.cache), alive=alive)
+    tokenizer = _open_and_check_tokenizer(section, stores)
+    run, stream = run.model_copy(update={"data": section}), token_store.TokenStream(tuple(stores))
+    pool = _build_shuffle_pool(stream, run, validation_store_count=len(stores), alive=alive, seed=seed)
+    return PackedData(
+        pools=(pool,),
+        pattern=packing.build_source_interleaving([1.0]),
+        sequence_length=section.sequence_length,
+        document_mask=section.document_mask,
+        packing=section.packing,
+        tokenizer=tokenizer,
+    )
+
+
 def _open_and_check_tokenizer(
     section: DataSection, stores: Sequence[token_store.TokenStore]
 ) -> Tokenizer | None:
@@ -224,6 +246,8 @@ def _check_sequence_length(pool: ShufflePool, section: DataSection, *, tokens: M
     validation_names = " + ".join(store.name for store in pool.validation_stores)
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
         is_named = part == "held-out" and bool(validation_names)
+        if part == "training" and not pool.training_stores:
+            continue
         if rows.row_count or (part == "held-out" and section.validation_fraction == 0 and not is_named):
             continue
         larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""

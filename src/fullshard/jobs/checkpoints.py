@@ -49,8 +49,8 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
         if self._background is not None:
             self._background.__exit__(*error)
 
-    def save(self, state: TrainState) -> None:
-        """Saves `state`. In the mode `async`, only starts the save, which then overlaps with training.
+    def save(self, state: TrainState) -> bool:
+        """Saves `state`, and returns whether it did. In the mode `async`, only starts the save.
 
         If the last step was skipped, sets `postponed` instead: what the run does next shows whether the state
         can still be trained. See [Note: the last good checkpoint] in `checkpoint.location`.
@@ -67,7 +67,7 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
             self._say(f"step {state.step}: not saved, since the last {were} skipped; {after}")
         self.postponed = skipped > 0
         if skipped:
-            return
+            return False
         started = time.perf_counter()
         self._flush()
         try:
@@ -77,6 +77,8 @@ class RunCheckpointSaver(AbstractContextManager["RunCheckpointSaver"]):
                 self._report_saved(self._saver.save(state), step=state.step, started=started)
         except CheckpointError as error:
             self._report_save_failure(error, step=state.step)
+            return False
+        return True
 
     def save_last(self, state: TrainState) -> None:
         """Saves `state` at the end of the run, and returns when the checkpoint is written.

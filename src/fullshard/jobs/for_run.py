@@ -192,7 +192,13 @@ def _has_only_builtin_parts(run: Run) -> bool:
 
     Loading the run has then checked all of it.
     """
-    outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
+    outside = (
+        run.train.loss
+        or run.data.tokenizer
+        or run.data.source == "python"
+        or run.adapter.rank
+        or any(one.call for one in run.evaluate)
+    )
     return isinstance(run.model, DecoderConfig) and not outside and not run.optimizer.groups
 
 
@@ -203,6 +209,7 @@ def _build_and_check_model(run: Run) -> "Module":
             import_module("fullshard.torch_private.graphs")  # needed by fake tensors
             import_module("fullshard.planner.describe.describe")
     from fullshard.data.build import tokenizer_vocabulary_size
+    from fullshard.jobs.evaluations import import_functions
     from fullshard.models.build import build_model, check_sequence_length, check_vocabulary
     from fullshard.models.huggingface import unused_balance_loss_factor_note
     from fullshard.models.loss import choose_loss
@@ -215,6 +222,7 @@ def _build_and_check_model(run: Run) -> "Module":
     check_sequence_length(model, run)
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data), model=model)
     choose_loss(run, model)
+    import_functions(run.evaluate)
     match_groups(model, run.optimizer)
     return model
 

@@ -1,9 +1,10 @@
 """The state of a run on its ranks, and its start: directory, model, data, checkpoint and log."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.distributed.ranges import run_own_clock
 from fullshard.errors import CheckpointError, PlanError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
+from fullshard.jobs.evaluations import RunEvaluation, build_evaluations, evaluation_lines
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_directory import LaunchId, RunDirectory, open_run_directory
 from fullshard.launch.detect import detect_hardware
@@ -64,6 +66,7 @@ class TrainJob:
     directory: RunDirectory
     state: TrainState
     data: TrainingData
+    evaluations: Sequence[RunEvaluation]
     loss: Loss
     log: RunLog
     matmul_peak: measurement.MatmulPeak
@@ -82,7 +85,7 @@ class TrainJob:
     last: Step | None = None
     unrecorded: Step | None = None  # the last step, until its figures are read
     unrecorded_memory: Mapping[str, float] = field(default_factory=dict[str, float])  # at its end
-    validation: float | None = None
+    results: dict[str, float] = field(default_factory=dict[str, float])  # the last of each evaluation
     peak_bytes: measurement.PeakBytes | None = None
     profiled: list[measurement.StepSeconds] = field(default_factory=list[measurement.StepSeconds])
     slowed: set[int] = field(default_factory=set[int])  # steps that measuring slows down
@@ -114,9 +117,7 @@ def prepare_job(
     started: when the command began, in seconds of the epoch
     """
     run = plan.run
-    # Before anything is allocated or written. Tokenizing may take hours, and so reports to the watchdog.
-    data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
-    where.enter(RunPhase.STARTING)
+    data, evaluations = _build_data_and_evaluations(run, where)  # before anything is allocated or written
     directory = open_directory_on_rank_zero(stack, plan, ranks=ranks, resume=resume)
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
         plan = plan_with_plain_defaults(run, ranks)  # nodes have left or joined: same settings, current ranks
@@ -144,6 +145,7 @@ def prepare_job(
         directory=directory,
         state=state,
         data=data,
+        evaluations=evaluations,
         loss=loss,
         log=log,
         matmul_peak=peak,
@@ -158,6 +160,17 @@ def prepare_job(
     )
     _report_start_and_set_next_row(job, left=left, read=read, resume=resume)
     return job
+
+
+def _build_data_and_evaluations(
+    run: Run, where: PhaseTracker
+) -> tuple[TrainingData, tuple[RunEvaluation, ...]]:
+    """Builds all data of `run`. Tokenizing may take hours, and so reports to the watchdog."""
+    alive = partial(where.enter, RunPhase.LOADING)
+    data = build_data(run, alive=alive)
+    evaluations = build_evaluations(run, data, alive=alive)
+    where.enter(RunPhase.STARTING)
+    return data, evaluations
 
 
 def first_loss_warning(job: TrainJob) -> str | None:
@@ -333,7 +346,7 @@ def _report_start_and_set_next_row(
         log.print_message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
     unused = unusable_offloaded_state_message(job.plan, left, step=step) if left is not None else None
     exports = describe_impossible_exports(job.plan.run, job.state.model) if job.ranks.rank == 0 else []
-    groups = group_lines(job.state.model, job.plan.run.optimizer)
+    groups = group_lines(job.state.model, job.plan.run.optimizer) + evaluation_lines(job.evaluations)
     for text in (unused, _start_summary_text(job), *groups, read, *exports):
         if text is not None:
             log.print_message(text)

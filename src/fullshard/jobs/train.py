@@ -1,17 +1,18 @@
 """The work of each rank of `fullshard train`, from the Run to its Measurement and last save."""
 
-import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext, suppress
-
-from torch import Tensor
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 from fullshard.distributed.agreement import all_gather_object
-from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
+from fullshard.jobs.evaluations import (
+    RunEvaluation,
+    evaluate_and_note_results,
+    note_best_and_return_whether_new,
+)
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
 from fullshard.jobs.run_start import (
     TrainJob,
@@ -38,7 +39,6 @@ from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watch_for_hangs
 from fullshard.system.files import write_file_atomically
 from fullshard.system.process import record_signals
-from fullshard.training.between_steps import averaged_weights, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import roll_back
 from fullshard.training.shard import close_offloaded_state, rank_offload_directory
@@ -109,6 +109,9 @@ def _run_steps_and_return_if_interrupted(job: TrainJob) -> bool:
     steps, state = _iterate_steps(job), job.state
     metered = min(job.first_step + _METERED, job.plan.run.train.step_count)
     job.slowed.add(metered)
+    if job.first_step == 1:
+        at_start = _evaluate(job, [one for one in job.evaluations if one.settings.at_start])
+        job.log.record_results_before_first_step(at_start)
     while True:
         index = state.step + 1
         if index == metered:
@@ -185,28 +188,37 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
     job.unrecorded_memory = memory
     job.unrecorded_compile_seconds = _report_compilation_and_return_seconds(job, step)
     job.last = job.unrecorded = step
-    train_section, last = job.plan.run.train, step.index == job.plan.run.train.step_count
-    validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
-    if validate and job.data.validation_tokens and not step.stopping:
-        with averaged_weights(job.state) if job.plan.run.ema.validation else nullcontext():
-            job.validation = validation_loss(job.state.model, _iterate_validation_batches(job), loss=job.loss)
-        if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
-            job.state.best = (job.validation, step.index)
-        job.state.phase.enter(RunPhase.BETWEEN_STEPS)
+    last_step, best = job.plan.run.train.step_count, dict(job.state.best)
+    last = step.index == last_step
+    due = [one for one in job.evaluations if one.settings.is_due(step.index, last_step=last_step)]
+    results = _evaluate(job, [] if step.stopping else due)
+    is_new_best = note_best_and_return_whether_new(job.state, job.plan.run.best_result)
     every = job.plan.run.checkpoint.every
-    due = every and step.index % every == 0
-    save = bool(due or job.checkpoints.postponed) and not last and not step.stopping
-    if validate or save or step.result.is_read or job.startup_seconds is None:
-        _record_pending_step(job, validation_loss=job.validation if validate else None)
+    is_save_due = (every and step.index % every == 0) or job.checkpoints.postponed or is_new_best
+    save = bool(is_save_due) and not last and not step.stopping
+    if results or save or step.result.is_read or job.startup_seconds is None:
+        _record_pending_step(job, results=results)
     job.checkpoints.report_finished_saves()
     if save:
         job.state.phase.enter(RunPhase.SAVING)
-        job.checkpoints.save(job.state)
+        if not job.checkpoints.save(job.state):
+            job.state.best = best  # the best one that was saved
         job.state.phase.enter(RunPhase.BETWEEN_STEPS)
 
 
-def _record_pending_step(job: TrainJob, *, validation_loss: float | None = None) -> None:
-    """Records the last step, after waiting for it, unless it is recorded."""
+def _evaluate(job: TrainJob, evaluations: Sequence[RunEvaluation]) -> dict[str, float]:
+    """Returns the results of `evaluations`, and keeps them for the end of the run. Collective."""
+    results = evaluate_and_note_results(evaluations, job.state, plan=job.plan, loss=job.loss)
+    job.results |= results
+    job.state.phase.enter(RunPhase.BETWEEN_STEPS)
+    return results
+
+
+def _record_pending_step(job: TrainJob, *, results: Mapping[str, float] | None = None) -> None:
+    """Records the last step, after waiting for it, unless it is recorded.
+
+    results: those of the evaluations after it
+    """
     step, job.unrecorded = job.unrecorded, None
     if step is None:
         return
@@ -228,7 +240,7 @@ def _record_pending_step(job: TrainJob, *, validation_loss: float | None = None)
         step,
         compile_seconds=job.unrecorded_compile_seconds or None,
         peak_bytes=peak_bytes,
-        validation_loss=validation_loss,
+        results=results,
         memory=job.unrecorded_memory,
     )
 
@@ -242,13 +254,6 @@ def _report_compilation_and_return_seconds(job: TrainJob, step: Step) -> float:
         job.reported_compilations = done
     before, job.reported_compile_seconds = job.reported_compile_seconds, job.compiler.seconds
     return job.compiler.seconds - before
-
-
-def _iterate_validation_batches(job: TrainJob) -> Iterator[dict[str, Tensor]]:
-    """Yields the validation batches. Reports each one to the watchdog, for which it is progress."""
-    for batch in job.data.validation(rank=job.plan.data_rank(job.ranks.rank), plan=job.plan.for_data):
-        job.state.phase.enter(RunPhase.VALIDATING)
-        yield cut_sequences(batch, job.plan)
 
 
 def gather_highest_peak(peak: PeakMemory, state: TrainState, *, plan: Plan) -> PeakBytes | None:
@@ -303,7 +308,7 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
         job.log.record_event("stop", step=job.state.step, details={"saved": True})
     else:
         loss = None if job.last is None else job.last.loss
-        details = {"loss": loss, "validation_loss": job.validation}
+        details = {"loss": loss, "validation_loss": None, **job.results}
         job.log.record_event("end", step=job.state.step, details=details)
 
 
@@ -323,7 +328,8 @@ def _make_measurement(job: TrainJob) -> Measurement:
         repeated_steps=job.repeated_steps,
         first_loss=job.first_loss,
         last_loss=job.last.loss if job.last else None,
-        validation_loss=job.validation,
+        validation_loss=job.results.get("validation_loss"),
+        results=job.results,
         flops_per_token=flops_per_token(job.plan, job.state.model),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,

@@ -26,6 +26,7 @@ from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import none_if_not_finite
 from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.spec.run import Run
+from fullshard.spec.settings.evaluate_section import results_text
 from fullshard.system.files import (
     atomic_replace_context,
     fsync_path,
@@ -66,9 +67,12 @@ class MetricsLog:
 
         Raises TrainError if it cannot be written.
         """
-        measured = metrics.measured_values() | dict(window or {})
+        self.write_line(metrics.step, metrics.measured_values() | dict(window or {}))
+
+    def write_line(self, step: int, measured: Mapping[str, object]) -> None:
+        """Appends a line of a step; numbers that are not finite become null. Raises as `write_step`."""
         values = {key: none_if_not_finite(value) for key, value in measured.items()}
-        data = f"{json.dumps({'step': metrics.step} | values)}\n".encode()
+        data = f"{json.dumps({'step': step} | values)}\n".encode()
         try:
             while data:  # what a full disk did not take is written again, for the reason
                 data = data[self._file.write(data) or 0 :]
@@ -156,15 +160,16 @@ class RunLog:
         *,
         compile_seconds: float | None = None,
         peak_bytes: int | None = None,
-        validation_loss: float | None = None,
+        results: Mapping[str, float] | None = None,
         memory: Mapping[str, float] | None = None,
     ) -> None:
         """Records and shows a finished step. Raises TrainError if its line cannot be written to disk.
 
         compile_seconds: seconds of the step in torch.compile, if any
+        results: those of the evaluations after it, by name; see `Evaluation.result_key`
         memory: this rank's memory at its end, by name
 
-        The trackers receive every `log.every`-th step, and every step with a validation loss.
+        The trackers receive every `log.every`-th step, and every step with results.
         """
         metrics = StepMetrics(
             step=step.index,
@@ -179,23 +184,34 @@ class RunLog:
             skipped=step.skipped,
             mfu=step.tokens / step.seconds / self._peak if self._peak and step.seconds > 0 else None,
             peak_bytes=peak_bytes,
-            validation_loss=validation_loss,
         )
+        results = results or {}
         if self._metrics is not None:
-            self._metrics.write_step(metrics, window={**(memory or {}), **self._window})
+            self._metrics.write_step(metrics, window={**results, **(memory or {}), **self._window})
         self._window = {}
         if step.skipped:
             self.record_skip(step)
-        if step.index % self.every == 0 or validation_loss is not None:
-            figures = metrics.measured_values() | dict(memory or {}) | self._tracked
+        if step.index % self.every == 0 or results:
+            figures = metrics.measured_values() | dict(results) | dict(memory or {}) | self._tracked
             for one in self._trackers:
                 one.log(step.index, figures)
             self._tracked = {}
         self._print_tracker_messages()
         if self._progress is not None:
             self._progress.add_step_and_show_if_due(metrics)
-        if validation_loss is not None:
-            self.print_message(f"step {step.index}: validation loss {validation_loss:.4f}")
+        self._print_results(step.index, results)
+
+    def record_results_before_first_step(self, results: Mapping[str, float]) -> None:
+        """Records results of evaluations of the initial model, as those of step 0. Raises TrainError."""
+        if self._metrics is not None and results:
+            self._metrics.write_line(0, results)
+        for one in self._trackers if results else ():
+            one.log(0, results)
+        self._print_results(0, results)
+
+    def _print_results(self, step: int, results: Mapping[str, float]) -> None:
+        for text in results_text(results):
+            self.print_message(f"step {step}: {text}")
 
     def add_window_to_next_step(self, figures: Mapping[str, object], *, tracked: Mapping[str, float]) -> None:
         """Adds a window's figures to the next line of metrics.jsonl, and `tracked` to what trackers get."""

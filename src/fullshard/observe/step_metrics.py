@@ -27,7 +27,6 @@ class StepMetrics:
     skipped: bool = False
     mfu: float | None = None
     peak_bytes: int | None = None
-    validation_loss: float | None = None
 
     @property
     def seconds_without_compiling(self) -> float:

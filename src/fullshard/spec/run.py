@@ -12,6 +12,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.settings import train_section
 from fullshard.spec.settings.communication_section import CommunicationSection
 from fullshard.spec.settings.data_section import DataSection
+from fullshard.spec.settings.evaluate_section import VALIDATION, BestResult, Evaluation, parse_kept_result
 from fullshard.spec.settings.foreign_names import FOREIGN_NAMES, REMOVED
 from fullshard.spec.settings.model_section import DecoderConfig, ModelSection
 from fullshard.spec.value import (
@@ -288,6 +289,7 @@ class Run(FrozenModel):
     checkpoint: train_section.CheckpointSection = train_section.CheckpointSection()
     fault_tolerance: train_section.FaultToleranceSection = train_section.FaultToleranceSection()
     log: LogSection = LogSection()
+    evaluate: tuple[Evaluation, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Self:
@@ -314,6 +316,21 @@ class Run(FrozenModel):
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.data.sequence_length
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The validation, if there is data for it, and [[evaluate]]."""
+        section, train = self.data, self.train
+        if not (section.source == "python" or section.validation_fraction or section.has_validation_files):
+            return self.evaluate
+        every, most = train.validate_every, train.validate_sequences
+        return (Evaluation.model_construct(name=VALIDATION, every=every, sequences=most), *self.evaluate)
+
+    @property
+    def best_result(self) -> BestResult | None:
+        """The result that `checkpoint.keep_best` names."""
+        kept = self.checkpoint.keep_best
+        return None if kept is None else parse_kept_result(kept, self.evaluations)
 
     @property
     def memory_margin(self) -> float:
@@ -348,6 +365,28 @@ class Run(FrozenModel):
             if self.train.steps is not None and 0 < share < 1:
                 count = max(1, math.ceil(share * self.train.steps))
                 object.__setattr__(self, section, settings.model_copy(update={key: count}))
+        if self.train.steps is not None:
+            steps = self.train.steps
+            whole = (
+                max(1, math.ceil(e.every * steps)) if 0 < e.every < 1 else e.every for e in self.evaluate
+            )
+            object.__setattr__(
+                self,
+                "evaluate",
+                tuple(e.model_copy(update={"every": n}) for e, n in zip(self.evaluate, whole, strict=True)),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluations(self) -> Self:
+        names = [one.name for one in self.evaluations if one.name != VALIDATION]
+        if any(one.name == VALIDATION for one in self.evaluate):
+            raise ValueError(f"evaluate: {VALIDATION!r} is the name of the validation: train.validate_every")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"evaluate: the name {twice[0]!r} is used twice")
+        if any(one.paths for one in self.evaluate):
+            self.data.check_prepares_other_paths()
+        _ = self.best_result
         return self
 
     @model_validator(mode="after")
@@ -392,7 +431,7 @@ def _apply_cli_override(data: dict[str, Any], override: str) -> str:
     """
     name, separator, text = override.partition("=")
     *path, key = name.strip().split(".")
-    if not separator or not path or not key:
+    if not separator or not key or not (path or key == "evaluate"):
         meant = suggested_keys_text(Run, key) if separator else None
         raise SpecError("--set takes section.key=value.", got=override, fix=meant or "--set train.steps=500")
     try:

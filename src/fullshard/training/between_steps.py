@@ -1,31 +1,24 @@
-"""The model between two steps: its modes, changes that the loop made, and validation."""
+"""The model between two steps: its modes, and changes that the loop made."""
 
 import logging
-import math
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import rank, world_size
+from fullshard.distributed.agreement import rank
 from fullshard.distributed.tensors import storage_key
 from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
-from fullshard.models.chunked_loss import IGNORED_LABEL
-from fullshard.models.loss import Loss, loss_sum_and_count
-from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.quantities import join_names
 from fullshard.torch_private.fsdp import list_units, set_reduce_dtypes_of_trained
 from fullshard.torch_private.tensors import gradient_hooks
 from fullshard.training.ema import refuse_swapped
+from fullshard.training.extra_state import generator_states, set_generator_states
 from fullshard.training.gradients import list_gradients
 from fullshard.training.state import TrainState
-from fullshard.training.step import move_batch_to_device
 
 logger = logging.getLogger("fullshard")
 
@@ -128,19 +121,25 @@ def restore_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Generator[None]:
-    """Context in which `model` is in evaluation mode. At its end, reshards units and restores all modes."""
-    modes = module_modes(model)
+    """Context in which `model` is in evaluation mode. It may be within another one.
+
+    At its end, reshards units, and restores all modes and the states of this rank's random number generators,
+    so that a run draws the same numbers with and without evaluations.
+    """
+    modes, generators = module_modes(model), generator_states()
     model.eval()
     order = find_unit_order_recorder(model)
+    was_evaluated = order is not None and order.is_evaluated
     if order is not None:
         order.is_evaluated = True
     try:
         yield
     finally:
         if order is not None:
-            order.is_evaluated = False
+            order.is_evaluated = was_evaluated
         reshard_unsharded_units(model)
         restore_modes(model, modes)
+        set_generator_states(generators)
 
 
 @contextmanager
@@ -166,33 +165,3 @@ def averaged_weights(state: TrainState) -> Generator[None]:
     state.run_before_update_callbacks()  # a save may still copy the parameters
     with state.average.swapped():
         yield
-
-
-# Validation #
-
-
-@torch.no_grad()
-def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
-    """Returns the mean loss over the microbatches of all ranks, equal on every rank. Collective.
-
-    A mean counts as often as its microbatch has labels other than -100, since the last microbatches are
-    filled up with rows that have none; without labels, once. The result is NaN if nothing counts. Raises
-    TrainError as a step does for what is not a loss.
-    """
-    device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with evaluation_mode(model), make_scale_reuse_context(model):
-        for batch in microbatches:
-            batch = move_batch_to_device(batch, device)
-            value = loss(model, batch)
-            total, count = loss_sum_and_count(value)
-            labels = batch.get("labels") if isinstance(batch, Mapping) else None
-            if not isinstance(value, tuple) and isinstance(labels, Tensor):
-                count = (labels != IGNORED_LABEL).sum()
-                total = torch.where(count > 0, total * count, 0.0)  # a mean over no labels is NaN
-            sums[0] += total
-            sums[1] += count
-    if world_size() > 1:
-        dist.all_reduce(sums)
-    total_loss, total_count = cast(list[float], sums.tolist())
-    return total_loss / total_count if total_count else math.nan

@@ -17,6 +17,7 @@ from fullshard.checkpoint.manifest import (
     check_same_tensors,
     steps_skipped_in_a_row,
 )
+from fullshard.checkpoint.results import RESULTS, EvaluationResult, encode_results, read_results
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.model_parameters import persistent_buffers
@@ -67,7 +68,8 @@ class TrainState:
     trained_with: what the state was trained with so far
     counts: tokens and skipped steps; a checkpoint saved after steps that were skipped in a row is loaded only
         if there is no other
-    best: the lowest validation loss and its step
+    results: the last finite result of each evaluation, by name
+    best: the best result that `checkpoint.keep_best` names, by its name, or nothing
     recent: losses and norms of recent steps, from which spikes are detected
     not_acted_on: result of the last step, if `train` has not read yet whether to stop because of it
     phase: this rank's position in the step, for the watchdog
@@ -96,7 +98,7 @@ class TrainState:
         self.rows: int | None = None
         self.trained_with = TrainedWith()
         self.counts = StepCounts()
-        self.best: tuple[float, int] | None = None
+        self.results, self.best = dict[str, EvaluationResult](), dict[str, EvaluationResult]()
         self.recent = RecentSteps()
         self.not_acted_on: PendingResult | None = None
         self.phase = PhaseTracker()
@@ -140,7 +142,6 @@ class TrainState:
         Waits for the last step. Raises TrainError if the ranks were not in the same step.
         """
         reshard_unsharded_units(self.model)
-        best_loss, best_step = self.best or (None, None)
         return {
             **{name: getattr(self, field) for name, field in _COUNTS.items()},
             "rows": self.rows,
@@ -148,8 +149,8 @@ class TrainState:
             "row_order": self.trained_with.row_order,
             "validation_digest": self.trained_with.validation_digest,
             SKIPPED_IN_A_ROW: self.counts.wait_and_count_unread().skipped_in_a_row,
-            "best_validation_loss": best_loss,
-            "best_step": best_step,
+            RESULTS: encode_results(self.results),
+            "best": encode_results(self.best),
             "recent_losses": list(self.recent.losses),
             "recent_norms": list(self.recent.norms),
             "loss_scale": self.loss_scale.scale,
@@ -234,8 +235,7 @@ class TrainState:
         self.not_acted_on = None
         if self.average:
             self.average.finish_load(received, step=self.step)
-        best = values.get("best_validation_loss")
-        self.best = None if best is None else (float(str(best)), _parse_integer(values["best_step"]))
+        self.results, self.best = (read_results(values.get(name)) for name in (RESULTS, "best"))
         recent = (cast(list[Any], values.get(key) or []) for key in ("recent_losses", "recent_norms"))
         self.recent = RecentSteps(*([float(str(value)) for value in one] for one in recent))
         self.loss_scale = LossScale(

@@ -71,6 +71,7 @@ RUNNING_CODE = [
     "optimizer.name=evil.Make",
     'log.trackers=["wandb","evil"]',
     "communication.hook=evil:Make",
+    'evaluate=[{name="quiz",call="evil:make"}]',
 ]
 # Texts and tables that stand for paths, names or words: nothing is imported by them.
 _DATA_FIELDS = ("paths", "name", "subset", "split", "roles", "chat_template_kwargs")
@@ -84,7 +85,8 @@ NO_CODE = {
     "optimizer": ("options", "groups.match"),
     "sharding": ("tensor_parallel_styles", "units.names", "units.overrides.match"),
     "offload": ("path",),
-    "checkpoint": ("dir",),
+    "checkpoint": ("dir", "keep_best"),
+    "evaluate": ("name", "paths"),
 }
 
 
@@ -110,7 +112,8 @@ def test_a_plan_runs_code_only_if_the_user_names_the_same_code(setting: str) -> 
 
 def test_every_setting_that_runs_code_is_listed() -> None:
     others = {f"{section}.{name}" for section, names in NO_CODE.items() for name in names}
-    assert set(open_settings(Run)) == {*CODE_SETTINGS} | others
+    found = {"evaluate" if key == "evaluate.call" else key for key in open_settings(Run)}  # a list of tables
+    assert found == {*CODE_SETTINGS} | others
     named = {key for one in RUNNING_CODE for key in settings_that_run_code(Run.load(overrides=one.split()))}
     assert named == {*CODE_SETTINGS}
 

@@ -276,6 +276,7 @@ class Measurement(FrozenModel):
     first_step: number of the first step of this command (1 for a new run)
     repeated_steps: steps that a rollback undid; `pace` also counts them
     first_loss, last_loss, validation_loss: nats per token
+    results: the last result of each evaluation, by name, with that of the validation
     flops_per_token: see `model_flops_per_token`
     step_seconds: mean timed step of `pace`, divided into causes as in the least disturbed profiled step on
         the slowest rank (the rank that waited least for collectives). None if no step was profiled or timed.
@@ -296,6 +297,7 @@ class Measurement(FrozenModel):
     first_loss: FiniteOrNone = None
     last_loss: FiniteOrNone = None
     validation_loss: FiniteOrNone = None
+    results: Mapping[str, FiniteOrNone] = Field(default_factory=dict[str, FiniteOrNone])
     flops_per_token: Annotated[float, Field(gt=0)] | None = None
     peak: MatmulPeak | None = None
     peak_bytes: PeakBytes | None = None

@@ -126,6 +126,25 @@ class DataSection(DataSourceFields):
         """True if the user names files to validate on, for any source."""
         return any(source.validation_paths for source in self.sources or (self,))
 
+    def check_prepares_other_paths(self) -> None:
+        """Raises ValueError unless [data] says how the `paths` of an evaluation are to be read."""
+        sources = self.sources or (self,)
+        if any(one.source in (None, "stdlib", "python") for one in sources):
+            raise ValueError(
+                "evaluate: paths are read as [data] says, and its source has no files: "
+                'set data.source = "jsonl", for example; or call, in place of paths'
+            )
+        left_out = {"paths", "validation_paths", "name", "subset", "weight", "dtype", "eod_token"}
+        fields = {*DataSourceFields.model_fields, "source"} - left_out
+        if len({one.model_dump_json(include=fields) for one in sources}) > 1:
+            raise ValueError("evaluate: paths are read as [data] says, and data.sources differ: use call")
+
+    def source_of(self, paths: tuple[str, ...]) -> "DataSource | DataSection":
+        """Returns the source of `paths` for an evaluation, with the fields of the first source."""
+        first: DataSource | DataSection = self.sources[0] if self.sources else self
+        update = {"paths": paths, "validation_paths": (), "name": None, "subset": None}
+        return first.model_copy(update=update)
+
     @property
     def token_makers(self) -> set[Literal["tokenizer", "other program"]]:
         """Makers of the tokens: the tokenizer, bytes if there is none, or another program beforehand."""

@@ -220,6 +220,7 @@ CODE_SETTINGS: Mapping[str, Callable[[Any], bool]] = {
     "train.loss": bool,
     "optimizer.name": lambda name: "." in name and not name.startswith("torch.optim."),
     "communication.hook": bool,
+    "evaluate": lambda evaluations: any(one.call for one in evaluations),
     "log.trackers": lambda names: not {*names} <= {*TRACKERS_OF_EXTRAS},
 }
 

@@ -314,6 +314,9 @@ class CheckpointSection(value.FrozenModel):
     `every`: steps between saves, or a fraction of the steps; 0 saves only at the end and when interrupted
     `keep`: number of newest checkpoints to keep; 0 keeps all
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
+    `keep_best`: also keeps the checkpoint with the best result of an evaluation, the older of equal ones, and
+        saves one after each evaluation that is better than all before. `validation`, or the `name` of
+        [[evaluate]], is its loss; `highest name.metric` or `lowest name.metric` a metric of a `call`
     `mode`: `async` writes in the background, from a copy in host memory
     """
 
@@ -321,6 +324,7 @@ class CheckpointSection(value.FrozenModel):
     every: value.Steps = 0
     keep: value.Count = 2
     keep_every: value.Count = 0
+    keep_best: str | None = None
     mode: Literal["sync", "async"] = "sync"
 
 

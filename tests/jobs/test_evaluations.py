@@ -1,0 +1,150 @@
+"""Runs with [[evaluate]]: what they record, and the checkpoint with the best result, which is kept."""
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from itertools import count
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint.location import location_of
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.errors import DataError, SpecError
+from fullshard.jobs.train import run_job
+from fullshard.spec.plan import Plan
+from fullshard.spec.records.measurement import Measurement
+from fullshard.spec.run import Run
+from tests.data.samples import write_json_lines
+from tests.jobs.test_train import TINY
+
+calls = WeakKeyDictionary[nn.Module, Iterator[int]]()
+QUIZ = 'call="tests.jobs.test_evaluations:quiz"'
+
+
+def quiz(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """The accuracies that stand in `accuracies.json` beside the run, one for each call; halves for ranks."""
+    accuracies = json.loads(Path(plan.run.run.dir).with_name("accuracies.json").read_text())
+    value = accuracies[next(calls.setdefault(model, count()))]
+    return {"accuracy": (value * (1 + dist.get_rank()), 1 + dist.get_rank()), "asked": 7}
+
+
+def resume_run(directory: str, *settings: str) -> str:
+    return train_run(directory, *settings, resume=True)
+
+
+def train_run(directory: str, *settings: str, resume: bool = False) -> str:
+    """Trains, and returns what is printed."""
+    run = Run.load(overrides=[*TINY, f"run.dir={directory}", "log.trace_every=0", *settings])
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    with redirect_stderr(io.StringIO()) as printed:
+        run_job(plan.run, resume=resume, plan=plan, command_started=time.time())
+    return printed.getvalue()
+
+
+def lines_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def texts(directory: Path, name: str, *, rows: int) -> str:
+    return write_json_lines(directory / name, ({"text": f"{name} {i} " * 9} for i in range(rows)))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[str, ...]:
+    paths = [texts(tmp_path, name, rows=rows) for name, rows in (("train.jsonl", 60), ("held.jsonl", 5))]
+    cache = f"data.cache={tmp_path / 'cache'}"
+    source = ("data.source=jsonl", f"data.paths=['{paths[0]}']", f"data.validation_paths=['{paths[1]}']")
+    return cache, *source
+
+
+def test_results_are_those_of_the_validation_and_are_recorded(
+    ranks: Any, tmp_path: Path, data: tuple[str, ...]
+) -> None:
+    (tmp_path / "accuracies.json").write_text("[0.25, 0.5, 0.75]")
+    same = f'name="same", paths=["{tmp_path}/held.jsonl"], sequences=4, every=2'
+    evaluate = f'evaluate=[{{{same}, at_start=true}}, {{name="quiz", {QUIZ}, every=2}}]'
+    directory = tmp_path / "run"
+    printed, _ = ranks(2).run(
+        train_run, str(directory), *data, "train.steps=4", "train.validate_every=2", evaluate
+    )
+    start, *lines = lines_of(directory)
+    assert start.keys() == {"step", "same.loss"}
+    assert (start["step"], [one["step"] for one in lines]) == (0, [1, 2, 3, 4])
+    for line in lines:
+        assert ("same.loss" in line) == ("validation_loss" in line) == (line["step"] % 2 == 0)
+        assert line.get("same.loss") == line.get("validation_loss")
+    assert [(one["quiz.accuracy"], one["quiz.asked"]) for one in lines[1::2]] == [(0.25, 7.0), (0.5, 7.0)]
+    loss = lines[-1]["same.loss"]
+    assert 0 < loss < start["same.loss"]
+    for text in (f"step 0: same loss {start['same.loss']:.4f}", f"step 4: same loss {loss:.4f}"):
+        assert text in printed
+    assert "step 4: quiz accuracy 0.5000, asked 7.0000" in printed
+    results = Measurement.load(directory / "measurement.json").results
+    assert results == {
+        key: lines[-1][key] for key in ("validation_loss", "same.loss", "quiz.accuracy", "quiz.asked")
+    }
+
+
+def saved_steps(directory: Path) -> list[int]:
+    return sorted(step for step, _ in location_of(directory / "checkpoints").list_checkpoints())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_best_checkpoint_is_kept_through_pruning_and_resume(
+    ranks: Any, tmp_path: Path, mode: str
+) -> None:
+    evaluate = f'evaluate=[{{name="quiz", {QUIZ}, every=1}}]'
+    kept = ("checkpoint.keep=1", "checkpoint.keep_best=highest quiz.accuracy", f"checkpoint.mode={mode}")
+    settings = (*kept, "checkpoint.every=3", "data.validation_fraction=0", evaluate)
+    directory, values = tmp_path / "run", tmp_path / "accuracies.json"
+    values.write_text("[0.1, 0.5, 0.2, 0.5, 0.4]")  # step 2, at which no save is due, is the best
+    ranks(2).run(train_run, str(directory), *settings, "train.steps=5")
+    assert saved_steps(directory) == [2, 5]
+    values.write_text("[0.5, 0.45]")  # as good as the older one
+    ranks(2).run(resume_run, str(directory), *settings, "train.steps=7")
+    assert saved_steps(directory) == [2, 7]
+    values.write_text("[0.1, 0.6, 0.1]")
+    ranks(2).run(resume_run, str(directory), *settings, "train.steps=10")
+    assert saved_steps(directory) == [9, 10]
+    manifest = read_manifest(directory / "checkpoints" / "step-00000009")
+    assert manifest.values["results"] == {
+        "quiz.accuracy": {"value": 0.6, "step": 9, "data": None},
+        "quiz.asked": {"value": 7.0, "step": 9, "data": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (['evaluate=[{name="a"}]'], SpecError, "either paths"),
+        (['evaluate=[{name="a", call="b:c", paths=["d"]}]'], SpecError, "either paths"),
+        (['evaluate=[{name="a", call="b:c", sequences=3}]'], SpecError, "sequences = 3 is for paths"),
+        (['evaluate=[{name="a", call="b:c", at_end=false}]'], SpecError, "never evaluated"),
+        (['evaluate=[{name="a.b", call="b:c"}]'], SpecError, "a letter, then letters"),
+        (['evaluate=[{name="a", call="b:c"}, {name="a", call="b:d"}]'], SpecError, "'a' is used twice"),
+        (['evaluate=[{name="validation", call="b:c"}]'], SpecError, "name of the validation"),
+        (['evaluate=[{name="a", paths=["b"]}]'], SpecError, "source has no files"),
+        (['evaluate=[{name="a", call="no_such_module:c"}]'], SpecError, "no_such_module"),
+        (["checkpoint.keep_best=a"], SpecError, "names no evaluation: validation"),
+        (["checkpoint.keep_best=highest validation"], SpecError, "the lowest is best"),
+        (['evaluate=[{name="a", call="b:c"}]', "checkpoint.keep_best=a.b"], SpecError, "lowest a.b"),
+        (
+            ["data.source=text", "data.paths=['README.md']", 'evaluate=[{name="a", paths=["missing/*"]}]'],
+            DataError,
+            "missing",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    settings: list[str], error: type[Exception], message: str, ranks: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        ranks(1).run(train_run, str(tmp_path / "run"), *settings, f"data.cache={tmp_path}")
+    assert not (tmp_path / "run" / "checkpoints").exists()
