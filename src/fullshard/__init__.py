@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fullshard.spec.run import Run as Run
     from fullshard.spec.settings.model_section import DecoderConfig as DecoderConfig
     from fullshard.training.between_steps import averaged_weights as averaged_weights
+    from fullshard.training.generate import generate as generate
     from fullshard.training.loop import Step as Step
     from fullshard.training.loop import train as train
     from fullshard.training.optimizer import build_optimizer as build_optimizer
@@ -87,6 +88,7 @@ _NAMES = {
     "spec.run": "Run",
     "spec.settings.model_section": "DecoderConfig",
     "training.between_steps": "averaged_weights",
+    "training.generate": "generate",
     "training.loop": "Step train",
     "training.optimizer": "build_optimizer",
     "training.shard": "shard",

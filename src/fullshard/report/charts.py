@@ -18,6 +18,7 @@ _DRAWN, _READ = 200, 240  # points of a curve that are drawn, and that the point
 _SMOOTH_FROM, _REACH = 40, 1 / 80
 _LOG_FROM = 3.0  # a logarithmic axis is chosen if the values span at least this factor
 _MOST_TICKS = 5
+_MOST_RESULTS = 12  # that have a chart
 _LANES = {
     "save": "saved",
     "resume": "resumed",
@@ -289,6 +290,10 @@ def _small_charts(run: RunRecord) -> Iterator[_Chart]:
         key, title = "peak_allocated_bytes", "peak memory of each step on rank 0"
     most = max(run.metrics.values(key), default=0.0)
     unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
+    for name, points in list(run.metrics.results.items())[:_MOST_RESULTS]:
+        first = run.metrics.steps[0]
+        points = [(max(step, first), value) for step, value in points]  # a result before the first step
+        yield _Chart(name, name, [_Curve("", points, "c2", is_dotted=True)], _short_figure)
     yield _Chart(
         key, f"{title}, {unit}", _make_single_curve(run, key, factor=1 / size), _short_figure, from_zero=True
     )

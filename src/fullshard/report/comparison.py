@@ -35,6 +35,7 @@ from fullshard.report.table import show_labelled_lines, show_table
 from fullshard.report.verdict import setup_and_incidents_text, verdict
 from fullshard.spec.prediction import CALIBRATION_MARKS, CalibrationState, Prediction
 from fullshard.spec.records.measurement import Measurement, PeakBytes
+from fullshard.spec.settings.evaluate_section import results_text
 from fullshard.spec.value import FrozenModel
 
 HEADER = ("", "predicted", "measured", "error")
@@ -203,6 +204,8 @@ def _iterate_run_cells(run: RunRecord) -> Iterator[tuple[tuple[str, str], str]]:
     for name, label in (("loss", "loss"), ("validation_loss", "validation loss")):
         if values := run.metrics.values(name):
             yield ("", label), f"{values[-1]:.4f}"
+    for name, points in run.metrics.results.items():
+        yield ("", name), f"{points[-1][1]:.4f}"
     for part, lines in _iterate_parts(compare_run(run)):
         yield from (((part, label), measured) for label, _, measured, _ in lines)
     for kind, count in Counter(event.event for event in run.events if event.event != "plan").items():
@@ -323,6 +326,10 @@ def _loss_rows(m: Measurement) -> Iterator[tuple[str, str]]:
         yield "loss", f"{m.first_loss:.4f} in the first step, {m.last_loss:.4f} in the last"
     if m.validation_loss is not None:
         yield "validation", f"{m.validation_loss:.4f} nats a token"
+    own = {key: value for key, value in m.results.items() if "." in key and value is not None}
+    for line in results_text(own):
+        label, _, text = line.partition(" ")
+        yield label, text
 
 
 def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:

@@ -3,8 +3,9 @@
 import errno
 import math
 import os
+import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -47,6 +48,10 @@ _NAMES = (
 LONGEST_LINE_BYTES = 1 << 16
 _MOST_BYTES, _MOST_LINES = 1 << 30, 2_000_000
 _LARGEST_FIGURE = 1e100
+_RESULT = re.compile(
+    r"[A-Za-z][A-Za-z0-9_-]{0,39}\.[A-Za-z0-9_./@-]{1,60}"
+)  # a name of `Evaluation.result_key`
+_MOST_RESULTS = 64
 _LARGEST_STEP = 2**53  # which a float holds exactly
 
 
@@ -55,12 +60,14 @@ class StepColumns:
     """Figures by step. Values that were not measured, or are not finite, are NaN.
 
     steps: numbers of the steps, ascending
+    results: (step, value) of each result of [[evaluate]] by name, also of step 0, before the first
     columns: values by name, each as long as `steps`. See `fullshard.observe.step_metrics.StepMetrics`, and
         `fullshard.observe.memory.read_memory_and_reset_peaks` for those of rank 0's memory.
     """
 
     steps: "array[float]"
     columns: "dict[str, array[float]]"
+    results: dict[str, Points] = field(default_factory=dict[str, Points])
 
     def points(self, name: str) -> Points:
         """Returns (step, value) of the steps in which `name` was measured."""
@@ -82,7 +89,7 @@ def read_steps(path: Path) -> StepColumns:
     None without the file. If a step has several lines, the last counts: a resumed run repeats steps. Raises
     OSError, also for more than two million lines in the last GiB.
     """
-    found: dict[float, array[float]] = {}
+    found, results = dict[float, "array[float]"](), dict[float, dict[str, float]]()
     lines = read_last_lines(path, most_bytes=_MOST_BYTES, longest=LONGEST_LINE_BYTES)
     for number, line in enumerate(lines):
         if number == _MOST_LINES:
@@ -91,9 +98,23 @@ def read_steps(path: Path) -> StepColumns:
         step = _figure_or_nan(fields.get("step"))
         if 0 < step <= _LARGEST_STEP:
             found[step] = array("d", [_figure_or_nan(fields.get(name)) for name in _NAMES])
+        if 0 <= step <= _LARGEST_STEP:
+            results[step] = {key: _figure_or_nan(fields[key]) for key in fields if _RESULT.fullmatch(key)}
+            if not results[step]:
+                del results[step]
     steps = sorted(found)
     columns = {name: array("d", [found[step][i] for step in steps]) for i, name in enumerate(_NAMES)}
-    return StepColumns(array("d", steps), columns)
+    return StepColumns(array("d", steps), columns, _points_by_name(results))
+
+
+def _points_by_name(results: Mapping[float, Mapping[str, float]]) -> dict[str, Points]:
+    """Returns (step, value) of the finite results, by name, of at most _MOST_RESULTS names."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for step in sorted(results):
+        for name, value in results[step].items():
+            if not math.isnan(value) and (name in found or len(found) < _MOST_RESULTS):
+                found.setdefault(name, []).append((step, value))
+    return dict(found)
 
 
 def _figure_or_nan(value: object) -> float:

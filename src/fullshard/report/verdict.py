@@ -17,6 +17,7 @@ from fullshard.report.run_record import RunRecord
 from fullshard.spec.prediction import CALIBRATION_MARKS
 
 _AS_PLANNED_PERCENT = 2.0
+_MOST_RESULTS = 6  # that the verdict shows
 _RECENT_STEPS = 50  # last steps by which the speed of a run is judged
 
 
@@ -115,6 +116,10 @@ def _loss_sentences(run: RunRecord) -> Iterator[str]:
         yield f"Validation loss {validated[-1][1]:.4f}{best}."
     elif trained:
         yield f"Training loss {trained[-1][1]:.4f}, {trained[0][1]:.4f} in the first step."
+    if results := list(run.metrics.results.items()):
+        shown = ", ".join(f"{name} {points[-1][1]:.4f}" for name, points in results[:_MOST_RESULTS])
+        more = len(results) - _MOST_RESULTS
+        yield f"Evaluations: {shown}{f' and {more} more' if more > 0 else ''}."
 
 
 def _plan_sentences(run: RunRecord) -> Iterator[str]:

@@ -4,7 +4,8 @@ FSDP2 keeps one state per unit, shared by the unit's modules; the state has one 
 for a unit without parameters; the group has an object for each parameter ("engine parameter" elsewhere).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ NAMES = require_names(
     torch_names(f"{_GROUP}.post_backward reduce_grads", "reduces experts that no token reached"),
     torch_names(f"{_GROUP}.all_reduce_grads mesh_info", "completes sums over replicas"),
     torch_names(f"{_GROUP}.unshard _all_gather_result", "compares the units that ranks run"),
+    torch_names(f"{_GROUP}.post_forward_mesh_info", "keeps units gathered while a model generates"),
     torch_names(f"{_PARAMETER}.sharded_param", "finds the parts of a unit"),
     torch_names(
         f"{_PARAMETER}._sharded_param_data sharded_size padded_sharded_param_size mp_policy",
@@ -90,6 +92,26 @@ def gather_now_for_backward(module: FSDPModule, gradient: Tensor) -> None:
     # FSDP2 has gathered a unit whose last module has a backward, and its own order of events stays.
     if any(not group.is_unsharded for group in parameter_groups(module)):
         unit_state(module)._pre_backward(gradient)
+
+
+@contextmanager
+def keep_gathered_after_forward(model: nn.Module) -> Generator[None]:
+    """Context in which units stay gathered behind their forward. They are still gathered at its end."""
+    groups = [group for unit in list_units(model) for group in parameter_groups(unit)]
+    before = [group.post_forward_mesh_info for group in groups]
+    try:
+        for group in groups:
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Returns the bytes that the parameters of all units take when they are gathered."""
+    parameters = (one for unit in list_units(model) for one in engine_parameters(unit))
+    return sum(one.sharded_param.numel() * compute_dtype(one).itemsize for one in parameters)
 
 
 def cast_recomputed_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:

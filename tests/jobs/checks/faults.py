@@ -50,6 +50,11 @@ def of_data(fault: str) -> Callable[[Path], object]:
     return make
 
 
+def of_evaluation(settings: str) -> Callable[[Path], object]:
+    evaluate = f'evaluate=[{{name="quiz", {settings}}}]'
+    return lambda path: build_data_trial(plan_of_decoder("none", evaluate))
+
+
 def space_of(free: int) -> Callable[[Path], RunContext]:
     return lambda path: context_of(
         replace(quiet_machine(path), free_bytes=lambda _: free),
@@ -120,6 +125,7 @@ MODELS = (
     Fault("tensor that is no buffer", "initial_values", of_model("lost table")),
 )
 DATA = (
+    Fault("evaluation by a function that is missing", "evaluations", of_evaluation('call="no_module:quiz"')),
     Fault("token over the vocabulary", "vocabulary_range", of_data("token too large")),
     Fault("labels mostly masked", "labels", of_data("masked")),
     Fault("all labels masked", "labels", of_data("all masked")),

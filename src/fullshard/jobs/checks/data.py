@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from fullshard.data.tokenizer import TOKENIZER_FILE
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
 from fullshard.jobs.checks.model_trial import IGNORED, make_eager_fp32_cpu_run
+from fullshard.jobs.evaluations import build_evaluations
 from fullshard.models.build import count_vocabulary_rows
 from fullshard.quantities import count_text
 from fullshard.spec.plan import Plan
@@ -69,12 +70,7 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
 
     Data that is not in the cache is tokenized for 20 s at most.
     """
-    deadline = time.monotonic() + _TOKENIZING_SECONDS
-
-    def stop_when_late() -> None:
-        if time.monotonic() > deadline:
-            raise _TokenizingTakesLong
-
+    stop_when_late = _make_deadline()
     run, attempt = make_eager_fp32_cpu_run(plan.run, rows=_ROWS, microbatch=_MICROBATCH), ErrorCapture()
     with attempt:
         data = build_data(run, alive=stop_when_late)
@@ -94,6 +90,30 @@ def build_data_trial(plan: Plan) -> DataTrial | Finding:
     return Finding.failure(
         f"reading it raises {type(error).__name__}: {error}", why="no step can be trained", fix=None
     )
+
+
+def _make_deadline() -> Callable[[], None]:
+    """Returns a function that raises _TokenizingTakesLong if it is called after 20 s."""
+    deadline = time.monotonic() + _TOKENIZING_SECONDS
+
+    def stop_when_late() -> None:
+        if time.monotonic() > deadline:
+            raise _TokenizingTakesLong
+
+    return stop_when_late
+
+
+def check_evaluations(trial: DataTrial) -> Finding:
+    """Prepares the data and imports the functions of [[evaluate]], and looks for results to keep_best."""
+    attempt, names = ErrorCapture(), ", ".join(one.name for one in trial.run.evaluations)
+    with attempt:
+        build_evaluations(trial.run, trial.data, alive=_make_deadline())
+    if isinstance(attempt.error, _TokenizingTakesLong):
+        return Finding.skipped(f"tokenizing takes over {_TOKENIZING_SECONDS:g} s")
+    if isinstance(attempt.error, FullshardError):
+        return Finding.from_error(attempt.error)
+    attempt.raise_captured()
+    return Finding.ok(f"evaluations: {names}") if names else Finding.skipped("the run has no evaluation")
 
 
 def check_vocabulary_range(trial: DataTrial) -> Finding:

@@ -20,6 +20,7 @@ CHECKS: Mapping[str, Sequence[Callable[[Any], Finding]]] = {
         model.check_initial_values,  # fla-org/flame#9
     ),
     "data": (
+        data.check_evaluations,  # tatsu-lab/stanford_alpaca#42
         data.check_vocabulary_range,  # huggingface/transformers#24698
         data.check_labels,  # huggingface/trl#6668
         data.check_duplicates,  # k2-fsa/icefall#1616

@@ -204,10 +204,11 @@ def check_checkpoint_space(context: RunContext) -> Finding:
     if size is None:
         return Finding.skipped("the size of a checkpoint is not predicted for this run")
     section, steps = context.run.checkpoint, context.run.train.step_count
-    saves = (steps // int(section.every) if section.every else 0) + 1
+    best = int(section.keep_best is not None)
+    saves = (steps // int(section.every) if section.every else 0) + 1 + best
     kept = min(saves, section.keep or saves)
     kept += steps // section.keep_every if section.keep_every else 0
-    number = min(kept + 1, saves)  # a new one is complete before the oldest is removed
+    number = min(kept + best + 1, saves)  # a new one is complete before the oldest is removed
     free = context.machine.free_bytes(directory)
     text = f"{format_bytes(free)} free for {count_text(number, 'checkpoint')}"
     got = f"{text} of {format_bytes(size)} in {directory}"
