@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.manifest import read_manifest
+from fullshard.cli.main import main
 from fullshard.errors import DataError, SpecError
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
@@ -98,7 +99,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_best_checkpoint_is_kept_through_pruning_and_resume(
-    ranks: Any, tmp_path: Path, mode: str
+    ranks: Any, tmp_path: Path, mode: str, capsys: Any
 ) -> None:
     evaluate = f'evaluate=[{{name="quiz", {QUIZ}, every=1}}]'
     kept = ("checkpoint.keep=1", "checkpoint.keep_best=highest quiz.accuracy", f"checkpoint.mode={mode}")
@@ -118,6 +119,11 @@ def test_the_best_checkpoint_is_kept_through_pruning_and_resume(
         "quiz.accuracy": {"value": 0.6, "step": 9, "data": None},
         "quiz.asked": {"value": 7.0, "step": 9, "data": None},
     }
+    capsys.readouterr()
+    assert main(["ckpt", "list", str(directory)]) == 0
+    nine, ten = capsys.readouterr().out.splitlines()
+    assert nine.endswith("quiz.accuracy 0.6000 (best)  quiz.asked 7.0000")
+    assert ten.endswith("quiz.accuracy 0.1000  quiz.asked 7.0000")
 
 
 @pytest.mark.parametrize(

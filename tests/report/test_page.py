@@ -87,6 +87,18 @@ def test_a_finished_run_has_every_section(tmp_path: Path):
     assert "planned" in page.text
 
 
+def test_results_of_evaluations_are_shown(tmp_path: Path):
+    directory = runs.finished(tmp_path / "run")
+    lines = ({"step": step, "quiz.accuracy": step / 100, "<b>.x": 1.0, "a.b": None} for step in (0, 50, 100))
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in lines)
+    run = read(directory)
+    assert run.metrics.results == {"quiz.accuracy": [(0.0, 0.0), (50.0, 0.5), (100.0, 1.0)]}
+    page = shown(run)
+    assert "Evaluations: quiz.accuracy 1.0000." in page.text
+    assert sum(tag == "svg" for tag, _ in page.tags) == len(CHARTS) + 1
+
+
 def test_page_of_a_disturbed_run(tmp_path: Path):
     page = shown(read(runs.disturbed(tmp_path / "run")))
     assert "Stopped after step 60 of 100, and saved" in page.text

@@ -9,6 +9,7 @@ from fullshard.spec.settings.evaluate_section import BestResult
 
 RESULTS = "results"
 """Name of the results in the values of a checkpoint."""
+_LARGEST = 1e300
 
 
 class EvaluationResult(NamedTuple):
@@ -33,7 +34,7 @@ def read_results(values: JsonValue) -> dict[str, EvaluationResult]:
     for key, one in (values if isinstance(values, dict) else {}).items():
         fields = one if isinstance(one, dict) else {}
         value, step, data = (fields.get(name) for name in EvaluationResult._fields)
-        if isinstance(value, int | float) and isinstance(step, int):
+        if isinstance(value, int | float) and abs(value) <= _LARGEST and isinstance(step, int):
             found[key] = EvaluationResult(float(value), step, data if isinstance(data, str) else None)
     return found
 

@@ -208,6 +208,8 @@ def _record_validate_and_save(job: TrainJob, step: Step) -> None:
 
 def _evaluate(job: TrainJob, evaluations: Sequence[RunEvaluation]) -> dict[str, float]:
     """Returns the results of `evaluations`, and keeps them for the end of the run. Collective."""
+    if not evaluations:
+        return {}
     results = evaluate_and_note_results(evaluations, job.state, plan=job.plan, loss=job.loss)
     job.results |= results
     job.state.phase.enter(RunPhase.BETWEEN_STEPS)
