@@ -58,3 +58,11 @@ def test_an_unforeseen_error_names_the_line_of_the_user() -> None:
     assert ending.failure is not None
     assert f"where: {__file__}:" in ending.failure.message
     assert "FULLSHARD_TRACEBACK=1" in ending.failure.message
+
+
+def test_notes_of_an_unforeseen_error_are_in_its_message() -> None:
+    error = ZeroDivisionError("no")
+    error.add_note("in the evaluation 'quiz' on rank 1")
+    failure = ending_of(error).failure
+    assert failure is not None
+    assert "ZeroDivisionError: no\n  in the evaluation 'quiz' on rank 1\n" in failure.message

@@ -133,7 +133,8 @@ def _iterate_exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 def _unexpected_error_message(error: BaseException) -> str:
     name, text = type(error).__name__, str(error).strip() or "(it says nothing)"
-    lines = [f"{name}: {text}", f"  where: {user_code_location_text(error)}"]
+    notes = [f"  {str(note).splitlines()[0]}" for note in getattr(error, "__notes__", ()) if note]
+    lines = [f"{name}: {text}", *notes, f"  where: {user_code_location_text(error)}"]
     if name == "OutOfMemoryError":
         lines.append('  try: a smaller train.microbatch, recompute.mode = "full", or more ranks')
     lines.append(f"  the whole traceback: {TRACEBACK_VARIABLE}=1")
