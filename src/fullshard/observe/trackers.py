@@ -256,7 +256,7 @@ def _make_tracker(name: str, run: Run, *, after_step: int, run_id: str | None) -
         settings={
             f"{section}.{key}": value
             for section, fields in run.model_dump(mode="json").items()
-            for key, value in fields.items()
+            for key, value in (fields.items() if isinstance(fields, dict) else enumerate(fields))
         },
         after_step=after_step,
         run_id=run_id,
