@@ -142,7 +142,9 @@ def evaluate_and_note_results(
         for key, value in results.items():
             state.results.pop(key, None)
             if math.isfinite(value):
-                state.results[key] = EvaluationResult(value, state.step, one.data_digest)
+                # Results of averages and of the trained weights cannot be compared.
+                data = f"{one.data_digest} by averages" if averages else one.data_digest
+                state.results[key] = EvaluationResult(value, state.step, data)
     return found
 
 

@@ -217,7 +217,6 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
             lines.append(f"so the settings give step {state.step + 1} the learning rate {rate:.3g}")
         messages.append("\n  ".join(["resumed with other settings:", *lines]))
     if "ema.validation" in changed:
-        state.best = None
         messages.append("validation losses were of other weights before, so the best one begins anew")
     if state.rows is None:
         state.rows = (state.step if before.batches is None else before.batches) * batch
