@@ -25,7 +25,7 @@ ORDER = [
     *("averaged_weights", "full_state", "iterate_weights"),
     *("next_token_loss", "chunked_cross_entropy", "cut_sequences", "save", "load", "latest_checkpoint"),
     *("location_of", "export", "load_pretrained", "export_hf", "meta_model", "materialize"),
-    *("parameters_on_meta", "hardware_on", "export_peft"),
+    *("parameters_on_meta", "hardware_on", "adapters_off", "export_peft"),
 ]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -23,6 +23,8 @@ SAYS = {
     "fsdp_transformer.py": "step 30: loss",
     "fsdp_checkpoint.py": "no_shard to step 20",
     "fsdp_memory_efficient.py": "and 4 microbatches",
+    "dpo.py": "step 30: loss",
+    "distill.py": "step 30: divergence",
     "hand_off.py": "step 30: 5 buckets, 0 missing",
 }
 

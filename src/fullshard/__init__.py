@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fullshard.distributed.sequence_parts import cut_sequences as cut_sequences
     from fullshard.errors import FullshardError as FullshardError
     from fullshard.launch.detect import detect_hardware as detect_hardware
+    from fullshard.models.adapters import adapters_off as adapters_off
     from fullshard.models.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from fullshard.models.decoder import DecoderModel as DecoderModel
     from fullshard.models.huggingface import meta_model as meta_model
@@ -70,6 +71,7 @@ _NAMES = {
     "distributed.sequence_parts": "cut_sequences",
     "errors": "FullshardError",
     "launch.detect": "detect_hardware",
+    "models.adapters": "adapters_off",
     "models.chunked_loss": "chunked_cross_entropy",
     "models.decoder": "DecoderModel",
     "models.huggingface": "meta_model",

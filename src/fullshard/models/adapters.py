@@ -12,7 +12,8 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -20,7 +21,8 @@ import torch
 from torch import nn
 
 from fullshard.distributed.agreement import rank
-from fullshard.errors import MissingExtraError, SpecError
+from fullshard.errors import MissingExtraError, SpecError, TrainError
+from fullshard.quantities import join_names
 from fullshard.spec.settings.train_section import AdapterSection
 from fullshard.system.dotted import import_quietly
 
@@ -91,6 +93,37 @@ def iterate_adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Generator[None]:
+    """Context in which `model` computes as its base does, so that it is its own reference, without a copy.
+
+    For forwards without gradients: backward may recompute a block, after the context has ended. Raises
+    TrainError for a model without adapters, and for one that trains other parameters beside them.
+
+    >>> config = peft.LoraConfig(target_modules=["query", "value"])
+    >>> adapted = peft.inject_adapter_in_model(config, fs.DecoderModel(run.decoder_config))
+    >>> with fs.adapters_off(adapted), torch.no_grad():
+    ...     adapted(tokens).shape
+    torch.Size([2, 32, 256])
+    """
+    layers = [layer for _, layer in iterate_adapted_layers(model)]
+    trained = [name for name, one in model.named_parameters() if one.requires_grad and ".lora_" not in name]
+    if not layers or trained:
+        raise TrainError(
+            "the model without its adapters is no reference.",
+            got=f"{join_names(trained, most=3)}, trained beside them" if layers else "no adapter",
+            fix="a second, frozen model, sharded as the first is",
+        )
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True  # peft's enable_adapters would also freeze them
+    try:
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = disabled
 
 
 def import_peft() -> Any:
