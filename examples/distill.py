@@ -51,7 +51,7 @@ def loss_of(both: Both, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def main(overrides: list[str]) -> None:
     run = fs.Run.load(overrides=[*SETTINGS, *overrides])
-    teacher = fs.Run.load(overrides=TEACHER).decoder_config
+    teacher = run.with_overrides(TEACHER).decoder_config  # with the same vocabulary and lengths
     with fs.process_group() as ranks:
         with torch.device("meta"):
             both = Both(fs.DecoderModel(run.decoder_config), fs.DecoderModel(teacher))

@@ -22,6 +22,7 @@ from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.measurement import Measurement
 from fullshard.spec.run import Run
+from fullshard.spec.settings.evaluate_section import results_text
 from tests.data.samples import write_json_lines
 from tests.jobs.test_train import TINY
 
@@ -154,3 +155,12 @@ def test_settings_that_cannot_work_are_refused(
     with pytest.raises(error, match=message):
         ranks(1).run(train_run, str(tmp_path / "run"), *settings, f"data.cache={tmp_path}")
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_names_that_begin_like_the_validation_stay_apart() -> None:
+    found = {"validation_loss": 1.0, "validation_long.loss": 2.0, "my_validation_x.loss": 3.0}
+    assert results_text(found) == [
+        "validation loss 1.0000",
+        "validation_long loss 2.0000",
+        "my_validation_x loss 3.0000",
+    ]

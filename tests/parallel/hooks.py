@@ -38,7 +38,7 @@ class ErrorFeedback:
     def reduce(self, parts: Tensor, group: Any) -> Tensor:
         wanted = parts.float() + (0 if self.error is None else self.error)
         sent = wanted.sign() * wanted.abs().mean()
-        self.error = wanted - sent
+        self.error = (wanted - sent).nan_to_num(0.0, 0.0, 0.0)  # a step with NaN or infinity is skipped
         total = sent.clone()
         dist.all_reduce(total, group=group)
         return total[group.rank()]

@@ -204,7 +204,7 @@ def refused(more: list[str], factor: bool) -> str:
     ("more", "factor", "text"),
     [
         (["communication.hook=tests.parallel.hooks:NotAHook"], False, "is not a hook"),
-        (["communication.hook=tests.parallel.hooks:WrongShape"], False, "returned something else"),
+        (["communication.hook=tests.parallel.hooks:WrongShape"], False, "returned a wrong shape"),
     ],
 )
 def test_what_is_no_hook_is_refused(more: list[str], factor: bool, text: str, ranks: Any) -> None:

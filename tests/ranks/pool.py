@@ -73,7 +73,7 @@ class Workers:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = itertools.count()
 
-    def pool(self, n: int, *, timeout_seconds: float = 120.0) -> "Pool":
+    def pool(self, n: int, *, timeout_seconds: float = 300.0) -> "Pool":
         """A pool of `n` ranks; a call of it may take `timeout_seconds`."""
         return Pool(self, n, timeout_seconds)
 

@@ -118,9 +118,9 @@ def test_pairs_are_summed_over_ranks_and_equal_numbers_are_kept(ranks: Any) -> N
     ("by_rank", "message"),
     [
         ([{"a": 1}, {"a": 2}], "a = 1.0 on rank 0, a = 2.0 on rank 1"),
-        ([{"a": 1}, {"b": 1}], "gave ranks different metrics"),
-        ([{"a": 1}, {"a": (1, 1)}], "gave ranks different metrics"),
-        ([{"a": 1}, None], "gave no metrics"),
+        ([{"a": 1}, {"b": 1}], "returned different metrics on different ranks"),
+        ([{"a": 1}, {"a": (1, 1)}], "returned different metrics on different ranks"),
+        ([{"a": 1}, None], "returned no metrics"),
         ([{"a": "much"}] * 2, "a = 'much'"),
         ([{"a b": 1}] * 2, "the name 'a b'"),
     ],

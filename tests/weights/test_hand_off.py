@@ -48,6 +48,9 @@ def handed_over_and_exported(
         key: list(iterate_weights(model, plan, bucket_bytes=BUCKET, dtype=dtype))
         for key, dtype in DTYPES.items()
     }
+    own = dict(one for bucket in iterate_weights(model, plan, names="own") for one in bucket.items())
+    assert own.keys() == {key.removeprefix("model.") for key in state.tensors() if key.startswith("model.")}
+    assert all(own[key].shape == one.shape for key, one in model.named_parameters() if key in own)
     save(state, directory / "checkpoints", plan=plan)
     for key, dtype in DTYPES.items() if dist.get_rank() == 0 else ():
         export_hf(directory / "checkpoints", directory / key, dtype="bf16" if dtype else None)

@@ -19,7 +19,12 @@ from fullshard.models.loss import Loss
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.settings.evaluate_section import VALIDATION, BestResult, Evaluation
+from fullshard.spec.settings.evaluate_section import (
+    LOWEST_VALIDATION_LOSS,
+    VALIDATION,
+    BestResult,
+    Evaluation,
+)
 from fullshard.survival.phase import RunPhase
 from fullshard.system.dotted import import_callable
 from fullshard.training.between_steps import averaged_weights
@@ -88,7 +93,7 @@ def build_evaluations(
         own = build_evaluation_data(run, one.paths, alive=alive) if one.paths else None
         found.append(RunEvaluation(one, own, functions.get(one.name)))
     best = run.best_result
-    if best is not None and best.key.startswith(VALIDATION) and not (found and found[0].data is data):
+    if best is not None and best == LOWEST_VALIDATION_LOSS and not (found and found[0].data is data):
         raise SpecError(
             "checkpoint.keep_best names the validation, which has no data.",
             got=f"checkpoint.keep_best = {run.checkpoint.keep_best!r}",

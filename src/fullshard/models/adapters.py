@@ -112,7 +112,7 @@ def adapters_off(model: nn.Module) -> Generator[None]:
     trained = [name for name, one in model.named_parameters() if one.requires_grad and ".lora_" not in name]
     if not layers or trained:
         raise TrainError(
-            "the model without its adapters is no reference.",
+            "the model without its adapters cannot be its reference.",
             got=f"{join_names(trained, most=3)}, trained beside them" if layers else "no adapter",
             fix="a second, frozen model, sharded as the first is",
         )

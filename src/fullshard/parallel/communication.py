@@ -82,7 +82,7 @@ def _check_shape(got: Any, wanted: Sequence[int], *, what: str) -> None:
     shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
     if shape != tuple(wanted):
         raise ShardError(
-            f"{what} of the hook of [communication] returned something else than it must.",
+            f"{what} of the hook of [communication] returned a wrong shape.",
             got=f"{shape}, not {tuple(wanted)}",
             fix="gather returns (ranks, n), reduce returns (n): see docs/communication.md",
         )

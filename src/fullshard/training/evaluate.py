@@ -114,7 +114,7 @@ def _iterate_equally_many(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         if without := [number for number, (_, has_any) in enumerate(by_rank) if not has_any]:
             raise TrainError(
                 "a rank has no batch to evaluate on, and others have some.",
-                got=f"none on rank {without[0]}, {by_rank[rank()][0]} or more on rank {rank()}",
+                got=f"none on rank {without[0]}, {most} or more on another rank",
                 why="a rank that does not compute with the others would let them wait forever",
                 fix="at least one batch for each rank; its labels may all be -100",
             )
@@ -123,7 +123,7 @@ def _iterate_equally_many(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _check_metrics(metrics: object, name: str) -> dict[str, _Figure]:
-    """Returns the metrics of this rank. Raises TrainError for anything but a dict of numbers and pairs."""
+    """Returns the metrics of this rank. Raises TrainError unless it is a dict of numbers and pairs."""
     if not isinstance(metrics, Mapping) or not metrics:
         raise _metrics_error(name, got=type(metrics).__name__ if metrics else "nothing")
     found: dict[str, _Figure] = {}
@@ -149,7 +149,7 @@ def _float_or_none(value: Any) -> float | None:
 
 def _metrics_error(name: str, *, got: str) -> TrainError:
     return TrainError(
-        f"the function of the evaluation {name!r} gave no metrics.",
+        f"the function of the evaluation {name!r} returned no metrics.",
         got=got,
         fix='a dict such as {"accuracy": (right, asked)}: names of letters, digits, _ . / @ -, and numbers',
     )
@@ -179,7 +179,7 @@ def _differing_metrics_error(name: str, by_rank: list[Any]) -> TrainError:
         number for number, one in enumerate(by_rank) if one != by_rank[0] or number + 1 == len(by_rank)
     )
     return TrainError(
-        f"the function of the evaluation {name!r} gave ranks different metrics.",
+        f"the function of the evaluation {name!r} returned different metrics on different ranks.",
         got=f"{by_rank[0]} on rank 0, {by_rank[other]} on rank {other}",
         why="a number is the result of all ranks",
         fix="(sum, count) for a mean over the examples of all ranks",

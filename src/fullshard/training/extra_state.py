@@ -185,7 +185,7 @@ def rank_states(model: nn.Module) -> dict[str, Tensor]:
     states = generator_states()
     for name, hook in find_hooks(model).items():
         own = hook.state() if hasattr(hook, "state") else {}
-        states |= {f"{_OF_HOOKS}{name}.{key}.{_rank_text()}": tensor for key, tensor in own.items()}
+        states |= {f"{_OF_HOOKS}{name}:{key}.{_rank_text()}": tensor for key, tensor in own.items()}
     return states
 
 
@@ -213,7 +213,7 @@ def set_rank_states(model: nn.Module, received: Mapping[str, Tensor]) -> None:
     """Sets generators and hooks to `received`: the filled tensors of `empty_rank_states_to_fill`."""
     set_generator_states(received)
     for name, hook in find_hooks(model).items():
-        begin, end = f"{_OF_HOOKS}{name}.", f".{_rank_text()}"
+        begin, end = f"{_OF_HOOKS}{name}:", f".{_rank_text()}"
         names = [one for one in received if one.startswith(begin) and one.endswith(end)]
         if hasattr(hook, "load_state"):
             hook.load_state({one.removeprefix(begin).removesuffix(end): received[one] for one in names})

@@ -2,7 +2,7 @@
 
 [Note: generation in step] Each forward of a sharded model gathers its units on all ranks together. So all
 ranks generate equally many batches and equally many tokens: a rank that has finished continues, and what it
-generates then is dropped.
+generates then is dropped. Others do not wait for it to end.
 
 [Note: gathered once] A unit that is resharded behind each forward is sent again for each token. If the whole
 model fits into free memory, units stay gathered from the first forward to the end of the generation.
@@ -38,7 +38,7 @@ def generate(
 ) -> list[list[int]]:
     """Returns the tokens that follow each prompt, of which each is the most probable one. Collective.
 
-    prompts: tokens of this rank's prompts. Ranks may have other prompts, of other lengths, and none.
+    prompts: tokens of this rank's prompts. Ranks may have different prompts, of different lengths, or none.
     max_new_tokens: most tokens per prompt, equal on all ranks
     end_token: token after which an answer ends, and which is its last; None generates `max_new_tokens`
     batch: most prompts that are generated at once; only those of one length are, so none is padded
@@ -52,7 +52,9 @@ def generate(
     >>> [len(answer) for answer in answers]
     [5, 5]
     """
-    _check_can_generate(model, prompts, plan=plan, max_new_tokens=max_new_tokens)
+    own_error = _find_error(model, prompts, plan=plan, max_new_tokens=max_new_tokens)
+    if failed := next((error for error in all_gather_object(own_error) if error is not None), None):
+        raise failed
     groups = _group_by_length(prompts, batch)
     device, answers = next(model.parameters()).device, dict[int, list[int]]()
     keeps = all_ranks_have(gathered_bytes(model) <= _FREE_SHARE * _free_bytes(device), device=device.type)
@@ -62,33 +64,38 @@ def generate(
             numbers = groups[turn] if turn < len(groups) else []
             rows = [list(prompts[number]) for number in numbers] or [[0]]
             tokens = torch.tensor(rows, dtype=torch.int64, device=device)
-            found = _generate_greedily(model, tokens, count=max_new_tokens, end_token=end_token)
+            found = _generate_greedily(
+                model, tokens, count=max_new_tokens, end_token=end_token, is_idle=not numbers
+            )
             for number, row in zip(numbers, found.tolist(), strict=False):
                 answers[number] = row[: row.index(end_token) + 1] if end_token in row else row
     return [answers[number] for number in range(len(prompts))]
 
 
-def _check_can_generate(
+def _find_error(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, plan: Plan, max_new_tokens: int
-) -> None:
+) -> TrainError | None:
+    """Returns why this rank cannot generate, or None."""
     degrees = {"tensor_parallel": plan.tensor_parallel, "context_parallel": plan.context_parallel}
     if divided := [f"sharding.{name} = {degree}" for name, degree in degrees.items() if degree > 1]:
-        raise TrainError(
+        return TrainError(
             "a model whose sequences are divided over ranks does not generate.",
             got=", ".join(divided),
             why="it computes whole sequences, of a length that its ranks divide",
             fix="an evaluation by its loss: paths, in place of call",
         )
     longest = max(map(len, prompts), default=1)
-    most = model.config.max_sequence if isinstance(model, DecoderModel) else None
-    if min(map(len, prompts), default=1) < 1 or (most is not None and longest + max_new_tokens > most):
-        raise TrainError(
+    shortest, config = min(map(len, prompts), default=1), getattr(model, "config", None)
+    name = "max_sequence" if isinstance(model, DecoderModel) else "max_position_embeddings"
+    most = getattr(config, name, None)
+    if shortest < 1 or (isinstance(most, int) and longest + max_new_tokens > most):
+        return TrainError(
             "the model cannot continue these prompts.",
-            got=f"prompts of {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} new ones",
-            why="a prompt has a token, and prompt and answer fit into model.max_sequence"
-            + ("" if most is None else f" = {most}"),
+            got=f"prompts of {shortest} to {longest} tokens, and {max_new_tokens} new ones",
+            why=f"a prompt has a token, and prompt and answer fit into the model's {name} = {most}",
             fix="shorter prompts, or a smaller max_new_tokens",
         )
+    return None
 
 
 def _group_by_length(prompts: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
@@ -101,8 +108,13 @@ def _group_by_length(prompts: Sequence[Sequence[int]], batch: int) -> list[list[
     ]
 
 
-def _generate_greedily(model: nn.Module, tokens: Tensor, *, count: int, end_token: int | None) -> Tensor:
-    """Returns at most `count` new tokens (rows, new) for `tokens` (rows, length)."""
+def _generate_greedily(
+    model: nn.Module, tokens: Tensor, *, count: int, end_token: int | None, is_idle: bool
+) -> Tensor:
+    """Returns at most `count` new tokens (rows, new) for `tokens` (rows, length).
+
+    is_idle: whether the tokens are of no prompt, so that only the other ranks decide when to end
+    """
     own: Any = model
     if hasattr(getattr(own, "config", None), "model_type") and hasattr(own, "generate"):
         found = own.generate(
@@ -114,10 +126,11 @@ def _generate_greedily(model: nn.Module, tokens: Tensor, *, count: int, end_toke
             eos_token_id=end_token,
             pad_token_id=end_token or 0,
             synced_gpus=world_size() > 1,
+            stopping_criteria=[_stop_at_once] if is_idle else None,
         )
         return found[:, tokens.shape[1] :]
     length, device = tokens.shape[1], tokens.device
-    ended = torch.zeros(len(tokens), dtype=torch.bool, device=device)
+    ended = torch.full((len(tokens),), is_idle, dtype=torch.bool, device=device)
     for _ in range(count):
         output = own(tokens)
         following = getattr(output, "logits", output)[:, -1].argmax(-1, keepdim=True)
@@ -126,6 +139,10 @@ def _generate_greedily(model: nn.Module, tokens: Tensor, *, count: int, end_toke
         if end_token is not None and all_ranks_have(bool(ended.all()), device=device.type):
             break
     return tokens[:, length:]
+
+
+def _stop_at_once(tokens: Tensor, _scores: Any, **_: Any) -> Tensor:  # signature: transformers' criteria
+    return tokens.new_ones(len(tokens), dtype=torch.bool)
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -65,7 +65,8 @@ def iterate_weights(
         layout = describe_for_transformers(recorded, plan.run, doing="handing weights over").naming(
             {name.replace(BASE, "."): tuple(one.shape) for name, one in tensors.items() if ADDED not in name}
         )
-    return _iterate_buckets(_GatheredTensors(tensors, merging), layout, most=bucket_bytes, dtype=dtype)
+    source = _GatheredTensors(tensors, merging, has_own_names=names == "own")
+    return _iterate_buckets(source, layout, most=bucket_bytes, dtype=dtype)
 
 
 def _parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -110,10 +111,13 @@ class _GatheredTensors:
     An adapter is added to its base weight, in fp32, rounded once to the weight's dtype.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], merging: Mapping[str, LayerMerging]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], merging: Mapping[str, LayerMerging], *, has_own_names: bool
+    ) -> None:
         """`merging`: how the adapter of each layer is merged, by the layer's name."""
         self._tensors, self._merging = tensors, merging
-        self._saved = {name.replace(BASE, "."): name for name in tensors if not merging or ADDED not in name}
+        merged = {name.replace(BASE, "."): name for name in tensors if ADDED not in name}
+        self._saved = {name: name for name in tensors} if has_own_names else merged
         self._whole: dict[str, Tensor] = {}
 
     @property

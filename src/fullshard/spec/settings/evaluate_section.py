@@ -107,6 +107,7 @@ def results_text(results: Mapping[str, float]) -> list[str]:
     """Returns a line for the results of each evaluation: `validation loss 1.2345`, `quiz accuracy 0.5`."""
     by_name: dict[str, list[str]] = {}
     for key, figure in results.items():
-        name, _, metric = key.replace(f"{VALIDATION}_", f"{VALIDATION}.", 1).partition(".")
+        is_validation = key == LOWEST_VALIDATION_LOSS.key
+        name, _, metric = (f"{VALIDATION}.loss" if is_validation else key).partition(".")
         by_name.setdefault(name, []).append(f"{metric} {figure:.4f}")
     return [f"{name} {', '.join(figures)}" for name, figures in by_name.items()]
