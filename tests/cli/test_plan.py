@@ -37,6 +37,12 @@ def test_a_run_that_counts_epochs_is_planned(capsys: Any) -> None:
     assert data["best"]["run"]["train"]["epochs"] == 2  # type: ignore[index]
 
 
+def test_the_degree_of_a_hybrid_strategy_is_planned(capsys: Any) -> None:
+    arguments = ["llama3-8b", "--on", "2x8xH100", "--set", "sharding.strategy=hybrid_shard"]
+    assert main(["plan", *arguments]) == 0
+    assert "hybrid_shard over 8 ranks, in 2 replicas" in capsys.readouterr().out
+
+
 def test_a_run_of_a_model_of_its_own_without_data_is_not_planned(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "run.toml").write_text(f'[model]\nhf = "{write_config("llama", tmp_path)}"\n')
     assert main(["plan", str(tmp_path / "run.toml"), "--on", "2xH100"]) == SpecError.exit_code

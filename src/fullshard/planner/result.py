@@ -107,7 +107,9 @@ class PlanOptions(NamedTuple):
             print(f"note: {escape_control_characters(note)}", file=sys.stderr)
         degree = asked.sharding.tensor_degree  # before the trace, which would fail without its name
         count_groups(hardware.world_size, degree, key="tensor_parallel", shared="the matmuls")
-        if "auto" not in (asked.sharding.tensor_parallel, asked.sharding.context_parallel):
+        sharding = asked.sharding
+        is_degree_open = sharding.strategy.startswith("hybrid") and sharding.shard_degree is None
+        if "auto" not in (sharding.tensor_parallel, sharding.context_parallel) and not is_degree_open:
             # A batch or ranks that cannot be divided are refused before the trace, too, which takes seconds.
             Plan.from_run(asked, world_size=hardware.world_size, device=hardware.device)
         return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
