@@ -78,7 +78,7 @@ def trained_sharded(kind: str, strategy: str) -> tuple[list[float], dict[str, Te
 
 
 def trained_unsharded(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The same with torch alone: SGD on the mean over a step's items."""
+    """Losses and parameters with torch alone: SGD on the mean over a step's items."""
     run = run_of()
     plan = Plan.from_run(run, world_size=ranks, device="cpu")
     make_both, loss, pairs = example(kind)

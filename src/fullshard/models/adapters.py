@@ -27,6 +27,7 @@ from fullshard.spec.settings.train_section import AdapterSection
 from fullshard.system.dotted import import_quietly
 
 ADAPTER = "default"
+_DISABLED = "_disable_adapters"  # attribute of peft's layers
 logger = logging.getLogger("fullshard")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,17 +117,18 @@ def adapters_off(model: nn.Module) -> Generator[None]:
             got=f"{join_names(trained, most=3)}, trained beside them" if layers else "no adapter",
             fix="a second, frozen model, sharded as the first is",
         )
-    before = [layer._disable_adapters for layer in layers]
+    before = [layer.disable_adapters for layer in layers]
     for layer in layers:
-        layer._disable_adapters = True  # peft's enable_adapters would also freeze them
+        setattr(layer, _DISABLED, True)  # peft's enable_adapters would also freeze them
     try:
         yield
     finally:
         for layer, disabled in zip(layers, before, strict=True):
-            layer._disable_adapters = disabled
+            setattr(layer, _DISABLED, disabled)
 
 
 def import_peft() -> Any:
+    """Returns the module peft. Raises MissingExtraError without it."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("hf", package="peft", needed_for="[adapter]")
     return import_quietly("peft")
