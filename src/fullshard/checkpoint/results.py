@@ -47,9 +47,10 @@ def find_best_step(
     saved: (step, values) of checkpoints, the newest first. Only a result after the checkpoint's own step is
         one of its weights. Results on other data than that of the newest do not count.
     """
+    if wanted is None:
+        return None
     best: EvaluationResult | None = None
-    for step, values in saved if wanted is not None else ():
-        assert wanted is not None, "checked by the loop"
+    for step, values in saved:
         one = read_results(values.get(RESULTS)).get(wanted.key)
         if one is None or one.step != step or (best is not None and one.data != best.data):
             continue

@@ -23,9 +23,7 @@ from fullshard.distributed.collectives import (
     exchange_row_parts,
     gather_parts,
 )
-from fullshard.spec.settings.communication_section import BLOCK, Format, wire_bytes
-
-_MOST_AT_ONCE = 1 << 22  # elements whose fp32 temporaries exist at once, or one row
+from fullshard.spec.settings.communication_section import BLOCK, Format, rows_at_once, wire_bytes
 
 
 class UnitCommunication(Protocol):
@@ -77,7 +75,7 @@ class CompressedCommunication:
         ranks, n = group.size(), shard.numel()
         wires = gather_rows(encode(shard.view(1, n), self._gather).view(-1), group)
         whole = shard.new_empty(ranks, n)
-        rows = _rows_at_once(n)
+        rows = rows_at_once(n)
         for wire, part in zip(wires.split(rows), whole.split(rows), strict=True):
             part.copy_(decode(wire, n))
         return whole
@@ -86,11 +84,11 @@ class CompressedCommunication:
         assert self._reduce is not None, "only what is compressed comes here"
         n = parts.shape[1]
         noise = self._noise_of(parts.device) if self._reduce == "int8" else None
-        wires = [encode(some, self._reduce, noise=noise) for some in parts.split(_rows_at_once(n))]
+        wires = [encode(some, self._reduce, noise=noise) for some in parts.split(rows_at_once(n))]
         received = exchange_rows(wires[0] if len(wires) == 1 else torch.cat(wires), group)
         del wires
         total = torch.zeros(n, dtype=torch.float32, device=parts.device)
-        for some in received.split(_rows_at_once(n)):
+        for some in received.split(rows_at_once(n)):
             total += decode(some, n).sum(0)
         return total
 
@@ -156,7 +154,3 @@ def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent, into = list(rows.unbind()), list(received.unbind())
     all_to_all_parts_pairwise(sent, into, group=group, tag=REDUCTION, kind="reduce_scatter")
     return received
-
-
-def _rows_at_once(n: int) -> int:
-    return max(1, _MOST_AT_ONCE // max(n, 1))

@@ -41,7 +41,7 @@ class _Allocates:
 
 
 class HookedAllGather(_Allocates):
-    """All-gather of a unit by a hook's `gather`; of other than floating-point numbers by FSDP2's own way."""
+    """All-gather by a hook's `gather`; units that are not of one floating-point dtype are sent as is."""
 
     def __call__(  # FSDP2's signature; the input already lies in its place in the output
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
@@ -29,6 +29,9 @@ from fullshard.system.small_files import TomlError, parse_toml, read_toml
 
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure", "fp8", "fp8_rowwise"]
 Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu", "params+optimizer:nvme"]
+
+
+SettingsT = TypeVar("SettingsT", bound=FrozenModel)
 
 
 class Strategy(StrEnum):
@@ -267,6 +270,14 @@ class RunSetupSection(FrozenModel):
     compile: bool | Literal["auto"] = "auto"
 
 
+def _with_whole_steps(settings: SettingsT, key: str, *, steps: int) -> SettingsT:
+    """Returns `settings` with a fraction of `steps` in `key` rounded up to steps; others as they are."""
+    share = getattr(settings, key)
+    if not 0 < share < 1:
+        return settings
+    return settings.model_copy(update={key: max(1, math.ceil(share * steps))})
+
+
 class Run(FrozenModel):
     """All settings of a run, by section. The planner chooses those that are `auto`."""
 
@@ -358,23 +369,13 @@ class Run(FrozenModel):
         """
         if self.data.has_validation_files and "validate_sequences" not in self.train.model_fields_set:
             object.__setattr__(self, "train", self.train.model_copy(update={"validate_sequences": 0}))
+        if (steps := self.train.steps) is None:
+            return self
         for name in ("schedule.warmup_steps", "train.validate_every", "checkpoint.every", "ema.start"):
             section, _, key = name.partition(".")
-            settings = getattr(self, section)
-            share = getattr(settings, key)
-            if self.train.steps is not None and 0 < share < 1:
-                count = max(1, math.ceil(share * self.train.steps))
-                object.__setattr__(self, section, settings.model_copy(update={key: count}))
-        if self.train.steps is not None:
-            steps = self.train.steps
-            whole = (
-                max(1, math.ceil(e.every * steps)) if 0 < e.every < 1 else e.every for e in self.evaluate
-            )
-            object.__setattr__(
-                self,
-                "evaluate",
-                tuple(e.model_copy(update={"every": n}) for e, n in zip(self.evaluate, whole, strict=True)),
-            )
+            object.__setattr__(self, section, _with_whole_steps(getattr(self, section), key, steps=steps))
+        evaluations = tuple(_with_whole_steps(one, "every", steps=steps) for one in self.evaluate)
+        object.__setattr__(self, "evaluate", evaluations)
         return self
 
     @model_validator(mode="after")

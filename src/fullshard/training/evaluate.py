@@ -10,8 +10,7 @@ which counts for nothing.
 
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -48,7 +47,7 @@ def mean_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> f
     """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with _evaluating(model):
+    with evaluation_mode(model), make_scale_reuse_context(model):
         for batch, counts in _iterate_equally_many(microbatches):
             batch = move_batch_to_device(batch, device)
             value = loss(model, batch)
@@ -79,7 +78,7 @@ def metrics_of_function(
     note with the name of the evaluation and the rank. Raises TrainError on all ranks for other results.
     """
     attempt, metrics = ErrorCapture(), dict[str, Any]()
-    with _evaluating(model), attempt:
+    with evaluation_mode(model), make_scale_reuse_context(model), attempt:
         metrics = function(model, plan)
     if attempt.error is not None:
         # No collective here: the other ranks may wait in one of the model. The launcher ends them.
@@ -93,12 +92,6 @@ def metrics_of_function(
     if failed := next((error for _, error in by_rank if error is not None), None):
         raise failed
     return _merge_metrics([figures for figures, _ in by_rank], name)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
-    with evaluation_mode(model), make_scale_reuse_context(model):
-        yield
 
 
 def _iterate_equally_many(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -194,10 +194,8 @@ def empty_rank_states_to_fill(model: nn.Module, saved: Mapping[str, Any]) -> dic
 
     A rank whose hooks have no state in `saved`, which other numbers of ranks saved, begins with none.
     """
-    found, of_hooks = (
-        empty_generator_states_to_fill(saved),
-        [name for name in saved if name.startswith(_OF_HOOKS)],
-    )
+    found = empty_generator_states_to_fill(saved)
+    of_hooks = [name for name in saved if name.startswith(_OF_HOOKS)]
     own = [name for name in of_hooks if name.endswith(f".{_rank_text()}")] if find_hooks(model) else []
     if of_hooks and not own and rank() == 0:
         logger.warning(

@@ -136,7 +136,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         return self._seeds[parameter]
 
     def _update_parameters(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        states = [self._find_or_make_state(parameter) for parameter in parameters]
+        states = [find_or_make_adamw_state(self, parameter) for parameter in parameters]
         counts = [state["step"] for state in states]
         one = torch.ones_like(counts[0]) if self.found_inf is None else 1.0 - self.found_inf
         foreach_add(counts, [one] * len(counts))
@@ -156,15 +156,17 @@ class StochasticAdamW(torch.optim.Optimizer):
                 seed=self._rounding_seed(parameter),
             )
 
-    def _find_or_make_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        if state["step"].device != parameter.device:  # of a checkpoint
-            state["step"] = state["step"].to(parameter.device)
-        return state
+
+def find_or_make_adamw_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Returns the state of `parameter`: moments like it, and its step count, on its device."""
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    if state["step"].device != parameter.device:  # of a checkpoint
+        state["step"] = state["step"].to(parameter.device)
+    return state
 
 
 def local_part_of(value: Any) -> Any:

@@ -29,7 +29,7 @@ from fullshard.distributed.owners import Wave, gather_layouts
 from fullshard.spec.dealing import WAVE_ELEMENTS, DealtMatrix, Shape, deal_matrices, newton_schulz_flops
 from fullshard.spec.settings.train_section import MuonSection
 from fullshard.torch_private.tensors import foreach_add, fused_adamw
-from fullshard.training.low_bit_adamw import local_part_of
+from fullshard.training.low_bit_adamw import find_or_make_adamw_state, local_part_of
 
 KIND = "kind"
 """Entry of a parameter group: "muon" or "adamw"."""
@@ -67,7 +67,7 @@ def rate_factor(shape: Shape, scale: Literal["rms", "original"]) -> float:
 
 
 class _Dealt(NamedTuple):
-    """How matrices are updated.
+    """Division of an optimizer's matrices into those that travel to owners, and those that stay.
 
     waves: those that are sent to owners
     alone: indices of the parameters whose matrices are whole where they are
@@ -120,8 +120,8 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _update_by_adamw(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        states = [self._find_or_make_adamw_state(one) for one in parameters]
-        steps = [cast(Tensor, state["step"]) for state in states]
+        states = [find_or_make_adamw_state(self, one) for one in parameters]
+        steps = [state["step"] for state in states]
         foreach_add(steps, [torch.ones_like(steps[0])] * len(steps))
         lists = ([local_part_of(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
         fused_adamw(
@@ -142,16 +142,6 @@ class MuonAdamW(torch.optim.Optimizer):
         )
         if self.found_inf is not None:
             foreach_add(steps, [-self.found_inf] * len(steps))
-
-    def _find_or_make_adamw_state(self, parameter: Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        if state["step"].device != parameter.device:  # of a checkpoint
-            state["step"] = state["step"].to(parameter.device)
-        return state
 
     def _update_matrices(self, updates: "Sequence[_MatrixUpdate]") -> None:
         dealt, device = self._deal(updates), updates[0].value.device

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import ShardError, SpecError
+from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.train_section import OptimizerSection
@@ -166,14 +167,13 @@ def _build_own_optimizer(
 
 def _build_muon(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
     section = plan.run.optimizer
-    is_fp32 = (section.muon.dtype if section.muon.dtype != "auto" else plan.precision.param) == "fp32"
     return MuonAdamW(
         groups,
         lr=section.learning_rate,
         betas=section.betas,
         eps=section.eps,
         muon=section.muon,
-        dtype=torch.float32 if is_fp32 else torch.bfloat16,
+        dtype=TORCH_DTYPE[section.muon.dtype_beside(plan.precision.param)],
     )
 
 

@@ -16,7 +16,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_weights_by_name
 from fullshard.weights.export_hf import describe_for_transformers, layer_merging_of_run
 from fullshard.weights.names import full_transformers_config
-from fullshard.weights.tensor_source import ADDED, BASE, LORA_FACTORS, LayerMerging
+from fullshard.weights.tensor_source import ADDED, BASE, LayerMerging, lora_adapters_by_base
 
 
 def iterate_weights(
@@ -115,7 +115,8 @@ class _GatheredTensors:
         self, tensors: Mapping[str, Tensor], merging: Mapping[str, LayerMerging], *, has_own_names: bool
     ) -> None:
         """`merging`: how the adapter of each layer is merged, by the layer's name."""
-        self._tensors, self._merging = tensors, merging
+        self._tensors = tensors
+        self._adapters = lora_adapters_by_base(tensors, merging) if merging else {}
         merged = {name.replace(BASE, "."): name for name in tensors if ADDED not in name}
         self._saved = {name: name for name in tensors} if has_own_names else merged
         self._whole: dict[str, Tensor] = {}
@@ -149,20 +150,11 @@ class _GatheredTensors:
         if name not in self._whole:
             saved = self._saved[name]
             whole = _gather_whole(self._tensors[saved])
-            layer, is_base, _ = saved.partition(f"{BASE}weight")
-            if is_base and layer in self._merging:
-                whole = self._merge(whole, layer=layer, merging=self._merging[layer])
+            if (adapter := self._adapters.get(saved)) is not None:
+                a, b = (_gather_whole(self._tensors[one]).float() for one in (adapter.a, adapter.b))
+                whole = (whole.float() + adapter.merging.increment(a, b)).to(whole.dtype)
             self._whole[name] = whole
         return self._whole[name]
-
-    def _merge(self, base: Tensor, *, layer: str, merging: LayerMerging) -> Tensor:
-        a, b = next(
-            (_gather_whole(self._tensors[layer + one]).float() for one in pair)
-            for pair in LORA_FACTORS
-            if layer + pair[0] in self._tensors
-        )
-        added = a.T @ b.T if merging.is_transposed else b @ a
-        return (base.float() + merging.scale * added).to(base.dtype)
 
 
 def _gather_whole(tensor: Tensor) -> Tensor:

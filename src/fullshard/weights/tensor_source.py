@@ -143,9 +143,13 @@ class LayerMerging:
     scale: float
     is_transposed: bool
 
+    def increment(self, a: Tensor, b: Tensor, *, rows: slice = slice(None)) -> Tensor:
+        """Returns `rows` of scale · B A, or of its transpose, in the dtype of A and B."""
+        return self.scale * ((a.T[rows] @ b.T) if self.is_transposed else (b[rows] @ a))
+
 
 @dataclass(frozen=True)
-class _LoraAdapter:
+class LoraAdapter:
     """Saved names of an adapted weight `base` and of the factors A and B, and how they are merged."""
 
     base: str
@@ -164,7 +168,7 @@ class MergedModelTensors:
     def __init__(self, source: SavedModelTensors, layers: Mapping[str, LayerMerging]) -> None:
         """`layers`: how the adapter of each layer is merged, by the layer's saved name."""
         self._source = source
-        self._adapters = _lora_adapters_by_base(source.tensors, layers)
+        self._adapters = lora_adapters_by_base(source.tensors, layers)
         # Merged name -> saved name.
         self._saved = {name.replace(BASE, "."): name for name in source.tensors if ADDED not in name}
         self.tensors = {name: source.tensors[saved] for name, saved in self._saved.items()}
@@ -179,12 +183,12 @@ class MergedModelTensors:
         row = self.tensors[name].shape[1]
         first, last = begin // row, -(-(begin + target.numel()) // row)
         a, b = self._read_lora_factors(adapter)
-        added = (a.T[first:last] @ b.T) if adapter.merging.is_transposed else (b[first:last] @ a)
+        added = adapter.merging.increment(a, b, rows=slice(first, last))
         start = begin - first * row
         flat = added.reshape(-1)[start : start + target.numel()]
-        target.copy_(target.float() + adapter.merging.scale * flat)
+        target.copy_(target.float() + flat)
 
-    def _read_lora_factors(self, adapter: _LoraAdapter) -> tuple[Tensor, Tensor]:
+    def _read_lora_factors(self, adapter: LoraAdapter) -> tuple[Tensor, Tensor]:
         """Returns (A, B) in fp32. Keeps them for the next call, since a large weight is read in pieces."""
         if self._loaded is None or self._loaded[0] != adapter.base:
             a, b = self._read_saved_tensor_as_fp32(adapter.a), self._read_saved_tensor_as_fp32(adapter.b)
@@ -198,11 +202,16 @@ class MergedModelTensors:
         return flat.view(saved.shape).float()
 
 
-def _lora_adapters_by_base(
-    tensors: Mapping[str, SavedTensor], layers: Mapping[str, LayerMerging]
-) -> dict[str, _LoraAdapter]:
-    """Returns the adapters by the saved name of their base weight."""
-    found: dict[str, _LoraAdapter] = {}
+def lora_adapters_by_base(
+    tensors: Mapping[str, SavedTensor | Tensor], layers: Mapping[str, LayerMerging]
+) -> dict[str, LoraAdapter]:
+    """Returns the adapters by the name of their base weight.
+
+    layers: how the adapter of each layer is merged, by the layer's name
+
+    Raises CheckpointError for adapters without their base, and for those that are not factors of matrices.
+    """
+    found: dict[str, LoraAdapter] = {}
     for name, tensor in tensors.items():
         if ADDED not in name:
             continue
@@ -223,7 +232,7 @@ def _lora_adapters_by_base(
                 fix="--format peft, which writes these",
             )
         a, b = (f"{module}{one}" for one in kinds[0])
-        found[base] = _LoraAdapter(base, a, b, layers[module])
+        found[base] = LoraAdapter(base, a, b, layers[module])
     return found
 
 

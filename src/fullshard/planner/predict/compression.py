@@ -14,10 +14,14 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from fullshard.spec.plan import ITEMSIZE, Dtype
-from fullshard.spec.settings.communication_section import CommunicationSection, Format, wire_bytes
+from fullshard.spec.settings.communication_section import (
+    CommunicationSection,
+    Format,
+    rows_at_once,
+    wire_bytes,
+)
 from fullshard.system.dotted import import_callable
 
-_MOST_AT_ONCE = 1 << 22
 _TEMPORARY = 12
 
 
@@ -65,7 +69,7 @@ def _sent_bytes(section: CommunicationSection, n: int, *, dtype: Dtype, method: 
 
 
 def _elements_at_once(n: int, ranks: int) -> int:
-    return n * min(ranks, max(1, _MOST_AT_ONCE // max(n, 1)))
+    return n * min(ranks, rows_at_once(n))
 
 
 @lru_cache

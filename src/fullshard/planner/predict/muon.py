@@ -91,7 +91,8 @@ def muon_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
                 for one in set(shapes)
             ]
         peaks += [itemsize * one for one in (sent + arrived, 2 * arrived, arrived + max(working, default=0))]
-        of_update = 8 if on_gpu else 4 * (itemsize != 4)  # copies: of what is kept and new, or a cast
+        # Bytes per element of an update: kept and new values on a GPU, a cast of bf16 on the CPU.
+        of_update = 8 if on_gpu else 4 * (itemsize != 4)
         peaks.append(itemsize * sent + of_update * max(parts, default=0))
     return max(peaks)
 
@@ -139,10 +140,7 @@ def _rank_in_first_replica(plan: Plan, rank: int) -> int:
 
 
 def _dtype(plan: Plan) -> Dtype:
-    dtype = plan.run.optimizer.muon.dtype
-    if dtype == "auto":
-        return "fp32" if plan.precision.param == "fp32" else "bf16"
-    return dtype
+    return plan.run.optimizer.muon.dtype_beside(plan.precision.param)
 
 
 def _iteration_elements(shape: Shape, steps: int) -> int:

@@ -36,6 +36,14 @@ class CommunicationSection(value.FrozenModel):
         return self
 
 
+def rows_at_once(n: int) -> int:
+    """Returns how many rows of `n` elements are encoded or decoded at once: of at most 4 Mi elements, or one.
+
+    It bounds their temporaries in fp32.
+    """
+    return max(1, (1 << 22) // max(n, 1))
+
+
 def wire_bytes(kind: Format, n: int) -> int:
     """Returns the bytes in which `n` elements are sent: 2 n in bf16; in int8, codes and a scale per BLOCK.
 

@@ -109,6 +109,12 @@ class MuonSection(value.FrozenModel):
     scale: Literal["rms", "original"] = "rms"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
 
+    def dtype_beside(self, param: str) -> Literal["bf16", "fp32"]:
+        """Returns the dtype of Newton–Schulz in a run whose parameters compute in `param`."""
+        if self.dtype == "auto":
+            return "fp32" if param == "fp32" else "bf16"
+        return self.dtype
+
 
 class OptimizerSection(value.FrozenModel):
     """Settings of the optimizer and its hyperparameters.
