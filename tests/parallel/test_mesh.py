@@ -114,9 +114,10 @@ EXPERTS = ("model.experts=4", "model.experts_per_token=2")
 def test_every_group_has_the_timeout_of_the_default_group(
     settings: tuple[str, ...], axes: set[str], ranks: Any, tmp_path: Path
 ) -> None:
-    for seconds in ranks(4).run(timeouts_of_all_groups, tmp_path, *settings):
+    pool = ranks(4)
+    for seconds in pool.run(timeouts_of_all_groups, tmp_path, *settings):
         assert {*axes, "default_pg", "undefined"} <= {name for name, _ in seconds}
-        assert {timeout for _, timeout in seconds} == {120.0}, "that of the pool's default group"
+        assert {timeout for _, timeout in seconds} == {pool.timeout_seconds}, "that of the pool's default group"
 
 
 def test_matmuls_are_shared_over_the_groups_of_the_mesh(ranks: Any) -> None:
