@@ -2,9 +2,10 @@
 
     python bench/muon.py [--steps 200] [--seeds 6] [--rates 5] [--dir RUNS]
 
-For each optimizer and rate, one run with seed 0 chooses the rate with the lowest validation loss. The other
-seeds then run at that rate alone. Prints each loss, the means, and the mean difference of pairs with its
-standard error. Losses of two seeds differ more than many optimizers do, so one pair decides nothing.
+For each optimizer and rate, one run with seed 0 chooses the rate with the lowest validation loss. While that
+is the lowest or the highest rate, half or twice of it is tried too. The other seeds then run at the best rate
+alone. Prints each loss, the means, and the mean difference of pairs with its standard error. Losses of two
+seeds differ more than many optimizers do, so one pair decides nothing. Runs that have ended are not repeated.
 """
 
 import argparse
@@ -14,12 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 
 
 def validation_loss(name: str, rate: float, *, seed: int, steps: int, root: Path) -> float:
     """Trains the default model, and returns its last validation loss."""
     directory = root / f"{name}-{rate:g}-{seed}"
+    if (directory / "measurement.json").exists():
+        return read_validation_loss(directory)
     settings = {
         "optimizer.name": name,
         "optimizer.learning_rate": rate,
@@ -32,9 +35,14 @@ def validation_loss(name: str, rate: float, *, seed: int, steps: int, root: Path
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return read_validation_loss(directory)
+
+
+def read_validation_loss(directory: Path) -> float:
+    """Returns the last validation loss of the run in `directory`, and prints it."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     losses = [loss for line in lines if (loss := json.loads(line).get("validation_loss")) is not None]
-    print(f"{name:6} rate {rate:<7g} seed {seed}: {losses[-1]:.4f}", flush=True)
+    print(f"{directory.name:16} {losses[-1]:.4f}", flush=True)
     return losses[-1]
 
 
@@ -52,7 +60,9 @@ def main() -> None:
             return validation_loss(name, rate, seed=seed, steps=given.steps, root=given.dir)
 
         of_rates = {rate: loss(rate, 0) for rate in RATES[: given.rates]}
-        best = min(of_rates, key=of_rates.__getitem__)
+        while (best := min(of_rates, key=of_rates.__getitem__)) in (min(of_rates), max(of_rates)):
+            further = best / 2 if best == min(of_rates) else 2 * best
+            of_rates[further] = loss(further, 0)
         found[name] = [of_rates[best], *(loss(best, seed) for seed in range(1, given.seeds))]
         print(f"{name}: rate {best:g}, mean {statistics.mean(found[name]):.4f}")
     pairs = [muon - adamw for adamw, muon in zip(found["adamw"], found["muon"], strict=True)]

@@ -182,7 +182,8 @@ def test_without_a_plan_the_model_is_built_but_not_traced(capsys: Any) -> None:
     assert request_with_plan(LaunchRequest(run=plain), plain_defaults=True).plan == Plan.from_run(
         plain, world_size=2
     )
-    assert capsys.readouterr().err == ""
+    said = capsys.readouterr().err
+    assert said == "note: the model is built without weights first, to check and plan the run\n"
     wrong = LaunchRequest(run=Run.load(overrides=[*BRANCHING, "model.python=tests.models.own:absent"]))
     with pytest.raises(SpecError, match="absent"):
         request_with_plan(wrong, plain_defaults=True)

@@ -117,7 +117,7 @@ def test_every_group_has_the_timeout_of_the_default_group(
     pool = ranks(4)
     for seconds in pool.run(timeouts_of_all_groups, tmp_path, *settings):
         assert {*axes, "default_pg", "undefined"} <= {name for name, _ in seconds}
-        assert {timeout for _, timeout in seconds} == {pool.timeout_seconds}, "that of the pool's default group"
+        assert {timeout for _, timeout in seconds} == {pool.timeout_seconds}, "the default group's"
 
 
 def test_matmuls_are_shared_over_the_groups_of_the_mesh(ranks: Any) -> None:

@@ -1,6 +1,7 @@
 """`fullshard ckpt list | verify | export`."""
 
 import json
+import logging
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -129,6 +130,7 @@ def export_checkpoint(
         fix = "--format hf, or neither"
         raise SpecError("--format peft takes neither --shard-size nor --dtype.", fix=fix)
     _check_export_target(target, form, sharded=shard_bytes is not None, force=force)
+    _print_log_messages()  # which checkpoint was written, and its size
     place = _find_checkpoints_root(source)
     if form == "hf":
         from fullshard.weights.export_hf import SHARD_BYTES, export_hf
@@ -144,10 +146,14 @@ def export_checkpoint(
 
         from fullshard.weights.export import export
 
-        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-        chosen = dtypes[dtype] if dtype else None
+        chosen = None if dtype is None else {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         export(place, target, shard_bytes=shard_bytes, dtype=chosen, weights=weights)
     typer.echo(escape_to_single_line(f"{target}"))
+
+
+def _print_log_messages() -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("fullshard").setLevel(logging.INFO)
 
 
 def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:

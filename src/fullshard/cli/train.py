@@ -55,11 +55,16 @@ def train(
 
         check_trackers_installed(request.run.log.trackers)
     from fullshard.jobs.for_run import request_with_plan
+    from fullshard.launch.environment import is_started_by_launcher
     from fullshard.launch.start import perform_request
+    from fullshard.quantities import count_text
 
     given = request.run
     request = request_with_plan(request, plain_defaults=no_plan)
     _run_quick_checks(request)
+    if request.plan is not None and not is_started_by_launcher():
+        # They print nothing until they have imported torch, built the model and opened the data.
+        typer.echo(f"starting {count_text(request.plan.world_size, 'rank')} …", err=True)
     try:
         exit_code = perform_request(request)
     finally:
@@ -99,11 +104,11 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
         check_writable,
         parse_run_directory,
     )
-    from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
+    from fullshard.launch.environment import is_started_by_launcher
 
     directory = parse_run_directory(run.run.dir)
     # Ranks that torchrun or srun started can only decide together whether they resume the existing run.
-    if is_started_by_torchrun() or is_started_by_srun():
+    if is_started_by_launcher():
         return
     if LaunchId.from_environment().find_earlier_attempt(directory / LAUNCH) is None:
         if not resume:
@@ -135,10 +140,10 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
 
     given: the run before the planner chose its open settings
     """
-    from fullshard.launch.environment import is_started_by_srun, is_started_by_torchrun
+    from fullshard.launch.environment import is_started_by_launcher
     from fullshard.spec.records.event import read_events
 
-    alone = not (is_started_by_torchrun() or is_started_by_srun())
+    alone = not is_started_by_launcher()
     try:
         events = read_events(Path(given.run.dir, EVENTS))
     except OSError:

@@ -209,7 +209,7 @@ class PackedData:
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         held_out += f" of {facts['validation source']}" if facts["validation source"] else ""
         return (
-            f"{facts['source']}: {document_counts_text(facts, unit=' documents')}, "
+            f"{facts['source']}: {document_counts_text(facts, unit=' documents in all')}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
             f"{100 * facts['efficiency']:.2f} % full"

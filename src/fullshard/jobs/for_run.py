@@ -63,7 +63,10 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
         location_of(run.checkpoint.dir)  # raises for a location that is not valid, before the model is built
     # A model of this package imports only torch, if anything.
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
-        model = None if _has_only_builtin_parts(run) else _build_and_check_model(run)
+        model = None
+        if not _has_only_builtin_parts(run):
+            _print_on_rank_0("the model is built without weights first, to check and plan the run")
+            model = _build_and_check_model(run)
         if plain_defaults:
             _check_no_host_limit_if_unplanned(run, why="--no-plan was given", fix="leave out one of the two")
             plan = plain

@@ -32,6 +32,11 @@ def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
     return is_task and tasks.isdecimal() and int(tasks) > 1
 
 
+def is_started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns True if torchrun or srun started this process, as one of the ranks."""
+    return is_started_by_torchrun(environment) or is_started_by_srun(environment)
+
+
 def drop_leftover_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     """Removes variables of a launcher that did not start this process, which another job left in the shell.
 
