@@ -81,6 +81,7 @@ CASES = [
     (2, ["offload.tier=optimizer:cpu"]),
     (2, ["offload.tier=params+optimizer:cpu", "precision.mode=bf16", "offload.sub_group_parameters=16"]),
     (2, ["sharding.strategy=no_shard", "optimizer.name=sgd"]),
+    (4, ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"]),
 ]
 
 

@@ -20,9 +20,10 @@ from fullshard.spec.run import Run
 from fullshard.torch_private.fsdp import list_units, parameter_groups
 from fullshard.training.generate import generate
 from fullshard.training.shard import shard
+from tests.fakes.plans import STRATEGIES
 
-# Prompts of two lengths on one rank, of one on the other; and none on a third.
-PROMPTS = ([[1, 2, 3], [4, 5, 6], [7], [8, 9, 10], [11]], [[3, 1, 4, 1, 5]], [])
+# Prompts of two lengths on one rank, of one on the other; none on a third, and one on a fourth.
+PROMPTS = ([[1, 2, 3], [4, 5, 6], [7], [8, 9, 10], [11]], [[3, 1, 4, 1, 5]], [], [[2, 7]])
 COUNT, LAYERS = 6, 3
 
 
@@ -45,7 +46,7 @@ def llama(_run: Run) -> nn.Module:
 MODELS = {"decoder": decoder, "llama": llama}
 
 
-def run_of(strategy: str) -> Run:
+def run_of(*settings: str) -> Run:
     sizes = (
         f"model.layers={LAYERS}",
         "model.d_model=16",
@@ -53,7 +54,7 @@ def run_of(strategy: str) -> Run:
         "model.d_ff=24",
         "model.vocabulary=23",
     )
-    return Run.load(overrides=[*sizes, f"sharding.strategy={strategy}", "precision.mode=fp32"])
+    return Run.load(overrides=[*sizes, "precision.mode=fp32", *settings])
 
 
 def continue_unsharded(model: nn.Module, prompt: list[int], count: int) -> list[int]:
@@ -66,9 +67,9 @@ def continue_unsharded(model: nn.Module, prompt: list[int], count: int) -> list[
     return tokens[len(prompt) :]
 
 
-def generated(kind: str, strategy: str, *, end: bool) -> tuple[Any, Any, int, bool]:
+def generated(kind: str, settings: tuple[str, ...], *, end: bool) -> tuple[Any, Any, int, bool]:
     """Returns (answers, those of the unsharded model, gathers of units, whether units are as before)."""
-    run, rank = run_of(strategy), dist.get_rank()
+    run, rank = run_of(*settings), dist.get_rank()
     plain = materialize(MODELS[kind](run), seed=run.run.seed)
     expected = [continue_unsharded(plain, prompt, COUNT) for prompt in PROMPTS[rank]]
     plan = Plan.from_run(run, world_size=dist.get_world_size())
@@ -87,12 +88,22 @@ def generated(kind: str, strategy: str, *, end: bool) -> tuple[Any, Any, int, bo
 
 
 @pytest.mark.parametrize("end", [False, True], ids=["all", "ended"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (3, STRATEGIES["full_shard"]),
+        (3, STRATEGIES["shard_grad_op"]),
+        (4, STRATEGIES["hybrid_shard"]),
+        (2, ("offload.tier=params+optimizer:cpu",)),
+    ],
+    ids=lambda one: str(one)[:50],
+)
 @pytest.mark.parametrize("kind", MODELS)
 def test_generated_tokens_are_those_of_the_unsharded_model(
-    kind: str, strategy: str, end: bool, ranks: Any
+    kind: str, world: int, settings: tuple[str, ...], end: bool, ranks: Any
 ) -> None:
-    for found, expected, gathers, is_as_before in ranks(3).run(partial(generated, kind, strategy, end=end)):
+    call = partial(generated, kind, settings, end=end)
+    for found, expected, gathers, is_as_before in ranks(world).run(call):
         assert found == expected
         assert is_as_before
         assert gathers <= LAYERS + 3, "each unit is gathered once for all tokens"
@@ -100,7 +111,7 @@ def test_generated_tokens_are_those_of_the_unsharded_model(
 
 def generated_without_memory() -> tuple[Any, Any, int, bool]:
     os.environ["LOCAL_WORLD_SIZE"] = str(10**15)  # among which the host's memory is shared
-    return generated("llama", "full_shard", end=True)
+    return generated("llama", STRATEGIES["full_shard"], end=True)
 
 
 def test_units_are_gathered_for_each_token_if_the_model_does_not_fit(ranks: Any) -> None:
@@ -111,7 +122,7 @@ def test_units_are_gathered_for_each_token_if_the_model_does_not_fit(ranks: Any)
 
 
 def refused(settings: str, prompts: list[list[int]]) -> str:
-    run = run_of("full_shard").with_overrides(settings.split())
+    run = run_of(settings)
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     model = shard(decoder(run), plan)
     with pytest.raises(TrainError) as raised:
