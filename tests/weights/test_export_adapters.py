@@ -1,5 +1,6 @@
 """An export of adapters computes the trained outputs or is refused, also at the start of the run."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from fullshard.errors import CheckpointError
 from fullshard.models.adapters import iterate_adapted_layers
 from fullshard.models.build import build_model
 from fullshard.parallel.materialize import materialize
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.state import TrainState
 from fullshard.weights.export_hf import export_hf, layer_merging_by_name
 from fullshard.weights.export_peft import describe_impossible_exports, export_peft
 from fullshard.weights.pretrained import load_pretrained
+from fullshard.weights.tensor_source import Weights
 from tests.fakes.plans import plan_of
 from tests.weights.hugging_face import hugging_face, outcome
 
@@ -36,12 +39,12 @@ def random_adapters(directory: Path, *settings: str) -> tuple[nn.Module, Run]:
     return model.eval(), plan.run
 
 
-def loaded_export(form: str, directory: Path, base: type[Any]) -> nn.Module:
+def loaded_export(form: str, directory: Path, base: type[Any], *, weights: Weights = "model") -> nn.Module:
     if form == "hf":
-        export_hf(directory / "checkpoints", directory / "hf")
+        export_hf(directory / "checkpoints", directory / "hf", weights=weights)
         return base.from_pretrained(directory / "hf").eval()
     peft = pytest.importorskip("peft")
-    export_peft(directory / "checkpoints", directory / "peft")
+    export_peft(directory / "checkpoints", directory / "peft", weights=weights)
     return peft.PeftModel.from_pretrained(base.from_pretrained(directory / "base"), directory / "peft").eval()
 
 
@@ -78,6 +81,25 @@ def test_an_export_computes_the_outputs_of_the_trained_model_or_is_refused(
         else:
             got: Tensor = outcome(loaded_export(form, tmp_path, type(original)), name)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_averages_of_adapters_are_exported_in_both_formats(tmp_path: Path) -> None:
+    original = hugging_face("llama", tmp_path / "base")
+    model, run = random_adapters(tmp_path, 'adapter.trained=["norm"]', "ema.decay=0.5")
+    expected = outcome(model, "llama")
+    state = TrainState(model, torch.optim.SGD(model.parameters()), ema=True)
+    assert state.average is not None
+    state.average.begin()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(3)
+    shutil.rmtree(tmp_path / "checkpoints")
+    save(state, tmp_path / "checkpoints", plan=Plan.from_run(run, world_size=1))
+    for form in ("peft", "hf"):
+        back = loaded_export(form, tmp_path, type(original), weights="ema")
+        torch.testing.assert_close(outcome(back, "llama"), expected, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(outcome(model, "llama"), expected, atol=1e-2)
 
 
 def test_a_run_that_saves_adapters_alone_reports_that_they_cannot_be_merged(tmp_path: Path) -> None:
