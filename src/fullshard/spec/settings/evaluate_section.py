@@ -20,7 +20,7 @@ class Evaluation(value.FrozenModel):
 
     It leaves no trace: the run trains as it would without it, bit for bit.
 
-    `name`: its results are `name.loss`, or `name.metric` for each metric of a `call` or `task`
+    `name`: its results are `name.loss`, or `name.metric` for each metric of a `call`
     `every`: steps between evaluations, or a fraction of the steps; 0: only those of `at_start` and `at_end`
     `at_start`, `at_end`: also before the first step of a new run, and after the last step
     `paths`: files or directories as in `data.paths`, prepared as [data] says. The result is the mean loss.
