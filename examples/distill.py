@@ -56,7 +56,10 @@ def main(overrides: list[str]) -> None:
         with torch.device("meta"):
             both = Both(fs.DecoderModel(run.decoder_config), fs.DecoderModel(teacher))
         spec = fs.describe(both, run, loss=loss_of, device_type=ranks.device.type)
-        plan = fs.plan(spec, fs.detect_hardware(ranks.device.type, ranks=ranks.world_size), run)
+        hardware = fs.detect_hardware(
+            ranks.device.type, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size
+        )
+        plan = fs.plan(spec, hardware, run)
         fs.shard(both, plan)
         optimizer = fs.build_optimizer(both, plan)
         state = fs.TrainState(both, optimizer, data=fs.build_data(run), saved="trained")

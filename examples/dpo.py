@@ -87,7 +87,10 @@ def main(overrides: list[str]) -> None:
         tokens = torch.zeros(2, 2, LENGTH, dtype=torch.int64, device="meta")
         batch = {"tokens": tokens, "labels": tokens}
         spec = fs.describe(both, run, loss=loss_of, batch=batch, device_type=ranks.device.type)
-        plan = fs.plan(spec, fs.detect_hardware(ranks.device.type, ranks=ranks.world_size), run)
+        hardware = fs.detect_hardware(
+            ranks.device.type, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size
+        )
+        plan = fs.plan(spec, hardware, run)
         # Random weights, of which a run would have those of a directory in both, after init="none":
         # fs.load_pretrained(both.model, directory, plan=plan), and the same for both.reference
         fs.shard(both, plan)
