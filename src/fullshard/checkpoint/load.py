@@ -196,7 +196,7 @@ def _find_newest_checkpoint(
         raise CheckpointError(
             f"none of the checkpoints in {place} is whole.",
             got=", ".join(broken),
-            why="training again from the start is not for us to decide",
+            why="a run with checkpoints does not start over by itself",
             fix="another copy of them; or another directory, to start over",
         )
     if missing_ok:

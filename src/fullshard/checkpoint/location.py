@@ -146,7 +146,7 @@ class LocalLocation:
             f"another process is saving to {self.path}.",
             got=f"{holder} ({self.path / _LOCK})",
             why="two runs in one directory would take each other's checkpoints for their own",
-            fix="a directory a run",
+            fix="one directory per run",
         )
 
     def clean_up_and_create_draft(self, step: int, *, needed_bytes: int) -> CheckpointFiles:

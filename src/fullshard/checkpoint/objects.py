@@ -227,7 +227,7 @@ def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
             else:
                 logger.warning("leaving %s alone: a process may still be writing it", draft)
     except OSError as error:
-        logger.warning("what broken-off saves left in %s could not be removed: %s", store.url, error)
+        logger.warning("files of interrupted saves in %s could not be removed: %s", store.url, error)
 
 
 def is_attempt_abandoned(draft: ObjectFiles, just_put: ObjectSizeAndTime) -> bool:
