@@ -92,3 +92,8 @@ def test_the_buckets_together_are_the_export(
 def test_impossible_buckets_are_refused_by_the_call(wrong: Any) -> None:
     with pytest.raises(SpecError, match=str(next(iter(wrong.values())))):
         iterate_weights(torch.nn.Linear(1, 1), plan_of(1), **wrong)
+
+
+def test_a_part_of_an_offloaded_model_is_refused() -> None:
+    with pytest.raises(SpecError, match="a part of an offloaded model"):
+        iterate_weights(torch.nn.Linear(1, 1), plan_of(1, "offload.tier=optimizer:cpu"))

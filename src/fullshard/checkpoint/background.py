@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.location import CheckpointLocation, location_of
 from fullshard.checkpoint.manifest import Checkpointable
 from fullshard.checkpoint.save import CheckpointSaver, Snapshot, take_snapshot
-from fullshard.distributed.agreement import Group, is_distributed, raise_on_all_ranks
+from fullshard.distributed.agreement import Group, all_gather_object, is_distributed, raise_on_all_ranks
 from fullshard.distributed.host import allocate_host_memory, make_device_thread
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
 from fullshard.errors import CheckpointError
@@ -94,11 +94,9 @@ class BackgroundSaver:
     ) -> None:
         place = location_of(directory)
         self._saving = CheckpointSaver(place, keep=keep, keep_every=keep_every, plan=plan)
-        self._group: Group = None
-        if is_distributed():
-            self._group = cast(Group, dist.new_group(backend="gloo", timeout=find_default_timeout()))
+        self._group = _connect_ranks()
+        self._has_lost_connection = False  # with another rank
         self._staging = _StagingBuffers()
-        self._lost: CheckpointError | None = None  # the connection with another rank
         self._running: Future[SaveResult] | None = None
         self._stalled = 0.0
         self._outcomes: list[SaveResult] = []
@@ -123,13 +121,14 @@ class BackgroundSaver:
         """Waits for a save that is still running, then starts to save `state`.
 
         Also waits for the copy, unless `state` is an `UpdateNotifier`. See [Note: staged before the update].
-        Raises CheckpointError if the state cannot be saved at all, or the save before lost its connection
-        with a rank; other failures are in `outcomes`.
+        If the save before lost its connection with a rank, the ranks connect again. Raises CheckpointError if
+        the state cannot be saved at all; other failures are in `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
-        if self._lost is not None:
-            raise self._lost
+        if any(all_gather_object(self._has_lost_connection)):
+            self._close_group()
+            self._group, self._has_lost_connection = _connect_ranks(), False
         with raise_on_all_ranks("taking the state to save"):
             mine = take_snapshot(state)
         staged = self._staging.copy_all_but_shards(mine)
@@ -188,11 +187,21 @@ class BackgroundSaver:
         except (OSError, RuntimeError) as failed:  # not agreed on: another rank has gone
             got = f"{type(failed).__name__}: {failed}"
             error = CheckpointError(f"saving step {mine.step} in the background failed.", got=got)
-            self._lost = error
-            if self._group is not None:  # closed, so that other ranks' threads do not wait for this one
-                dist.destroy_process_group(self._group)
-                self._group = None
+            self._has_lost_connection = True
+            self._close_group()  # so that other ranks' threads do not wait for this one
         return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _connect_ranks() -> Group:
+    """Returns a group for the threads of saves; None without ranks. Collective."""
+    if not is_distributed():
+        return None
+    return cast(Group, dist.new_group(backend="gloo", timeout=find_default_timeout()))
 
 
 class _StagingBuffers:

@@ -39,9 +39,9 @@ def iterate_weights(
     names: "huggingface": names, shapes and tensors as in the files that `from_pretrained` reads, with
         experts apart, and adapters merged; the reference decoder is a Llama. "own": those of the model
 
-    A tied parameter has one name, as in files. Raises SpecError for a `bucket_bytes` below 1 and for another
-    `names`, CheckpointError for a model that transformers does not know and for adapters that cannot be
-    merged, MissingExtraError.
+    A tied parameter has one name, as in files. Raises SpecError for a `bucket_bytes` below 1, for another
+    `names` and for a part of an offloaded model; CheckpointError for a model that transformers does not know
+    and for adapters that cannot be merged; MissingExtraError.
 
     >>> for bucket in fs.iterate_weights(model, plan, dtype=torch.bfloat16):  # on every rank, to the end
     ...     print(len(bucket), bucket["lm_head.weight"].dtype)
@@ -53,7 +53,7 @@ def iterate_weights(
             got=f"bucket_bytes = {bucket_bytes}, names = {names!r}",
             fix='bucket_bytes of at least 1, and names = "huggingface" or "own"',
         )
-    tensors = _parameters_and_buffers(model)
+    tensors = _parameters_and_buffers(model, plan)
     merging: Mapping[str, LayerMerging] = {}
     if names == "own":
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -69,8 +69,15 @@ def iterate_weights(
     return _iterate_buckets(source, layout, most=bucket_bytes, dtype=dtype)
 
 
-def _parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
+def _parameters_and_buffers(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     """Returns the parameters, also frozen and offloaded ones, and the persistent buffers, by name."""
+    if plan.run.offload.offloads_optimizer and find_offloaded_state(model) is None:
+        raise SpecError(
+            "fullshard.iterate_weights cannot give the weights of a part of an offloaded model.",
+            got=f"{type(model).__name__}, which is not what fullshard.shard got",
+            why="the trained values are in the state of the whole model",
+            fix='the model that was sharded, with names="own"',
+        )
     reshard_unsharded_units(model)
     tensors: dict[str, Tensor] = {name: one.detach() for name, one in model.named_parameters()}
     if (offloaded := find_offloaded_state(model)) is not None:
