@@ -3,6 +3,7 @@
 import gzip
 import json
 import sqlite3
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ def test_a_trace_has_a_process_per_rank_with_nested_spans(run: Path, tmp_path: P
 def test_sql_finds_the_exposed_communication_of_each_unit(run: Path, tmp_path: Path):
     out = tmp_path / "t.json"
     assert main(["trace", str(run), "--step", "10", "--out", str(out)]) == 0
-    db = slice_table(out)
     query = "select unit, cat, pid, sum(dur) from slice where cat like 'wait for %' group by unit, cat, pid"
-    assert db.execute(query).fetchall() == [
+    with closing(slice_table(out)) as db:
+        found = db.execute(query).fetchall()
+    assert found == [
         ("blocks.0", "wait for all-gather", 1, 2000.0),
         ("blocks.0", "wait for all-gather", 2, 5000.0),
         ("blocks.0", "wait for reduce-scatter", 1, 3000.0),
