@@ -125,7 +125,9 @@ def planned_and_measured(kind: str, *settings: str) -> tuple[int, int]:
 
 
 PLANNED = [("dpo", ()), *(("dpo", (f"sharding.strategy={one}",)) for one in STRATEGIES[1:])]
+PLANNED += [("distill", (f"sharding.strategy={one}",)) for one in ("full_shard", "shard_grad_op", "zero1")]
 PLANNED += [("distill", ("recompute.mode=full",)), ("dpo", ("precision.mode=bf16", "model.layers=5"))]
+PLANNED += [("dpo", ("train.microbatch=3", "model.d_model=32")), ("distill", ("precision.mode=bf16",))]
 
 
 @pytest.mark.parametrize(
