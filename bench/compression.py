@@ -1,11 +1,12 @@
-"""Error and bytes of [communication], and whether losses stay within the spread of seeds. On two CPU ranks.
+"""Error and bytes of [communication], and whether losses stay within the spread of seeds. On CPU ranks.
 
 python bench/compression.py errors               one step of a small decoder in each format, beside fp32
 python bench/compression.py losses [STEPS]       six seeds uncompressed, then seed 0 in int8; 500 steps
 
 `errors` prints, for each format, the relative error of the whole gradient, that of the worst tensor, and
-the bytes of gathers and reductions, as fractions of fp32. `losses` prints the mean loss of the last tenth
-of the steps of each run, and whether that of int8 lies between the lowest and the highest of the seeds.
+the bytes of gathers and of reductions (of two levels: within nodes, and between them), as fractions of fp32.
+Four ranks are two nodes of two. `losses`, on two ranks, prints the mean loss of the last tenth of the steps
+of each run, and whether that of int8 lies between the lowest and the highest of the seeds.
 """
 
 import itertools
@@ -20,17 +21,31 @@ from torch import Tensor
 import fullshard as fs
 from fullshard.spec.settings.communication_section import wire_bytes
 
-RANKS, ROWS, LENGTH, VOCABULARY = 2, 8, 64, 256
-FORMATS = [("auto", "auto"), ("bf16", "bf16"), ("int8", "auto"), ("auto", "int8"), ("int8", "int8")]
+ROWS, LENGTH, VOCABULARY = 8, 64, 256
+RANKS = {"errors": 4, "losses": 2}
+FORMATS = [  # gather, reduce, reduce_within
+    ("auto", "auto", "none"),
+    ("bf16", "bf16", "none"),
+    ("int8", "auto", "none"),
+    ("auto", "int8", "none"),
+    ("int8", "int8", "none"),
+    ("auto", "int8", "fp32"),
+    ("auto", "int8", "bf16"),
+    ("auto", "bf16", "fp32"),
+    ("auto", "auto", "fp32"),
+]
 
 
-def make_run(gather: str, reduce: str, *, seed: int = 0, steps: int = 1) -> fs.Run:
+def make_run(
+    gather: str, reduce: str, within: str = "none", *, ranks: int, seed: int = 0, steps: int = 1
+) -> fs.Run:
     sizes = "vocabulary=256 d_model=128 layers=3 heads=4 kv_heads=4 d_ff=384 max_sequence=64"
     overrides = [f"model.{one}" for one in sizes.split()]
     overrides += [f"communication.gather={gather}", f"communication.reduce={reduce}", f"run.seed={seed}"]
+    overrides += [f"communication.reduce_within={within}", "communication.ranks_per_node=2"]
     overrides += [
         f"data.sequence_length={LENGTH}",
-        f"train.global_batch={ROWS * RANKS}",
+        f"train.global_batch={ROWS * ranks}",
         f"train.steps={steps}",
     ]
     return fs.Run.load(overrides=[*overrides, "precision.mode=fp32", "sharding.strategy=full_shard"])
@@ -40,14 +55,14 @@ class Walks:
     """Random walks over the vocabulary, which a model can learn to continue: the same for all seeds."""
 
     def microbatches(self, step: int, *, rank: int, plan: fs.Plan) -> Iterator[dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(step * RANKS + rank)
+        generator = torch.Generator().manual_seed(step * plan.world_size + rank)
         moves = torch.randint(1, 4, (plan.microbatch, LENGTH + 1), generator=generator)
         rows = moves.cumsum(1) % VOCABULARY
         yield {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
 def make_state(run: fs.Run) -> tuple[fs.TrainState, fs.Plan]:
-    plan = fs.Plan.from_run(run, world_size=RANKS)
+    plan = fs.Plan.from_run(run, world_size=run.train.global_batch // ROWS)
     with torch.device("meta"):
         model = fs.DecoderModel(run.decoder_config)
     model = fs.shard(model, plan)
@@ -70,19 +85,20 @@ def gradients_of_first_step(run: fs.Run) -> dict[str, Tensor]:
 
 def print_errors(rank: int) -> None:
     reference: dict[str, Tensor] = {}
-    for gather, reduce in FORMATS:
-        found = gradients_of_first_step(make_run(gather, reduce))
+    for gather, reduce, within in FORMATS:
+        found = gradients_of_first_step(make_run(gather, reduce, within, ranks=RANKS["errors"]))
         reference = reference or found
         difference = {name: found[name] - one for name, one in reference.items()}
         errors = {name: (one.norm() / reference[name].norm()).item() for name, one in difference.items()}
         whole = [torch.cat([t.flatten() for t in each.values()]).norm() for each in (difference, reference)]
         sent = [
-            1.0 if kind == "auto" else wire_bytes(cast(Any, kind), 10**6) / 4e6 for kind in (gather, reduce)
+            1.0 if kind in ("auto", "fp32") else wire_bytes(cast(Any, kind), 10**6) / 4e6
+            for kind in (gather, *([] if within == "none" else [within]), reduce)
         ]
         if rank == 0:
             print(
-                f"gather {gather:4} reduce {reduce:4}  error {whole[0] / whole[1]:.1e}  "
-                f"worst tensor {max(errors.values()):.1e}  bytes {sent[0]:.3f} {sent[1]:.3f}",
+                f"gather {gather:4} reduce {reduce:4} within {within:4}  error {whole[0] / whole[1]:.1e}  "
+                f"worst tensor {max(errors.values()):.1e}  bytes {' '.join(f'{one:.3f}' for one in sent)}",
                 flush=True,
             )
 
@@ -95,8 +111,9 @@ def last_loss(run: fs.Run) -> float:
 
 
 def print_losses(rank: int, steps: int) -> None:
-    seeds = [last_loss(make_run("auto", "auto", seed=seed, steps=steps)) for seed in range(6)]
-    int8 = last_loss(make_run("int8", "int8", steps=steps))
+    ranks = RANKS["losses"]
+    seeds = [last_loss(make_run("auto", "auto", ranks=ranks, seed=seed, steps=steps)) for seed in range(6)]
+    int8 = last_loss(make_run("int8", "int8", ranks=ranks, steps=steps))
     if rank == 0:
         print("six seeds:", *(f"{loss:.4f}" for loss in seeds))
         inside = min(seeds) <= int8 <= max(seeds)
@@ -112,7 +129,7 @@ def main() -> None:
             else:
                 print_losses(ranks.rank, int(rest[0]))
         return
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS[what]}", __file__]
     steps = rest or ["500"]
     subprocess.run([*command, f"rank-{what}", *itertools.islice(steps, 1)], check=True)
 

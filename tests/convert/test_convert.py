@@ -346,6 +346,12 @@ def test_disabled_feature_is_not_needed(text, key, verdict):
     assert said[key or "zero_optimization.zero_quantized_weights"].verdict is verdict
 
 
+def test_quantized_gradients_are_those_of_two_levels():
+    text = '{"zero_optimization": {"stage": 3, "zero_quantized_gradients": true}}'
+    section = convert_config(text, name="a.json", format=ConfigFormat.DEEPSPEED).run.communication
+    assert (section.reduce, section.reduce_within) == ("int8", "fp32")
+
+
 def test_first_of_contradicting_keys_counts_and_the_other_is_reported():
     text = "distributed_type: FSDP\nparallelism_config: {cp_size: 2, sp_size: 4}"
     conversion = convert_config(text, name="a.yaml")

@@ -1,19 +1,24 @@
 """[communication]: what is sent and lost, in every strategy; hooks of a user; their state in checkpoints."""
 
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.checkpoint import load, save
-from fullshard.distributed.compression import decode, encode
+from fullshard.distributed.collectives import REDUCTION
+from fullshard.distributed.compression import CompressedCommunication, decode, encode
 from fullshard.errors import PlanError, ShardError, SpecError
-from fullshard.spec.plan import Plan
+from fullshard.parallel.communication import find_hooks
+from fullshard.spec.plan import MergedUnitSettings, Plan
 from fullshard.spec.run import Run
-from fullshard.spec.settings.communication_section import wire_bytes
+from fullshard.spec.settings.communication_section import CommunicationSection, wire_bytes
 from fullshard.torch_private.fsdp import engine_parameters, list_units, padded_shard_shape
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
@@ -158,6 +163,143 @@ def test_a_hook_sees_every_byte_that_a_strategy_sends(strategy: str, ranks: Any)
         assert counted["gather"] >= expected["gather"] / 2
 
 
+# Two levels #
+NODES = "communication.ranks_per_node=2"
+FP32_WITHIN = (NODES, "communication.reduce_within=fp32")
+LEVELS = (*FP32_WITHIN, "communication.reduce=int8")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["sharding.strategy=full_shard"],
+        ["sharding.strategy=shard_grad_op", "train.microbatch=1"],
+        ["sharding.strategy=zero1"],
+        ["sharding.strategy=full_shard", "offload.tier=params+optimizer:cpu"],
+    ],
+)
+def test_two_levels_in_fp32_sum_as_one_does(more: list[str], ranks: Any) -> None:
+    own, exact = (ranks(4).run(trained, [*more, *extra])[0] for extra in (FP32_WITHIN, ()))
+    assert own[0] == pytest.approx(exact[0], rel=1e-6)
+    assert all(torch.allclose(own[1][name], one, atol=1e-6) for name, one in exact[1].items())
+
+
+def error_of_sum(kind: Any, within: Any, near: int, is_alike: bool = False) -> tuple[float, bool]:
+    """Returns this rank's relative error of a sum, and whether NaN and infinity spoil their blocks alone.
+
+    is_alike: whether all ranks have the same gradients; else they are independent
+    """
+    size, own, n = dist.get_world_size(), dist.get_rank(), 7000
+    every = torch.randn(size, size, n, generator=torch.Generator().manual_seed(0))
+    every = every[:1].expand(size, size, n).clone() if is_alike else every
+    section = CommunicationSection(reduce=kind, reduce_within=within)
+    hook = CompressedCommunication(section, near=near, seed=own)
+    exact, group = every[:, own].sum(0), cast(Any, dist.group.WORLD)
+    error = (hook.reduce(every[own].clone(), group) - exact).norm() / exact.norm()
+    every[1, :, 3], every[2, :, 300] = float("nan"), float("inf")
+    spoilt = hook.reduce(every[own].clone(), group)
+    stays = not spoilt[3].isfinite() and not spoilt[300].isfinite() and spoilt[512:].isfinite().all()
+    return error.item(), bool(stays)
+
+
+def test_errors_of_two_levels(ranks: Any) -> None:
+    """int8 rounds fewer sums, which are larger: as much in all if ranks are independent, else √2 of it."""
+
+    def largest_error(*settings: Any) -> float:
+        found = ranks(4).run(error_of_sum, *settings)
+        assert all(stays for _, stays in found)
+        return max(error for error, _ in found)
+
+    everywhere, across = largest_error("int8", "none", 1), largest_error("int8", "fp32", 2)
+    assert across == pytest.approx(everywhere, rel=0.1)
+    alike, alike_across = largest_error("int8", "none", 1, True), largest_error("int8", "fp32", 2, True)
+    assert alike_across == pytest.approx(2**0.5 * alike, rel=0.1)
+    assert largest_error("bf16", "fp32", 2) < largest_error("bf16", "bf16", 2) < across
+    assert largest_error("int8", "fp32", 1) == everywhere, "on nodes of one rank, all is sent across"
+    assert largest_error("int8", "fp32", 4) < 1e-6, "on one node, nothing is"
+    assert largest_error("auto", "fp32", 2) < 1e-6
+
+
+def bytes_by_link(more: list[str]) -> tuple[Counter[str], list[int]]:
+    """Counts the bytes of a step's reductions within this rank's node of two, and to the other node."""
+    state, plan = sharded(run_of("sharding.strategy=full_shard", *more))
+    sent, send = Counter[str](), dist.isend
+
+    def counted(tensor: Tensor, group: Any, group_dst: int, tag: int = 0) -> Any:
+        if tag == REDUCTION:
+            sent["within" if group_dst // 2 == dist.get_rank() // 2 else "across"] += tensor.nbytes
+        return send(tensor, group=group, group_dst=group_dst, tag=tag)
+
+    dist.isend = cast(Any, counted)
+    try:
+        next(train(state, plan, loss=mean_square))
+    finally:
+        dist.isend = send
+    units = [engine_parameters(unit) for unit in list_units(state.model)]
+    return sent, [sum(padded_shard_shape(one).numel() for one in unit) for unit in units]
+
+
+def of_int8(n: int) -> int:
+    return wire_bytes("int8", n)
+
+
+@pytest.mark.parametrize(
+    ("more", "within", "across"),
+    [
+        (LEVELS[2:], of_int8, lambda n: 2 * of_int8(n)),  # in one level
+        (LEVELS, lambda n: 8 * n, of_int8),
+        ((*LEVELS, "communication.reduce_within=bf16"), lambda n: 4 * n, of_int8),
+        (FP32_WITHIN, lambda n: 8 * n, lambda n: 4 * n),
+    ],
+)
+def test_only_sums_of_nodes_are_sent_between_them(more: Any, within: Any, across: Any, ranks: Any) -> None:
+    for sent, shards in ranks(4).run(bytes_by_link, list(more)):
+        assert sent == {"within": sum(map(within, shards)), "across": sum(map(across, shards))}
+
+
+def ranks_of_own_node(more: list[str], per_node: str) -> tuple[set[int], list[str]]:
+    os.environ["LOCAL_WORLD_SIZE"] = per_node
+    with logged() as messages:
+        state, _ = sharded(run_of(*more))
+    return {cast(Any, one)._near for one in find_hooks(state.model).values()}, messages
+
+
+def test_nodes_are_those_of_the_environment(ranks: Any) -> None:
+    more = ["sharding.strategy=full_shard", *LEVELS[1:]]
+    for near, said in (
+        (2, ""),
+        (4, "communication.reduce has no effect"),
+        (1, "reduce_within has no effect"),
+    ):
+        degrees, messages = ranks(4).run(ranks_of_own_node, more, str(near))[0]
+        assert degrees == {near}
+        assert len(messages) == (1 if said else 0)
+        assert said in "".join(messages)
+
+
+@pytest.mark.parametrize(
+    ("more", "near"),
+    [
+        (["sharding.strategy=full_shard"], 8),
+        (["sharding.strategy=full_shard", "sharding.tensor_parallel=2"], 4),
+        (["sharding.strategy=hybrid_shard", "sharding.shard_degree=16"], 8),
+        (["sharding.strategy=hybrid_shard", "sharding.shard_degree=4"], 4),
+        (["sharding.strategy=hybrid_shard", "sharding.shard_degree=4", "sharding.tensor_parallel=8"], 1),
+    ],
+)
+def test_ranks_of_a_node_of_eight_sum_first(more: list[str], near: int) -> None:
+    batch = ["train.global_batch=32", "data.sequence_length=8", "communication.ranks_per_node=8"]
+    plan = Plan.from_run(run_of(*more, *LEVELS[1:], *batch), world_size=32)
+    assert MergedUnitSettings.for_unit(plan, None, kept=False).near_degree == near
+
+
+@pytest.mark.parametrize(("shards", "per_node"), [(3, 2), (2, 3)])
+def test_shards_on_parts_of_nodes_are_refused(shards: int, per_node: int, ranks: Any) -> None:
+    more = ["sharding.strategy=full_shard", *LEVELS[1:]]
+    with pytest.raises(PlanError, match=f"{shards} ranks that shard, 1 apart, on nodes of {per_node}"):
+        ranks(shards).run(ranks_of_own_node, more, str(per_node))
+
+
 # Checkpoints #
 def train_to(directory: Path, steps: list[int], more: list[str]) -> tuple[dict[str, Tensor], list[str]]:
     with logged() as messages:
@@ -242,11 +384,13 @@ AXES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_compression_goes_with_other_axes(axis: str, ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("axis", "form"), [*((axis, BOTH) for axis in AXES), ("tensor", LEVELS), ("expert", LEVELS)]
+)
+def test_compression_goes_with_other_axes(axis: str, form: tuple[str, ...], ranks: Any) -> None:
     options, extra = AXES[axis]
     plain = ranks(4).run(losses_of_decoder, extra, options)[0]
-    for losses in ranks(4).run(losses_of_decoder, [*extra, *BOTH], options):
+    for losses in ranks(4).run(losses_of_decoder, [*extra, *form], options):
         assert losses != plain
         assert losses[0] == pytest.approx(plain[0], rel=2e-3)
         assert losses == pytest.approx(plain, rel=1e-2)

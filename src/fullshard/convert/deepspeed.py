@@ -42,6 +42,8 @@ def convert_deepspeed(state: ConversionState) -> None:
     convert_tracker_switches(state, "{}.enabled")
     rules = load_rules("deepspeed")
     apply_rules(state, rules)
+    if "communication.reduce" in state.settings:
+        state.infer_setting("communication.reduce_within", "fp32", origin="the two levels of ZeRO++")
     if "gradient_clipping" not in state.leaves:
         state.set_default_of_other_tool("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
     state.record_unknown_keys([*list_exact_keys(rules), *state.key_results])

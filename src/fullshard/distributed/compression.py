@@ -5,12 +5,16 @@ other rank once, in an all-to-all, and the receiver sums in fp32: each addend is
 (Wang et al., arXiv:2306.10209). int8 gradients are rounded stochastically, so that their expectation is
 exact. Parameters are rounded to the nearest, so that all ranks, and both gathers of a step, have the same.
 
+[Note: two levels] P adjacent ranks of a group are on each node. A rank first sums, in fp32, what the ranks of
+its node have for the ranks with its place on all nodes, and then sends each of these one sum: P times fewer
+bytes leave a node. Both are all-to-alls of the whole group, in which most ranks send each other nothing.
+
 [Note: not finite] A block with NaN or an infinity has such a scale, and all of its elements become NaN or
 infinite: a step that is skipped without compression is skipped with it.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +27,13 @@ from fullshard.distributed.collectives import (
     exchange_row_parts,
     gather_parts,
 )
-from fullshard.spec.settings.communication_section import BLOCK, Format, rows_at_once, wire_bytes
+from fullshard.spec.settings.communication_section import (
+    BLOCK,
+    CommunicationSection,
+    Format,
+    rows_at_once,
+    wire_bytes,
+)
 
 
 class UnitCommunication(Protocol):
@@ -58,22 +68,20 @@ class CommunicationHook(UnitCommunication, Protocol):
 
 
 class CompressedCommunication:
-    """The hook of `communication.gather` and `communication.reduce`; None leaves one to FSDP2's way.
+    """The hook of [communication] without a hook of the user's.
 
+    near: ranks of each node that sum gradients first: see [Note: two levels]
     seed: of the random numbers by which int8 gradients are rounded; another one on each rank
     """
 
-    def __init__(self, gather: Format | None, reduce: Format | None, *, seed: int) -> None:
-        self._gather: Format | None = gather
-        self._reduce: Format | None = reduce
-        self._seed = seed
+    def __init__(self, section: CommunicationSection, *, near: int, seed: int) -> None:
+        self._section, self._near, self._seed = section, near, seed
         self._generator: torch.Generator | None = None
         self._loaded: Tensor | None = None
 
     def gather(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-        assert self._gather is not None, "only what is compressed comes here"
         ranks, n = group.size(), shard.numel()
-        wires = gather_rows(encode(shard.view(1, n), self._gather).view(-1), group)
+        wires = gather_rows(encode(shard.view(1, n), self._section.gather).view(-1), group)
         whole = shard.new_empty(ranks, n)
         rows = rows_at_once(n)
         for wire, part in zip(wires.split(rows), whole.split(rows), strict=True):
@@ -81,16 +89,30 @@ class CompressedCommunication:
         return whole
 
     def reduce(self, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        assert self._reduce is not None, "only what is compressed comes here"
-        n = parts.shape[1]
-        noise = self._noise_of(parts.device) if self._reduce == "int8" else None
-        wires = [encode(some, self._reduce, noise=noise) for some in parts.split(rows_at_once(n))]
-        received = exchange_rows(wires[0] if len(wires) == 1 else torch.cat(wires), group)
-        del wires
+        (ranks, n), near = parts.shape, self._near
+        kind = self._section.reduce if near < ranks else "auto"
+        noise = self._noise_of(parts.device) if kind == "int8" else None
+        by_node = parts.view(-1, near, n).split(rows_at_once(near * n))
+        wires = (encode(self._sum_within_node(some, group), kind, noise=noise) for some in by_node)
+        far = range(group.rank() % near, ranks, near)
+        received = exchange_rows(torch.cat([*wires]), group, among=far)
         total = torch.zeros(n, dtype=torch.float32, device=parts.device)
         for some in received.split(rows_at_once(n)):
             total += decode(some, n).sum(0)
         return total
+
+    def _sum_within_node(self, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns (k, n): the sums over this node's ranks of this rank's place in `parts` (k, P, n)."""
+        nodes, near, n = parts.shape
+        if near == 1:
+            return parts.view(nodes, n)
+        first = group.rank() - group.rank() % near
+        dtype = torch.bfloat16 if self._section.reduce_within == "bf16" else parts.dtype
+        # No name keeps what was sent: it is freed before the sum is allocated.
+        received = exchange_rows(
+            parts.to(dtype).transpose(0, 1).reshape(-1, n), group, among=range(first, first + near)
+        )
+        return received.view(near, nodes, n).sum(0, dtype=torch.float32)
 
     def state(self) -> Mapping[str, Tensor]:
         return {} if self._generator is None else {"rng": self._generator.get_state()}
@@ -106,13 +128,13 @@ class CompressedCommunication:
         return self._generator
 
 
-def encode(rows: Tensor, kind: Format, *, noise: torch.Generator | None = None) -> Tensor:
-    """Returns `rows` (R, n) as they are sent, (R, `wire_bytes(kind, n)` / itemsize).
+def encode(rows: Tensor, kind: Literal["auto"] | Format, *, noise: torch.Generator | None = None) -> Tensor:
+    """Returns `rows` (R, n) as they are sent, (R, `wire_bytes(kind, n)` / itemsize); `auto`: as they are.
 
     noise: rounds int8 stochastically; None rounds to the nearest
     """
-    if kind == "bf16":
-        return rows.to(torch.bfloat16)
+    if kind != "int8":
+        return rows if kind == "auto" else rows.to(torch.bfloat16)
     count, n = rows.shape
     scaled = -(-n // BLOCK)
     blocks = pad(rows.float(), (0, scaled * BLOCK - n)).view(count, scaled, BLOCK)
@@ -131,7 +153,7 @@ def encode(rows: Tensor, kind: Format, *, noise: torch.Generator | None = None) 
 
 def decode(wire: Tensor, n: int) -> Tensor:
     """Returns the rows (R, n) in fp32 that `encode` made `wire` of."""
-    if wire.dtype == torch.bfloat16:
+    if wire.is_floating_point():
         return wire.float()
     scaled = -(-n // BLOCK)
     codes = wire[:, 4 * scaled : 4 * scaled + n].view(torch.int8).float()
@@ -145,12 +167,18 @@ def gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gather_parts(row, group.group_name, direct=row.is_cpu)
 
 
-def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns (W, m): the row for this rank in the `rows` (W, m) of each rank of the group. Collective."""
+def exchange_rows(rows: Tensor, group: dist.ProcessGroup, *, among: range | None = None) -> Tensor:
+    """Returns (R, m): the rows for this rank in the `rows` (R, m) of each rank of the group. Collective.
+
+    among: the ranks of the group that get rows of this rank, each as many, in order; None: all, as in R = W
+    """
+    among = among or range(group.size())
+    if len(among) == 1:
+        return rows
+    counts = [len(rows) // len(among) if one in among else 0 for one in range(group.size())]
     if not rows.is_cpu:
-        each = [1] * group.size()
-        return exchange_row_parts(rows, each, received=each, group=group.group_name, direct=False)
+        return exchange_row_parts(rows, counts, received=counts, group=group.group_name, direct=False)
     received = torch.empty_like(rows)
-    sent, into = list(rows.unbind()), list(received.unbind())
+    sent, into = rows.split(counts), received.split(counts)
     all_to_all_parts_pairwise(sent, into, group=group, tag=REDUCTION, kind="reduce_scatter")
     return received

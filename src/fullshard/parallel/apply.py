@@ -30,7 +30,7 @@ from fullshard.distributed.unit_order import (
 )
 from fullshard.errors import ShardError
 from fullshard.parallel import compile as block_compiler
-from fullshard.parallel.communication import install_hook, make_hook, set_hooks
+from fullshard.parallel.communication import install_hook, set_hooks, settle_ranks_per_node
 from fullshard.parallel.fp8 import Fp8Choice, check_fp8_device, choose_fp8_linears, convert_linears_to_fp8
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, split_inner_axis
@@ -96,6 +96,7 @@ def choose_sharding(
     """Chooses units, blocks and meshes, without changing the model. Raises like `fullshard.shard`."""
     check_settings_work_together(plan.run)
     _check_not_sharded(model)
+    plan = settle_ranks_per_node(plan)
     is_split = plan.tensor_parallel > 1 or plan.expert_parallel > 1
     assert is_split == bool(split), "matmuls or experts are divided, or no parameter is"
     for method in methods:
@@ -136,8 +137,8 @@ def apply_recompute_and_fsdp_on_meta(model: nn.Module, prepared: PreparedShardin
     for unit in units:
         mesh, _ = split_inner_axis(prepared.mesh_of_unit(unit))
         _fully_shard_unit(unit, plan, mesh=mesh, scalars=scalars)
-        if (hook := make_hook(plan, unit=len(names))) is not None:
-            install_hook(cast(FSDPModule, unit.modules[0]), hook, plan=plan)
+        engine_module, settings = cast(FSDPModule, unit.modules[0]), unit.settings(plan)
+        if (hook := install_hook(engine_module, plan, settings=settings, number=len(names))) is not None:
             hooks[unit.name] = hook
         names.append(
             install_unit_recording_and_checks(unit.modules, unit=len(names), name=unit.name, order=order)

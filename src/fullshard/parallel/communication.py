@@ -5,7 +5,10 @@ reduce-scatter (`set_custom_all_gather`, `set_custom_reduce_scatter`). The sum o
 strategies, and of units that are not sharded) is FSDP2's own all-reduce, and stays as it is.
 """
 
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.distributed.agreement import rank
+from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.distributed.collectives import DirectAllGather
 from fullshard.distributed.compression import (
     CommunicationHook,
@@ -23,8 +26,10 @@ from fullshard.distributed.compression import (
 )
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import ShardError, SpecError
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import MergedUnitSettings, Plan
 from fullshard.system.dotted import import_callable
+
+logger = logging.getLogger("fullshard")
 
 _COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)  # units of several dtypes are packed as bytes
 _ATTRIBUTE = "_fullshard_communication"  # of the model: {unit's name: hook}
@@ -88,8 +93,29 @@ def _check_shape(got: Any, wanted: Sequence[int], *, what: str) -> None:
         )
 
 
-def make_hook(plan: Plan, *, unit: int) -> UnitCommunication | None:
-    """Returns the hook of a unit, by its number; None if nothing is compressed.
+def settle_ranks_per_node(plan: Plan) -> Plan:
+    """Returns `plan` with the ranks of a node of this job, if it needs them and leaves them open. Collective.
+
+    Nodes of unequal sizes count as several of their common divisor. Warns if there is only one level.
+    """
+    section = plan.run.communication
+    if section.reduce_within == "none":
+        return plan
+    counts = all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
+    per_node = gcd(*counts) if section.ranks_per_node == "auto" else section.ranks_per_node
+    if rank() == 0 and not 1 < per_node < plan.shard_degree * plan.tensor_parallel:
+        unused = "reduce_within" if per_node == 1 else "reduce"
+        text = "communication.%s has no effect: %d ranks shard, on nodes of %d"
+        logger.warning(text, unused, plan.shard_degree, per_node)
+    return plan.with_ranks_per_node(per_node)
+
+
+def install_hook(
+    unit: FSDPModule, plan: Plan, *, settings: MergedUnitSettings, number: int
+) -> UnitCommunication | None:
+    """Makes a unit gather and reduce as [communication] says. Returns its hook; None if nothing is set.
+
+    number: of the unit, which decides the random numbers of its rounding
 
     Raises SpecError for a class that is not a hook.
     """
@@ -97,13 +123,17 @@ def make_hook(plan: Plan, *, unit: int) -> UnitCommunication | None:
     if not section.is_set:
         return None
     if section.hook is None:
-        seed = (plan.run.run.seed * 1_000_003 + unit) * 65_537 + rank()
-        return CompressedCommunication(
-            None if section.gather == "auto" else section.gather,
-            None if section.reduce == "auto" else section.reduce,
-            seed=seed % 2**63,
-        )
-    return import_hook(section.hook)
+        seed = (plan.run.run.seed * 1_000_003 + number) * 65_537 + rank()
+        hook = CompressedCommunication(section, near=settings.near_degree, seed=seed % 2**63)
+        gathers, reduces = section.gather != "auto", section.changes_sums
+    else:
+        hook = import_hook(section.hook)
+        gathers, reduces = hasattr(hook, "gather"), hasattr(hook, "reduce")
+    if gathers:
+        unit.set_custom_all_gather(cast(Any, HookedAllGather(hook)))
+    if reduces:
+        unit.set_custom_reduce_scatter(cast(Any, HookedReduceScatter(hook)))
+    return hook
 
 
 def import_hook(dotted: str) -> CommunicationHook:
@@ -117,16 +147,6 @@ def import_hook(dotted: str) -> CommunicationHook:
             fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
         )
     return made
-
-
-def install_hook(unit: FSDPModule, hook: UnitCommunication, *, plan: Plan) -> None:
-    """Makes a unit gather and reduce by `hook`, if the plan asks for it, and the hook has the method."""
-    section = plan.run.communication
-    own = section.hook is not None
-    if (own and hasattr(hook, "gather")) or section.gather != "auto":
-        unit.set_custom_all_gather(cast(Any, HookedAllGather(hook)))
-    if (own and hasattr(hook, "reduce")) or section.reduce != "auto":
-        unit.set_custom_reduce_scatter(cast(Any, HookedReduceScatter(hook)))
 
 
 def set_hooks(model: nn.Module, hooks: Mapping[str, UnitCommunication]) -> None:

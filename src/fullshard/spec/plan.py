@@ -12,6 +12,7 @@ from fullshard.quantities import count_text
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, PrecisionSection, Run, Strategy, UnitOverride
 from fullshard.spec.settings import run_checks
+from fullshard.spec.settings.communication_section import CommunicationSection
 from fullshard.spec.value import FrozenModel, PositiveInt
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -191,6 +192,14 @@ class Plan(FrozenModel):
         """True if the plan copies each reduced gradient from a GPU to the host for an offload target."""
         return self.run.offload.offloads_optimizer and self.device == "cuda"
 
+    def with_ranks_per_node(self, count: int) -> Self:
+        """Returns the plan with `count` ranks per node, if it reduces within nodes and leaves that open."""
+        section = self.run.communication
+        if section.reduce_within == "none" or section.ranks_per_node != "auto":
+            return self
+        section = section.model_copy(update={"ranks_per_node": count})
+        return self.model_copy(update={"run": self.run.model_copy(update={"communication": section})})
+
     @classmethod
     def from_run(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
@@ -276,10 +285,14 @@ class MergedUnitSettings(FrozenModel):
 
     gathers_in_backward: whether parameters that were resharded are gathered again for backward
     shards_any_dim: whether `expert_shard_dim` chooses the dim of its shards; otherwise it is dim 0
+    rank_distance: distance between ranks of its shard group; ranks between have other parts
+    near_degree: number of the shard group's ranks on a node, which sum gradients first; 1 if all do at once
     """
 
     replicate_degree: int
     shard_degree: int
+    rank_distance: int
+    near_degree: int
     reshard_after_forward: bool
     gathers_in_backward: bool
     precision: Precision
@@ -300,6 +313,8 @@ class MergedUnitSettings(FrozenModel):
         kept: True keeps the unit gathered after forward, because its backward comes next
         is_embedding: True if its backward does not need its parameters
         has_experts: True if its parameters are experts: see `Plan.has_expert_mesh`
+
+        Raises PlanError for a `communication.reduce_within` if nodes have unequal parts of a shard group.
         """
         own = override or _NO_OVERRIDE
         unsharded = own.strategy is not None
@@ -309,19 +324,37 @@ class MergedUnitSettings(FrozenModel):
         if own.reshard_after_forward is not None:
             reshard = own.reshard_after_forward
         replicas = plan.replicate_degree * (plan.shard_degree if unsharded else 1)
-        degree = 1 if unsharded else plan.shard_degree
+        degree, distance = 1 if unsharded else plan.shard_degree, plan.tensor_parallel
         if has_experts and plan.has_expert_mesh:
             replicas, degree = plan.expert_degrees(is_sharded=not unsharded)
+            distance = plan.expert_parallel
         precision = Precision.from_mode(own.precision, plan.run) if own.precision else plan.precision
         return cls(
             replicate_degree=replicas,
             shard_degree=degree,
+            rank_distance=distance,
+            near_degree=_near_degree(plan.run.communication, degree, distance=distance),
             reshard_after_forward=reshard,
             # Parameters outside the device are read ahead in the order of all gathers.
             gathers_in_backward=not is_embedding or not reshard or plan.run.offload.tier.startswith("params"),
             precision=precision,
             shards_any_dim=has_experts and degree > 1 and plan.run.offload.tier == "none",
         )
+
+
+def _near_degree(section: CommunicationSection, degree: int, *, distance: int) -> int:
+    """Returns how many of `degree` ranks, `distance` apart, lie on a node. Raises PlanError if it differs."""
+    node = 1 if section.reduce_within == "none" else section.ranks_per_node
+    if degree == 1 or node == "auto":
+        return degree
+    if any(max(size, node) % min(size, node) for size in (degree * distance, distance)):
+        raise PlanError(
+            "gradients cannot be reduced within nodes first.",
+            got=f"{degree} ranks that shard, {distance} apart, on nodes of {node}",
+            why="nodes have unequal parts of these ranks",
+            fix='a sharding.shard_degree of whole nodes, or communication.reduce_within = "none"',
+        )
+    return max(1, min(degree, node // distance))
 
 
 def _resolve_auto_settings(run: Run) -> Run:

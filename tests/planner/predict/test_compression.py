@@ -49,6 +49,41 @@ def test_wires_are_of_padded_shards() -> None:
             assert size.gather_wires.sent == 3 * wire_bytes("int8", size.gathered // 12)
 
 
+@pytest.mark.parametrize(("within", "itemsize"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("near", [2, 4])
+def test_each_level_takes_the_seconds_of_its_bytes(within: str, itemsize: int, near: int) -> None:
+    """Checks that each rank sends (P - 1) / P of its gradients within its node, and a sum to each other."""
+    levels = ("communication.reduce=int8", f"communication.reduce_within={within}")
+    plan = plan_of(8, FULL, *levels)
+    hardware = hardware_of_one_byte_per_second(8)
+    free = hardware.within.model_copy(update={"all_gather": hardware.within.all_reduce})
+    laid_out = hardware.with_rank_counts(nodes=8 // near, ranks_per_node=near)
+    slow_node = laid_out.model_copy(update={"across": free})
+    slow_network = laid_out.model_copy(update={"within": free, "across": hardware.within})
+    own, seconds = plan, list[float]()
+    for machine in (slow_node, slow_network):
+        own = predict(described(plan), plan, machine)
+        seconds.append(require_prediction(own).time.exposed_reduce_scatter)
+    spec = described(plan)
+    sizes = bytes_by_unit_kind(spec, own)
+    shards = [sizes[kind].reduce_input // (8 * 4) for kind in spec.first_identical_unit_indices]
+    assert seconds[0] == pytest.approx(sum((near - 1) * (8 // near) * itemsize * n for n in shards), rel=1e-3)
+    assert seconds[1] == pytest.approx(
+        sum((8 // near - 1) * wire_bytes("int8", n) for n in shards if n), rel=1e-3
+    )
+
+
+def test_nodes_are_those_of_the_hardware_that_is_planned_on() -> None:
+    plan = plan_of(8, FULL, "communication.reduce=int8", "communication.reduce_within=fp32")
+    hardware = cpu_of(8).with_rank_counts(nodes=2, ranks_per_node=4)
+    hardware = hardware.model_copy(update={"across": hardware.within})
+    found = search(described(plan), hardware, plan.run).best
+    assert found is not None
+    assert found.run.communication.ranks_per_node == 4
+    kinds = bytes_by_unit_kind(described(plan), found).values()
+    assert {size.reduce_wires.near for size in kinds if size.reduce_wires is not None} == {4}
+
+
 def test_a_search_shards_if_communication_is_compressed() -> None:
     plan = plan_of(2, *BOTH)
     run = plan.run.with_overrides(["sharding.strategy=auto"])

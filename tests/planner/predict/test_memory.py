@@ -214,6 +214,16 @@ def test_compressed_communication_is_measured_as_planned(ranks, strategy: str, p
     check(plan, ranks(2).run(measured, plan))
 
 
+@pytest.mark.parametrize(("precision", "within"), [("fp32", "none"), ("fp32", "fp32"), ("bf16", "bf16")])
+def test_reductions_that_are_the_peak_are_measured_as_planned(ranks, precision: str, within: str):
+    form = ("communication.reduce=int8", f"communication.reduce_within={within}")
+    small = ("model.vocabulary=128", "model.max_sequence=16", "data.sequence_length=16")
+    more = (f"precision.mode={precision}", "communication.ranks_per_node=2", "sharding.strategy=full_shard")
+    plan = plan_of(4, *form, *small, *more)
+    terms = check(plan, ranks(4).run(measured, plan))
+    assert terms.moment == "microbatch 1, post backward of blocks.1"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
 def test_averages_are_measured_as_planned(ranks, precision: str):
     """In fp32, also of shards in bf16."""

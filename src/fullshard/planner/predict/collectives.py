@@ -221,8 +221,8 @@ def model_parallel_seconds(
 def device_context_bytes(plan: Plan, hardware: Hardware) -> int:
     """Returns the device memory that a rank's process takes outside the allocator.
 
-    The group of all ranks has a communicator, and each axis with other groups has one. Only experts exchange
-    rows by all-to-alls.
+    The group of all ranks has a communicator, and each axis with other groups has one. All-to-alls exchange
+    rows of experts, and gradients that [communication] sums.
     """
     world = plan.world_size
     if world == 1:
@@ -233,6 +233,8 @@ def device_context_bytes(plan: Plan, hardware: Hardware) -> int:
     shared = (plan.tensor_parallel, plan.context_parallel, plan.expert_parallel)
     count = 1 + sum(1 < ranks < world for ranks in data) + sum(ranks > 1 for ranks in shared)
     peers = min(plan.expert_parallel, hardware.ranks_per_node) - 1
+    if plan.run.communication.changes_sums:
+        peers += min(plan.shard_degree, max(1, hardware.ranks_per_node // plan.tensor_parallel)) - 1
     return hardware.context_bytes + count * hardware.communicator_bytes + peers * hardware.peer_bytes
 
 

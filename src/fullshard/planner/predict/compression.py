@@ -5,6 +5,8 @@ shard of a unit has n elements, and W ranks shard it. r: rows that are decoded a
 
 gather    w(n) sent, W w(n) received, W n decoded; and 12 r n bytes of fp32 temporaries of decoding.
 reduce    W w(n) sent in an all-to-all, as many received; 12 r n bytes of temporaries, and 4 n of the sum.
+levels    P ranks of each node sum first: P k n elements are sent within it, and as many received, for k
+          nodes at once (4 Mi elements, or one node); k n sums are encoded. Then as above, for W / P ranks.
 
 Each element is read and written by eager kernels: int8 is encoded with 45 bytes of traffic per element (69
 rounded stochastically) and decoded with 21; bf16 takes 6 and 6. Counted from the operations, not measured.
@@ -31,11 +33,16 @@ class Wires(NamedTuple):
     sent: bytes of all ranks' parts: an all-gather's result, or what a rank sends in an all-to-all
     beside: bytes allocated beside FSDP2's buffers at the highest moment
     traffic: bytes that encoding and decoding read and write
+    near: ranks of each node that sum gradients first; then `sent` is between nodes
+    exchanges, each: number of all-to-alls within a node, and the bytes that a rank sends in one
     """
 
     sent: int
     beside: int
     traffic: int
+    near: int = 1
+    exchanges: int = 0
+    each: float = 0.0
 
 
 def gather_wires(section: CommunicationSection, n: int, *, ranks: int, dtype: Dtype) -> Wires | None:
@@ -49,15 +56,29 @@ def gather_wires(section: CommunicationSection, n: int, *, ranks: int, dtype: Dt
     return Wires(received, received + decoded + temporary, traffic)
 
 
-def reduce_wires(section: CommunicationSection, n: int, *, ranks: int, dtype: Dtype) -> Wires | None:
-    """Returns the costs of reductions to shards of `n` elements; None if they are sent as FSDP2 does."""
-    size = _sent_bytes(section, n, dtype=dtype, method="reduce")
+def reduce_wires(
+    section: CommunicationSection, n: int, *, ranks: int, near: int, dtype: Dtype
+) -> Wires | None:
+    """Returns the costs of reductions to shards of `n` elements; None if they are sent as FSDP2 does.
+
+    near: ranks of each node that sum gradients first; 1 if all ranks do at once
+    """
+    size, nodes = _sent_bytes(section, n, dtype=dtype, method="reduce"), ranks // near
     if size is None:
         return None
-    sent = ranks * size
-    temporary = 0 if section.hook else _TEMPORARY * _elements_at_once(n, ranks)
-    traffic = (69 + 21 if section.reduce == "int8" else 12) * ranks * n
-    return Wires(sent, sent + max(sent, temporary) + 4 * n, traffic)
+    sent = nodes * size
+    temporary = 0 if section.hook else _TEMPORARY * _elements_at_once(n, nodes)
+    traffic = (69 + 21 if section.reduce == "int8" else 12) * nodes * n
+    beside = sent + max(sent, temporary) + 4 * n
+    if near == 1:
+        return Wires(sent, beside, traffic)
+    itemsize = 2 if section.reduce_within == "bf16" else ITEMSIZE[dtype]
+    at_once = _elements_at_once(near * n, nodes)
+    exchanges = -(-nodes // rows_at_once(near * n))
+    inside = max(2 * itemsize * at_once, (4 + _TEMPORARY) * at_once // near)
+    traffic += (12 * near + 4) * nodes * n
+    each = itemsize * ranks * n / exchanges
+    return Wires(sent, max(beside, inside + sent - sent // exchanges), traffic, near, exchanges, each)
 
 
 def _sent_bytes(section: CommunicationSection, n: int, *, dtype: Dtype, method: str) -> int | None:
@@ -65,7 +86,9 @@ def _sent_bytes(section: CommunicationSection, n: int, *, dtype: Dtype, method: 
         hook = _import_hook(section.hook)
         return hook.wire_bytes(n, dtype) if hasattr(hook, method) else None
     chosen: Literal["auto"] | Format = section.gather if method == "gather" else section.reduce
-    return None if chosen == "auto" else wire_bytes(chosen, n)
+    if chosen == "auto":
+        return 4 * n if method == "reduce" and section.reduce_within != "none" else None
+    return wire_bytes(chosen, n)
 
 
 def _elements_at_once(n: int, ranks: int) -> int:

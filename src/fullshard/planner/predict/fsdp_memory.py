@@ -328,7 +328,9 @@ class GradientMemoryReplay:
         unit.whole = 0
         beside = size.reduce_wires.beside if size.reduce_wires else 0
         ledger.reduced += size.reduce_output + beside
-        ledger.update_peaks(taken)
+        # A variable of FSDP2's loop keeps the last gradient meanwhile, which is mostly a large matrix.
+        kept = size.largest_whole if beside else 0
+        ledger.update_peaks(taken._replace(gradients=taken.gradients + kept))
         ledger.reduced -= beside
         self._store_reduced_gradient(index, taken, last=last)
 

@@ -32,6 +32,7 @@ On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) w
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from fullshard.planner.predict import collectives
@@ -80,14 +81,12 @@ class UnitCost:
     frozen_on_disk: int = 0  # bytes of the frozen shard on the drive
 
 
-def resident_unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
-    """Returns one unit's costs, those of an offload target 0, from the bytes that `_fsdp_collectives` moves.
-
-    tensor: distance between the ranks of a shard group; 1 if they are consecutive
-    """
-    degree, per_node = size.shard_degree, hardware.ranks_per_node
-    shard = collectives.shard_group_layout(degree, distance=tensor, per_node=per_node, world_size=world_size)
-    replicate = collectives.replicate_group_layout(size.replicate_degree, degree * tensor, per_node=per_node)
+def resident_unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int) -> UnitCost:
+    """Returns a unit's costs, those of an offload target 0, from the bytes that `_fsdp_collectives` moves."""
+    degree, apart, per_node = size.shard_degree, size.rank_distance, hardware.ranks_per_node
+    layout = partial(collectives.shard_group_layout, per_node=per_node, world_size=world_size)
+    shard = layout(degree, distance=apart)
+    replicate = collectives.replicate_group_layout(size.replicate_degree, degree * apart, per_node=per_node)
 
     def traffic_ticks(*counts: int) -> int:
         return to_ticks(memory_access_seconds(sum(counts), hardware.rates.memory))
@@ -107,7 +106,10 @@ def resident_unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, 
     if (wires := size.gather_wires) is not None:
         gather = collective_ticks("all_gather", wires.sent, group=shard) + traffic_ticks(wires.traffic)
     if (wires := size.reduce_wires) is not None:
-        exchange = collectives.all_to_all_seconds(wires.sent, group=shard, hardware=hardware)
+        near = layout(wires.near, distance=apart)
+        far = layout(degree // wires.near, distance=wires.near * apart)
+        exchange = wires.exchanges * collectives.all_to_all_seconds(wires.each, group=near, hardware=hardware)
+        exchange += collectives.all_to_all_seconds(wires.sent, group=far, hardware=hardware)
         scatter = to_ticks(exchange) + traffic_ticks(wires.traffic)
     cast_out = (chunk, gradient) if gradient != chunk else ()
     same = size.whole == size.whole_reduced

@@ -27,7 +27,7 @@ from fullshard.planner.predict.phases import build_schedule, memory_access_secon
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
 from fullshard.spec.machine.hardware import Hardware, Rates
-from fullshard.spec.model import MicrobatchTrace, ModelSpec, UnitSpec
+from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
 from fullshard.spec.settings.train_section import RecomputeSection
@@ -239,9 +239,7 @@ class StepTimePredictor:
         hardware, world = self.hardware, plan.world_size
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
-        apart = [_rank_distance(plan, self.spec.units[unit]) for unit in program.first_model_unit_per_traced]
-        pairs = zip(sizes, apart, strict=True)
-        costs = tuple(fsdp_time.resident_unit_cost(s, hardware, world_size=world, tensor=n) for s, n in pairs)
+        costs = tuple(fsdp_time.resident_unit_cost(size, hardware, world_size=world) for size in sizes)
         group = collectives.shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)
         summed = collectives.collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=hardware)
         pairs = list(zip(sizes, counts, strict=True))
@@ -312,12 +310,6 @@ class StepTimePredictor:
             optimizer=units.update / fsdp_time.TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
-
-
-def _rank_distance(plan: Plan, unit: UnitSpec) -> int:
-    """Returns the distance between ranks of a unit's shard group; ranks between have other parts."""
-    has_own_mesh = unit.has_experts and plan.has_expert_mesh
-    return plan.expert_parallel if has_own_mesh else plan.tensor_parallel
 
 
 def _fp8_scale_seconds(sizes: Sequence[tuple[UnitBytes, int]], plan: Plan, *, hardware: Hardware) -> float:

@@ -23,6 +23,7 @@ class UnitBytes:
 
     shard_degree: int  # N
     replicate_degree: int  # number of replicas
+    rank_distance: int  # between the ranks of a shard group; 1 if they are consecutive
     reshards: bool  # parameters are resharded after forward
     gathers_in_backward: bool  # parameters that were resharded are gathered again for backward
     shards: int  # own shards on the device, in the master dtype unless offloaded, padded
@@ -67,7 +68,7 @@ def unpadded_shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     """Returns the sizes of the tensors of `unit` on `rank`."""
     unit, settings, inner = _local_unit(unit, plan)
-    degree, section = settings.shard_degree, plan.run.communication
+    degree, near, section = settings.shard_degree, settings.near_degree, plan.run.communication
     reduced, master = ITEMSIZE[settings.precision.reduce], ITEMSIZE[settings.precision.master]
 
     def padded_shard_numel(parameter: ParamSpec) -> int:
@@ -87,6 +88,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     return UnitBytes(
         shard_degree=degree,
         replicate_degree=settings.replicate_degree,
+        rank_distance=settings.rank_distance,
         reshards=settings.reshard_after_forward,
         gathers_in_backward=settings.gathers_in_backward,
         shards=shards,
@@ -118,7 +120,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         gather_wires=gather_wires(section, elements, ranks=degree, dtype=settings.precision.param)
         if degree > 1 and all(p.is_floating and not p.is_gathered_in_fp8 for p in unit.parameters)
         else None,
-        reduce_wires=reduce_wires(section, chunk, ranks=degree, dtype=settings.precision.reduce)
+        reduce_wires=reduce_wires(section, chunk, ranks=degree, near=near, dtype=settings.precision.reduce)
         if degree > 1 and chunk
         else None,
     )

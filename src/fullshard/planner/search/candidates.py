@@ -163,7 +163,7 @@ def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
         world_size=hardware.world_size,
         device=hardware.device,
         bf16_hardware=hardware.device == "cuda" and "bf16" in hardware.chip.flops_per_second,
-    )
+    ).with_ranks_per_node(hardware.ranks_per_node)
     if run.offload.update != "auto":
         return plan
     update = {"update": choose_update_device(plan, hardware)}

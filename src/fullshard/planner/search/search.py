@@ -96,6 +96,7 @@ def predict(spec: ModelSpec, plan: Plan, hardware: Hardware) -> Plan:  # signatu
     >>> fs.predict(spec, plan, hardware).prediction.memory.parameter_shards > 0
     True
     """
+    plan = plan.with_ranks_per_node(hardware.ranks_per_node)
     memory = candidates.add_workspace_bytes(peak_bytes(spec, plan), hardware)
     timer = StepTimePredictor(spec, hardware)
     return candidates.attach_prediction(plan, timer, memory=memory, limit=hardware.device_bytes_limit)

@@ -17,21 +17,31 @@ class CommunicationSection(value.FrozenModel):
     `gather`: format of gathered parameters; `auto` sends them in the dtype of computing
     `reduce`: format of gradients on their way to the ranks that sum them, in fp32; `auto` sends and sums them
         in the dtype of `precision.mode`. int8 is rounded stochastically.
+    `reduce_within`: gradients are first summed over the ranks of each node, and only these sums are sent to
+        other nodes, as `reduce` says. Within nodes they are sent as with `auto` (`fp32`), or in `bf16`.
+    `ranks_per_node`: of `reduce_within`; `auto`: those of the plan's hardware, else LOCAL_WORLD_SIZE
     `hook`: `package.module:Class` of your own, which gathers and reduces instead
     """
 
     gather: Literal["auto"] | Format = "auto"
     reduce: Literal["auto"] | Format = "auto"
+    reduce_within: Literal["none", "fp32", "bf16"] = "none"
+    ranks_per_node: Literal["auto"] | value.PositiveInt = "auto"
     hook: str | None = None
 
     @property
     def is_set(self) -> bool:
         """True if anything is sent in another way than FSDP2's."""
-        return self.hook is not None or (self.gather, self.reduce) != ("auto", "auto")
+        return self.hook is not None or self.gather != "auto" or self.changes_sums
+
+    @property
+    def changes_sums(self) -> bool:
+        """True if gradients are summed in fullshard's own collectives, without a hook."""
+        return (self.reduce, self.reduce_within) != ("auto", "none")
 
     @model_validator(mode="after")
     def _check_hook_is_alone(self) -> Self:
-        if self.hook is not None and (self.gather, self.reduce) != ("auto", "auto"):
+        if self.hook is not None and (self.gather != "auto" or self.changes_sums):
             raise ValueError(f'hook = "{self.hook}" gathers and reduces: leave gather and reduce out')
         return self
 
