@@ -9,7 +9,7 @@ from fullshard.planner.search.explain import NOTABLE, PlanExplanation, explain_p
 from fullshard.planner.search.search import search
 from fullshard.spec.machine.hardware import Hardware
 from tests.fakes.hardware import hardware_of
-from tests.fakes.specs import LLAMA_8B, MODES, decoder_spec, run_for
+from tests.fakes.specs import LLAMA_8B, LLAMA_405B, MODES, Shape, decoder_spec, run_for
 
 
 def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> PlanExplanation:
@@ -136,3 +136,43 @@ def test_no_lever_is_named_where_none_gains():
     hardware = hardware_of(1, 8, gib=4000, scale=100)
     hardware = hardware.model_copy(update={"across": None, "stragglers": 0.0})
     assert explained(hardware, batch=2048).lever is None
+
+
+GATHER, REDUCE = 'communication.gather = "int8"', 'communication.reduce = "int8"'
+LEVELS = f'{REDUCE} and communication.reduce_within = "bf16"'
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "links", "more", "change"),
+    [  # links: the bandwidth within nodes and between them, as parts of quick ones
+        (LLAMA_8B, 1, (0.03, 1), (), REDUCE),
+        (LLAMA_8B, 4, (0.03, 0.03), ("communication.reduce=bf16",), GATHER),
+        (LLAMA_8B, 4, (1, 0.03), (), LEVELS),
+        (LLAMA_8B, 4, (1, 0.03), ("communication.gather=int8",), LEVELS),
+        (LLAMA_405B, 2, (1, 0.03), (), LEVELS),  # replicas, which become shards
+        (LLAMA_405B, 4, (1, 1), (), None),
+    ],
+)
+def test_a_plan_with_the_proposed_compression_is_as_fast_as_stated(
+    shape: Shape, nodes: int, links: tuple[float, float], more: tuple[str, ...], change: str | None
+):
+    machines = [hardware_of(nodes, 8, gib=4000, scale=scale) for scale in links]
+    hardware = machines[0].model_copy(update={"across": machines[1].across})
+    spec, run = decoder_spec(shape), run_for(shape, "train.global_batch=64", *more)
+    found = search(spec, hardware, run)
+    assert found.best is not None
+    assert found.best.run.communication == run.communication, "no search chooses it"
+    explanation = explain_plan(found, hardware, spec=spec, run=run)
+    said = explanation.compression
+    assert (said and said.change) == change
+    if said is None:
+        return
+    line = explanation.lines()[-1]
+    assert line == f"would lose precision (docs/communication.md): {said.text}"
+    settings = re.findall(r'(communication\.\w+) = "(\w+)"', line)
+    again = search(spec, hardware, run.with_overrides([f"{key}={value}" for key, value in settings])).best
+    assert again is not None
+    rates = [require_prediction(plan).tokens_per_second for plan in (again, found.best)]
+    percent = re.search(r": (\d+) % more tokens/s per rank$", line)
+    assert percent is not None
+    assert int(percent[1]) == round(100 * (rates[0] / rates[1] - 1))

@@ -1,6 +1,6 @@
 """Explanation of a search's result: the largest cost that can be removed, and which change gains most."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, cast
 
 from fullshard.errors import PlanError
@@ -16,7 +16,9 @@ from fullshard.spec.value import FrozenModel
 
 # Fraction of the step from which a difference is reported: it would be noticeable.
 NOTABLE = 0.03
+_COMPRESSIONS = ({"gather": "int8"}, {"reduce": "int8"}, {"reduce": "int8", "reduce_within": "bf16"})
 Describe = Callable[[Run], ModelSpec]
+Change = tuple[str, Run, Hardware]  # what changes, as text; the run and the machine with the change
 Binding = Literal["memory", "links", "host", "computing"]
 
 
@@ -42,13 +44,14 @@ class PlanExplanation(FrozenModel):
     binds: Binding
     because: str  # the share of the kernels, and this cost, as text
     lever: PlanImprovement | None  # the change that gains most, if any is notable
+    compression: PlanImprovement | None = None  # the same of [communication]: no search chooses what rounds
 
     def lines(self) -> tuple[str, ...]:
-        """Returns the cost, and the change that gains most, a sentence or two each."""
-        if self.lever is None:
-            return (self.because,)
-        kind = "would free memory" if self.lever.plan is None else "best of the other changes tried"
-        return self.because, f"{kind}: {self.lever.text}"
+        """Returns the cost, and the changes that gain most, a sentence or two each."""
+        frees_memory = self.lever is not None and self.lever.plan is None
+        kind = "would free memory" if frees_memory else "best of the other changes tried"
+        changes = {kind: self.lever, "would lose precision (docs/communication.md)": self.compression}
+        return self.because, *(f"{name}: {one.text}" for name, one in changes.items() if one is not None)
 
 
 def explain_plan(
@@ -73,8 +76,16 @@ def explain_plan(
         )
     else:
         text = f"largest cost that can be removed: {text}"
-    lever = find_best_change(plan, hardware, spec=spec, run=run, describe=describe)
-    return PlanExplanation(binds=binds, because=f"{because}; {text}", lever=lever)
+
+    def spec_of(other: Run) -> ModelSpec:
+        retraced = (other.recompute.mode, other.run.compile) != (run.recompute.mode, run.run.compile)
+        return describe(other) if describe is not None and retraced else spec
+
+    changes, best = _iterate_changes(plan, hardware, run=run), _chunked_loss_improvement(plan)
+    lever = find_best_change(plan, changes, spec_of=spec_of, best=best)
+    changes, because = _iterate_compressions(plan, hardware, run=run), f"{because}; {text}"
+    compression = find_best_change(plan, changes, spec_of=spec_of)
+    return PlanExplanation(binds=binds, because=because, lever=lever, compression=compression)
 
 
 def _percent(part: float) -> str:
@@ -140,21 +151,14 @@ def _iterate_settings(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def find_best_change(
-    plan: Plan, hardware: Hardware, *, spec: ModelSpec, run: Run, describe: Describe | None = None
+    plan: Plan, changes: Iterable[Change], *, spec_of: Describe, best: PlanImprovement | None = None
 ) -> PlanImprovement | None:
-    """Returns the change that gains most tokens/s per rank over `plan`, if it is notable.
-
-    Tried are: a pinned microbatch, recompute or sharding left to the planner, compiled blocks, a batch twice
-    as large, and with it twice as many GPUs. A loss that takes much memory is named if nothing gains more.
-    """
-    best = _chunked_loss_improvement(plan)
+    """Returns the change that gains most tokens/s per rank, if notable and more than `best`; else `best`."""
     own = require_prediction(plan).tokens_per_second / plan.world_size
     tiers = (cast("Tier", plan.run.offload.tier),)
-    for change, other, machine in _iterate_changes(plan, hardware, run=run):
+    for change, other, machine in changes:
         try:
-            retraced = (other.recompute.mode, other.run.compile) != (run.recompute.mode, run.run.compile)
-            own_spec = describe(other) if describe is not None and retraced else spec
-            found = search(own_spec, machine, other, tiers=tiers).best
+            found = search(spec_of(other), machine, other, tiers=tiers).best
         except PlanError:
             continue  # impossible on these ranks, or not traced
         if found is None:
@@ -182,8 +186,10 @@ def _chunked_loss_improvement(plan: Plan) -> PlanImprovement | None:
     return PlanImprovement(change=change, gain=logits / needed, text=f"{change}: {text}")
 
 
-def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tuple[str, Run, Hardware]]:
-    """Yields (change as text, run, hardware) for each change to try."""
+def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Change]:
+    """Yields the changes to try: a pinned microbatch, recompute or sharding left to the planner, compiled
+    blocks, a batch twice as large, and with it twice as many GPUs.
+    """
     yield from iterate_runs_with_setting_unpinned(run, hardware)
     if run.run.compile is False and plan.device == "cuda":
         yield "run.compile = true", run_with_settings(run, {"run": {"compile": True}}), hardware
@@ -196,3 +202,13 @@ def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[tu
             ranks_per_node=hardware.ranks_per_node * (1 if spread else 2),
         )
         yield f"{more.world_size:,} GPUs, each with as many tokens a step as now", twice, more
+
+
+def _iterate_compressions(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Change]:
+    """Yields ways to compress communication, if the step waits for it."""
+    waits, section = next(_iterate_waits(plan))[0], run.communication
+    for settings in _COMPRESSIONS if waits >= NOTABLE and section.hook is None else ():
+        is_open = all(getattr(section, key) in ("auto", "none", value) for key, value in settings.items())
+        if is_open and (hardware.nodes > 1 or "reduce_within" not in settings):
+            change = " and ".join(f'communication.{key} = "{value}"' for key, value in settings.items())
+            yield change, run_with_settings(run, {"communication": settings}), hardware
