@@ -15,12 +15,14 @@ from fullshard.errors import MissingExtraError
 from fullshard.models.build import build_model
 from fullshard.spec.run import Run
 from fullshard.data.build import build_data
+from fullshard.jobs.evaluations import import_functions
 from fullshard.training.low_bit_adamw import import_adamw8bit_class
 
 from fullshard.parallel.fp8 import import_float8
 
 made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: import_adamw8bit_class()}
 made_by["precision"] = lambda _: import_float8()
+made_by["task"] = import_functions
 for what, absent, settings in json.loads(sys.argv[1]):
     sys.modules[absent] = None  # as if it were not there
     try:
@@ -31,6 +33,12 @@ for what, absent, settings in json.loads(sys.argv[1]):
         print("nothing was missed")
 """
 
+TASK = [
+    "data.tokenizer=DIRECTORY",
+    "data.source=text",
+    'data.paths=["x"]',
+    'evaluate=[{name="a", task="lm_eval:b"}]',
+]
 TOKENIZED = ["data.source=text", 'data.paths=["DIRECTORY/config.json"]', "data.tokenizer=DIRECTORY"]
 
 
@@ -42,6 +50,7 @@ TOKENIZED = ["data.source=text", 'data.paths=["DIRECTORY/config.json"]', "data.t
             ("model", "transformers", ["model.hf=DIRECTORY"], "hf"),
             ("optimizer", "torchao", ["optimizer.name=adamw8bit"], "lowbit"),
             ("precision", "torchao", ["precision.mode=fp8"], "fp8"),
+            ("task", "lm_eval", TASK, "lm_eval"),
             ("data", "pyarrow", ["data.source=parquet", 'data.paths=["DIRECTORY/config.json"]'], "data"),
         ],
         pytest.param([("model", "peft", ["adapter.rank=2"], "hf")], marks=pytest.mark.long),

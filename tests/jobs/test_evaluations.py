@@ -23,10 +23,12 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.records.measurement import Measurement
 from fullshard.spec.run import Run
 from fullshard.spec.settings.evaluate_section import results_text
-from tests.data.samples import write_json_lines
+from tests.data.samples import save_tokenizer, write_json_lines
 from tests.jobs.test_train import TINY
+from tests.training.test_harness import METRICS, save_tasks
 
 calls = WeakKeyDictionary[nn.Module, Iterator[int]]()
+TASK = ('evaluate=[{name="a", task="lm_eval:d"}]', "data.tokenizer=t", "data.source=text", "data.paths=['a']")
 QUIZ = 'call="tests.jobs.test_evaluations:quiz"'
 
 
@@ -94,6 +96,28 @@ def test_results_are_those_of_the_validation_and_are_recorded(
     }
 
 
+def test_metrics_of_tasks_are_recorded_and_name_the_best_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    tokenizer, task = save_tokenizer(tmp_path / "tokenizer"), save_tasks(tmp_path, documents=3)
+    path = texts(tmp_path, "train.jsonl", rows=60)
+    data = (
+        "data.source=jsonl",
+        f"data.paths=['{path}']",
+        f"data.cache={tmp_path}",
+        f"data.tokenizer={tokenizer}",
+    )
+    evaluate = f'evaluate=[{{name="quiz", task="{task}", at_start=true}}]'
+    kept, directory = "checkpoint.keep_best=highest quiz.choice.acc", tmp_path / "run"
+    settings = (*data, "data.validation_fraction=0", "model.vocabulary=300", "train.steps=2", evaluate, kept)
+    printed, _ = ranks(2).run(train_run, str(directory), *settings)
+    start, _, last = lines_of(directory)
+    assert start.keys() - {"step"} == {f"quiz.{task}.{metric}" for task, metric in METRICS}
+    assert start["quiz.text.bits_per_byte"] != last["quiz.text.bits_per_byte"]
+    assert f"evaluation quiz: {task}; at the start, at the end" in printed
+    manifest = read_manifest(directory / "checkpoints" / "step-00000002")
+    assert manifest.values["best"]["quiz.choice.acc"]["value"] == last["quiz.choice.acc"]
+
+
 def saved_steps(directory: Path) -> list[int]:
     return sorted(step for step, _ in location_of(directory / "checkpoints").list_checkpoints())
 
@@ -139,6 +163,12 @@ def test_the_best_checkpoint_is_kept_through_pruning_and_resume(
         (['evaluate=[{name="validation", call="b:c"}]'], SpecError, "name of the validation"),
         (['evaluate=[{name="a", paths=["b"]}]'], SpecError, "source has no files"),
         (['evaluate=[{name="a", call="no_such_module:c"}]'], SpecError, "no_such_module"),
+        (['evaluate=[{name="a", call="b:c", task="lm_eval:d"}]'], SpecError, "either paths"),
+        (['evaluate=[{name="a", task="d"}]'], SpecError, 'not "lm_eval:NAME"'),
+        (['evaluate=[{name="a", task="lm_eval:d"}]'], SpecError, "needs a tokenizer"),
+        ([*TASK, "checkpoint.keep_best=a"], SpecError, "highest a.accuracy"),
+        ([*TASK, "sharding.context_parallel=2"], SpecError, "sharding.context_parallel"),
+        ([*TASK, "sharding.tensor_parallel=2"], SpecError, "sharding.tensor_parallel"),
         (["checkpoint.keep_best=a"], SpecError, "names no evaluation: validation"),
         (["checkpoint.keep_best=highest validation"], SpecError, "the lowest is best"),
         (['evaluate=[{name="a", call="b:c"}]', "checkpoint.keep_best=a.b"], SpecError, "lowest a.b"),

@@ -29,6 +29,7 @@ from fullshard.survival.phase import RunPhase
 from fullshard.system.dotted import import_callable
 from fullshard.training.between_steps import averaged_weights
 from fullshard.training.evaluate import EvaluationFunction, mean_loss, metrics_of_function
+from fullshard.training.harness import make_task_function
 from fullshard.training.state import TrainState
 
 
@@ -36,8 +37,8 @@ from fullshard.training.state import TrainState
 class RunEvaluation:
     """An evaluation of a run, ready to be called.
 
-    data: the data whose mean loss is the result; None for a function
-    function: the function that computes the metrics; None for data
+    data: the data whose mean loss is the result; None for a function or task
+    function: the function that computes the metrics of a `call` or `task`; None for data
     """
 
     settings: Evaluation
@@ -65,26 +66,31 @@ class RunEvaluation:
             yield cut_sequences(batch, plan)
 
 
-def import_functions(evaluations: Sequence[Evaluation]) -> dict[str, EvaluationFunction]:
-    """Returns the functions of each `call`, by name. Raises SpecError for one that cannot be imported."""
+def import_functions(run: Run) -> dict[str, EvaluationFunction]:
+    """Returns the functions of each `call` and `task`, by name of the evaluation.
+
+    Raises SpecError for a function that cannot be imported; for a task, as `make_task_function` does.
+    """
     return {
-        one.name: import_callable(one.call, key=f"evaluate.{one.name}.call")
-        for one in evaluations
-        if one.call is not None
+        one.name: make_task_function(one, run.data)
+        if one.call is None
+        else import_callable(one.call, key=f"evaluate.{one.name}.call")
+        for one in run.evaluate
+        if not one.paths
     }
 
 
 def build_evaluations(
     run: Run, data: TrainingData, *, alive: Heartbeat = no_heartbeat
 ) -> tuple[RunEvaluation, ...]:
-    """Prepares the data and imports the functions of all evaluations of `run`.
+    """Prepares the data, and the functions and tasks, of all evaluations of `run`.
 
     data: the data of the run, with the rows of the validation
 
-    Raises SpecError for a function that cannot be imported, or if `checkpoint.keep_best` names a validation
-    without data; DataError as `build_data` does.
+    Raises as `import_functions` and `build_data` do, and SpecError if `checkpoint.keep_best` names a
+    validation without data.
     """
-    functions = import_functions(run.evaluate)
+    functions = import_functions(run)
     found: list[RunEvaluation] = []
     for one in run.evaluations:
         if one.name == VALIDATION:
@@ -115,7 +121,7 @@ def evaluation_lines(evaluations: Sequence[RunEvaluation]) -> list[str]:
             for text, is_set in (("at the start", settings.at_start), ("at the end", settings.at_end))
             if is_set
         ]
-        what = settings.call
+        what = settings.call or settings.task
         if one.data is not None:
             most = f", at most {settings.sequences:,} sequences" if settings.sequences else ""
             tokens = format_count(one.data.validation_tokens)

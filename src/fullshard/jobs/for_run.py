@@ -200,7 +200,7 @@ def _has_only_builtin_parts(run: Run) -> bool:
         or run.data.tokenizer
         or run.data.source == "python"
         or run.adapter.rank
-        or any(one.call for one in run.evaluate)
+        or any(one.call or one.task for one in run.evaluate)
     )
     return isinstance(run.model, DecoderConfig) and not outside and not run.optimizer.groups
 
@@ -225,7 +225,7 @@ def _build_and_check_model(run: Run) -> "Module":
     check_sequence_length(model, run)
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data), model=model)
     choose_loss(run, model)
-    import_functions(run.evaluate)
+    import_functions(run)
     match_groups(model, run.optimizer)
     return model
 

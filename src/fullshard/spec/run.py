@@ -387,6 +387,12 @@ class Run(FrozenModel):
             raise ValueError(f"evaluate: the name {twice[0]!r} is used twice")
         if any(one.paths for one in self.evaluate):
             self.data.check_prepares_other_paths()
+        if self.data.tokenizer is None and any(one.task for one in self.evaluate):
+            raise ValueError("evaluate: a task needs a tokenizer: set data.tokenizer")
+        for axis in ("tensor_parallel", "context_parallel") if any(one.task for one in self.evaluate) else ():
+            if getattr(self.sharding, axis) not in ("auto", 1):
+                raise ValueError(f"evaluate: a task computes whole sequences, not with sharding.{axis}")
+            object.__setattr__(self, "sharding", self.sharding.model_copy(update={axis: 1}))
         _ = self.best_result
         return self
 

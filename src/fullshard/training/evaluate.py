@@ -28,10 +28,10 @@ from fullshard.training.between_steps import evaluation_mode
 from fullshard.training.step import move_batch_to_device
 
 EvaluationFunction = Callable[[nn.Module, Plan], Mapping[str, Any]]
-"""Function of a `call`: the sharded model and the plan -> metrics, see `metrics_of_function`."""
+"""Function of a `call` or `task`: the sharded model and the plan -> metrics, see `metrics_of_function`."""
 
 _AGREED_BATCHES = 8  # batches on which ranks agree at once, and which they hold until then
-_METRIC = re.compile(r"[A-Za-z][A-Za-z0-9_./@-]{0,59}")
+_METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./@-]{0,119}")
 _Figure = tuple[float, float | None]  # a number and None, or a sum and its count
 
 

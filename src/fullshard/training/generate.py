@@ -85,10 +85,8 @@ def _find_error(
             fix="an evaluation by its loss: paths, in place of call",
         )
     longest = max(map(len, prompts), default=1)
-    shortest, config = min(map(len, prompts), default=1), getattr(model, "config", None)
-    name = "max_sequence" if isinstance(model, DecoderModel) else "max_position_embeddings"
-    most = getattr(config, name, None)
-    if shortest < 1 or (isinstance(most, int) and longest + max_new_tokens > most):
+    shortest, (name, most) = min(map(len, prompts), default=1), most_positions(model)
+    if shortest < 1 or (most is not None and longest + max_new_tokens > most):
         return TrainError(
             "the model cannot continue these prompts.",
             got=f"prompts of {shortest} to {longest} tokens, and {max_new_tokens} new ones",
@@ -96,6 +94,13 @@ def _find_error(
             fix="shorter prompts, or a smaller max_new_tokens",
         )
     return None
+
+
+def most_positions(model: nn.Module) -> tuple[str, int | None]:
+    """Returns (field of the model's config, most tokens of a sequence; None if there is no limit)."""
+    name = "max_sequence" if isinstance(model, DecoderModel) else "max_position_embeddings"
+    most = getattr(getattr(model, "config", None), name, None)
+    return name, most if isinstance(most, int) else None
 
 
 def _group_by_length(prompts: Sequence[Sequence[int]], batch: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ VALIDATION = "validation"
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _KEPT = re.compile(r"(?:(highest|lowest) +)?([A-Za-z][A-Za-z0-9_-]*)(?:\.([A-Za-z0-9_./@-]+))?")
+_TASKS = re.compile(r"lm_eval:([^\s,]+(?:,[^\s,]+)*)")
 
 
 class Evaluation(value.FrozenModel):
@@ -26,7 +27,10 @@ class Evaluation(value.FrozenModel):
     `paths`: files or directories as in `data.paths`, prepared as [data] says. The result is the mean loss.
     `call`: `package.module:function`, called on all ranks with the sharded model and the plan. It returns a
         dict of metrics: numbers, equal on all ranks, or (sum, count), which are summed over ranks and divided
-    `sequences`: most sequences of `paths`, evenly spread; 0 is all
+    `task`: `lm_eval:NAME`, or several names with commas: tasks or groups of lm-evaluation-harness (the extra
+        `lm_eval`), or YAML files of tasks. The metrics are `task.metric`, or `task.metric@filter` for a
+        filter of the task.
+    `sequences`: most sequences of `paths`, evenly spread, or most documents of each task, the first; 0 is all
     """
 
     name: str
@@ -35,21 +39,32 @@ class Evaluation(value.FrozenModel):
     at_end: bool = True
     paths: tuple[value.PathText, ...] = ()
     call: str | None = None
+    task: str | None = None
     sequences: value.Count = 0
 
     @model_validator(mode="after")
     def _check_name_and_kind(self) -> Self:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"name = {self.name!r} is not a letter, then letters, digits, _ or -")
-        if bool(self.paths) == bool(self.call):
+        if sum(map(bool, (self.paths, self.call, self.task))) != 1:
             raise ValueError(
-                f'{self.name}: either paths = ["data/*.jsonl"] or call = "package.module:function"'
+                f'{self.name}: either paths = ["data/*.jsonl"], call = "package.module:function" '
+                'or task = "lm_eval:NAME"'
             )
-        if self.call and self.sequences:
+        if self.sequences and self.call:
             raise ValueError(f"{self.name}: sequences = {self.sequences} is for paths, not for call")
+        if self.task and not _TASKS.fullmatch(self.task):
+            raise ValueError(
+                f'{self.name}: task = {self.task!r} is not "lm_eval:NAME" or "lm_eval:NAME,NAME"'
+            )
         if not (self.every or self.at_start or self.at_end):
             raise ValueError(f"{self.name} is never evaluated: set every, at_start or at_end")
         return self
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks, groups or files of `task`; none without it."""
+        return tuple(self.task.removeprefix("lm_eval:").split(",")) if self.task else ()
 
     def result_key(self, metric: str) -> str:
         """Returns the name of a result: `name.metric`; `validation_loss` of the validation."""
@@ -83,15 +98,15 @@ def parse_kept_result(text: str, evaluations: Sequence[Evaluation]) -> BestResul
 
     evaluations: those of the run, with its validation if it has one
 
-    Raises ValueError for a name without an evaluation, a loss with `highest`, and a metric of a `call`
-    without `highest` or `lowest`.
+    Raises ValueError for a name without an evaluation, a loss with `highest`, and a metric of a `call` or
+    `task` without `highest` or `lowest`.
     """
     match, names = _KEPT.fullmatch(text.strip()), ", ".join(one.name for one in evaluations)
     found = next((one for one in evaluations if match and one.name == match[2]), None)
     if match is None or found is None:
         raise ValueError(f"keep_best = {text!r} names no evaluation: {names or 'the run has none'}")
     order, name, metric = match.groups()
-    if not found.call:
+    if not (found.call or found.task):
         if order == "highest" or metric not in (None, "loss"):
             raise ValueError(
                 f'keep_best = {text!r}: the result of {name} is a loss, of which the lowest is best: "{name}"'

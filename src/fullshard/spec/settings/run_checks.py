@@ -166,8 +166,11 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     ),
     (
         ("data.trust_remote_code",),
-        lambda run: any(s.records == "messages" for s in run.data.sources or [run.data]),
-        'data.records = "messages"',
+        lambda run: (
+            any(s.records == "messages" for s in run.data.sources or [run.data])
+            or any(one.task for one in run.evaluate)
+        ),
+        'data.records = "messages", or a task of [[evaluate]]',
     ),
     (
         ("train.validate_every", "train.validate_sequences"),
@@ -220,7 +223,7 @@ CODE_SETTINGS: Mapping[str, Callable[[Any], bool]] = {
     "train.loss": bool,
     "optimizer.name": lambda name: "." in name and not name.startswith("torch.optim."),
     "communication.hook": bool,
-    "evaluate": lambda evaluations: any(one.call for one in evaluations),
+    "evaluate": lambda evaluations: any(one.call or one.task for one in evaluations),
     "log.trackers": lambda names: not {*names} <= {*TRACKERS_OF_EXTRAS},
 }
 
