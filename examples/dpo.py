@@ -2,15 +2,16 @@
 
 torchrun --nproc-per-node 2 examples/dpo.py [section.key=value ...]
 
-A pair has one prompt and two answers, of which the first is preferred. The loss of a pair is
+A pair has one prompt and two answers, of which the first is chosen. The loss of a pair is
 -log sigmoid(beta (r(first) - r(second))), where r is the log-probability of an answer under the model that
 trains, less that under the reference: Rafailov et al., arXiv:2305.18290, equation 7.
 
-The data are made here: a prompt counts upwards, the preferred answer counts on, the other one counts back.
+The data are examples/preferences.jsonl: a prompt goes through the alphabet, the chosen answer continues, and
+the rejected one goes back.
 """
 
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 
 import fullshard as fs
 
-BETA, PROMPT, LENGTH, VOCABULARY = 0.1, 12, 24, 64
+BETA, LENGTH = 0.1, 24
 SETTINGS = [
-    *(f"model.vocabulary={VOCABULARY}", "model.layers=2", "model.d_model=64", "model.d_ff=128"),
-    *(f"data.sequence_length={2 * LENGTH}", "train.global_batch=8", "train.microbatch=2", "train.steps=30"),
+    *("model.layers=2", "model.d_model=64", "model.d_ff=128"),
+    *("data.source=jsonl", f"data.paths=['{Path(__file__).with_name('preferences.jsonl')}']"),
+    *("data.records=completion", "data.completion_field=chosen", "data.rejected_field=rejected"),
+    *("data.train_on=completion", "data.validation_fraction=0", f"data.sequence_length={2 * LENGTH}"),
+    *("train.global_batch=8", "train.microbatch=2", "train.steps=30"),
     *("sharding.strategy=full_shard", "recompute.mode=none"),
     *("optimizer.learning_rate=1e-3", "schedule.warmup_steps=5"),
 ]
@@ -30,22 +34,37 @@ SETTINGS = [
 def log_probabilities(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Returns the log-probability of each answer, (pairs, 2). A label of -100 does not count.
 
-    batch["tokens"], batch["labels"]: (pairs, 2, length) int64, the preferred answer first
+    batch["tokens"], batch["labels"]: (pairs, 2 length) int64, the chosen answer in the first half of each row
     """
-    logits = model(batch["tokens"].flatten(0, 1)).float()  # (2 pairs, length, vocabulary)
-    labels = batch["labels"].flatten(0, 1)
+    tokens, labels = (batch[key].unflatten(1, (2, -1)).flatten(0, 1) for key in ("tokens", "labels"))
+    output = model(tokens)  # (2 pairs, length, vocabulary), or an object with such logits
+    logits = getattr(output, "logits", output).float()
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
     return -losses.sum(1).view(-1, 2)
 
 
 def preference_loss(
     model: nn.Module, batch: dict[str, Tensor], *, reference: nn.Module, beta: float = BETA
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, Tensor]:
     """Returns the sum over pairs, and their number. `batch`: see `log_probabilities`."""
     with torch.no_grad():  # frozen, and no activation is kept
         before = log_probabilities(reference, batch)
     gained = log_probabilities(model, batch) - before
-    return -F.logsigmoid(beta * (gained[:, 0] - gained[:, 1])).sum(), len(gained)
+    counts = (batch["labels"] != -100).any(
+        1
+    )  # pairs without labels only fill up the last batch of a validation
+    losses = -F.logsigmoid(beta * (gained[:, 0] - gained[:, 1]))
+    return (losses * counts).sum(), counts.sum()
+
+
+def loss_with_adapters(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the loss of a model with LoRA, whose reference is itself without adapters: for `train.loss`."""
+
+    def without_adapters(tokens: Tensor) -> Tensor:
+        with fs.adapters_off(model):
+            return model(tokens)
+
+    return preference_loss(model, batch, reference=without_adapters)
 
 
 class Both(nn.Module):
@@ -55,27 +74,11 @@ class Both(nn.Module):
         super().__init__()
         self.model, self.reference = model, reference.requires_grad_(False).eval()
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return preference_loss(self.model, batch, reference=self.reference)
 
 
-class Pairs:
-    """A source of microbatches by step: the pairs that this rank computes."""
-
-    def microbatches(self, step: int, *, rank: int, plan: fs.Plan) -> Iterator[dict[str, Tensor]]:
-        for index in range(plan.accumulation):
-            seed = (step * plan.accumulation + index) * plan.data_parallel_degree + plan.data_rank(rank)
-            generator = torch.Generator().manual_seed(seed)
-            start = torch.randint(VOCABULARY, (plan.microbatch, 1, 1), generator=generator)
-            up = torch.arange(LENGTH + 1)
-            down = torch.where(up < PROMPT, up, 2 * (PROMPT - 1) - up)
-            rows = (start + torch.stack([up, down])) % VOCABULARY  # (pairs, 2, length + 1)
-            labels = rows[..., 1:].clone()
-            labels[..., : PROMPT - 1] = -100  # the prompt
-            yield {"tokens": rows[..., :-1], "labels": labels}
-
-
-def loss_of(both: Both, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+def loss_of(both: Both, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return both(batch)
 
 
@@ -84,9 +87,7 @@ def main(overrides: list[str]) -> None:
     with fs.process_group() as ranks:
         with torch.device("meta"):
             both = Both(fs.DecoderModel(run.decoder_config), fs.DecoderModel(run.decoder_config))
-        tokens = torch.zeros(2, 2, LENGTH, dtype=torch.int64, device="meta")
-        batch = {"tokens": tokens, "labels": tokens}
-        spec = fs.describe(both, run, loss=loss_of, batch=batch, device_type=ranks.device.type)
+        spec = fs.describe(both, run, loss=loss_of, device_type=ranks.device.type)
         hardware = fs.detect_hardware(
             ranks.device.type, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size
         )
@@ -94,8 +95,8 @@ def main(overrides: list[str]) -> None:
         # Random weights, of which a run would have those of a directory in both, after init="none":
         # fs.load_pretrained(both.model, directory, plan=plan), and the same for both.reference
         fs.shard(both, plan)
-        optimizer = fs.build_optimizer(both, plan)
-        state = fs.TrainState(both, optimizer, data=Pairs(), saved="trained")  # the reference is not saved
+        optimizer, data = fs.build_optimizer(both, plan), fs.build_data(run)
+        state = fs.TrainState(both, optimizer, data=data, saved="trained")  # the reference is not saved
         for step in fs.train(state, plan, loss=loss_of):
             if ranks.rank == 0 and step.index % 10 == 0:
                 print(f"step {step.index}: loss {step.loss:.3f} a pair")

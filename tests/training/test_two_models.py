@@ -2,7 +2,6 @@
 
 import runpy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.data.build import build_data
 from fullshard.errors import TrainError
 from fullshard.models.adapters import adapters_off, insert_adapters
 from fullshard.models.decoder import DecoderModel
@@ -35,13 +35,9 @@ STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 def run_of(strategy: str = "full_shard") -> Run:
     return Run.load(
         overrides=[
-            *("model.vocabulary=64", "model.layers=2", "model.d_model=16", "model.d_ff=24", "model.heads=2"),
-            *(
-                "data.sequence_length=24",
-                "train.global_batch=12",
-                "train.microbatch=2",
-                f"train.steps={STEPS}",
-            ),
+            *runpy.run_path(str(EXAMPLES / "dpo.py"))["SETTINGS"],
+            *("model.vocabulary=128", "model.layers=2", "model.d_model=16", "model.d_ff=24", "model.heads=2"),
+            *("train.global_batch=12", "train.microbatch=2", f"train.steps={STEPS}"),
             *("optimizer.name=sgd", f"optimizer.learning_rate={RATE}", "optimizer.weight_decay=0"),
             *("optimizer.clip_norm=0", "schedule.kind=constant", "schedule.warmup_steps=0"),
             *("precision.mode=fp32", f"sharding.strategy={strategy}"),
@@ -49,15 +45,15 @@ def run_of(strategy: str = "full_shard") -> Run:
     )
 
 
-def example(kind: str) -> tuple[Callable[..., Any], Callable[[nn.Module, Any], Any], Any]:
+def example(kind: str, run: Run) -> tuple[Callable[..., Any], Callable[[nn.Module, Any], Any], Any]:
     """The example's class of both models, its loss on them, and batches for it."""
     program = runpy.run_path(str(EXAMPLES / f"{kind}.py"))
-    pairs = runpy.run_path(str(EXAMPLES / "dpo.py"))["Pairs"]()
 
     def loss(both: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | int]:
-        return both(batch if kind == "dpo" else {key: one.flatten(0, 1) for key, one in batch.items()})
+        half = run.data.row_length
+        return both(batch if kind == "dpo" else {key: one.view(-1, half) for key, one in batch.items()})
 
-    return program["Both"], loss, pairs
+    return program["Both"], loss, build_data(run)
 
 
 def built(run: Run, *, seed: int | None = None) -> nn.Module:
@@ -69,7 +65,7 @@ def built(run: Run, *, seed: int | None = None) -> nn.Module:
 def trained_sharded(kind: str, strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     run = run_of(strategy)
     plan = Plan.from_run(run, world_size=dist.get_world_size(), device="cpu")
-    make_both, loss, pairs = example(kind)
+    make_both, loss, pairs = example(kind, run)
     both = shard(make_both(built(run, seed=run.run.seed), built(run, seed=FROZEN_SEED)), plan)
     state = TrainState(both, build_optimizer(both, plan), data=pairs, saved="trained")
     losses = [step.loss for step in train(state, plan, loss=loss)]
@@ -81,7 +77,7 @@ def trained_unsharded(kind: str, ranks: int) -> tuple[list[float], dict[str, Ten
     """Losses and parameters with torch alone: SGD on the mean over a step's items."""
     run = run_of()
     plan = Plan.from_run(run, world_size=ranks, device="cpu")
-    make_both, loss, pairs = example(kind)
+    make_both, loss, pairs = example(kind, run)
     both = make_both(built(run, seed=run.run.seed), built(run, seed=FROZEN_SEED))
     optimizer, losses = torch.optim.SGD(both.model.parameters(), lr=RATE), list[float]()
     for step in range(STEPS):
@@ -110,7 +106,7 @@ def planned_and_measured(kind: str, *settings: str) -> tuple[int, int]:
     """Bytes of the peak of a step."""
     run = run_of().with_overrides(["model.d_model=128", "model.d_ff=256", *settings])
     plan = Plan.from_run(run, world_size=dist.get_world_size(), device="cpu")
-    make_both, loss, pairs = example(kind)
+    make_both, loss, pairs = example(kind, run)
     both = make_both(built(run), built(run))
     batch = next(pairs.microbatches(0, rank=0, plan=plan))
     spec = describe(both, run, loss=loss, batch=batch, device_type="cpu")
@@ -185,14 +181,8 @@ def preference_with_adapters(tmp: str) -> list[float]:
     with torch.device("meta"):
         model = insert_adapters(DecoderModel(run.decoder_config), run.adapter)
     shard(model, plan)
-
-    def without_adapters(tokens: Tensor) -> Tensor:
-        with adapters_off(model):
-            return model(tokens)
-
-    state = TrainState(model, build_optimizer(model, plan), data=program["Pairs"]())
-    loss = partial(program["preference_loss"], reference=without_adapters)
-    return [step.loss for step in train(state, plan, loss=loss)]
+    state = TrainState(model, build_optimizer(model, plan), data=build_data(run))
+    return [step.loss for step in train(state, plan, loss=program["loss_with_adapters"])]
 
 
 def test_a_sharded_model_without_its_adapters_is_its_own_reference(ranks: Any, tmp_path: Path) -> None:

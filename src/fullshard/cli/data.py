@@ -51,7 +51,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     from fullshard.data.packed import document_counts_text
 
     part = "{:,} tokens, {:,} sequences of {:,}"
-    rows = [("source", summary["source"]), ("documents", document_counts_text(summary))]
+    rows = [("source", summary["source"]), (summary["unit"], document_counts_text(summary))]
     for name in ("training", "validation"):
         counts = (summary[f"{name} tokens"], summary[f"{name} sequences"], summary["sequence length"])
         rows.append((name, part.format(*counts) if counts[1] else "none held out"))

@@ -114,6 +114,7 @@ def build_packed_data(run: Run, *, alive: token_store.Heartbeat = token_store.no
         document_mask=section.document_mask,
         packing=section.packing,
         tokenizer=tokenizer,
+        has_pairs=section.has_pairs,
     )
 
 
@@ -136,6 +137,7 @@ def build_evaluation_data(
         document_mask=section.document_mask,
         packing=section.packing,
         tokenizer=tokenizer,
+        has_pairs=section.has_pairs,
     )
 
 
@@ -225,7 +227,12 @@ def _pack_training_and_held_out(
     """Returns (row arrays of both parts, number of tokens per part). See `_build_shuffle_pool`."""
     section = run.data
     begins, lengths = stream.document_begins_and_lengths()
-    training, held_out = packing.split_off_held_out(begins, lengths, fraction=section.validation_fraction)
+    documents = lengths
+    if section.has_pairs:  # chosen and rejected documents alternate
+        begins, lengths = begins[::2], lengths[::2] + lengths[1::2]
+    training, held_out = packing.split_off_held_out(
+        begins, lengths, fraction=section.validation_fraction, may_cut=not section.has_pairs
+    )
     if validation_store_count:
         place = stream.store_bounds[len(stream.stores) - validation_store_count]
         training, held_out = (training.select_spans(part) for part in (begins < place, begins >= place))
@@ -233,7 +240,11 @@ def _pack_training_and_held_out(
         training = packing.shuffle_spans(training, seed=run.run.seed)
     arrays, tokens = dict[str, token_store.Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
-        rows = packing.pack_spans(spans, packing=section.packing, sequence_length=section.sequence_length)
+        if section.has_pairs:
+            chosen_lengths = documents[::2][np.searchsorted(begins, spans.begins)]
+            rows = packing.pack_pairs(spans, chosen_lengths, half=section.row_length)
+        else:
+            rows = packing.pack_spans(spans, packing=section.packing, sequence_length=section.sequence_length)
         arrays |= {f"{part}-{name}": array for name, array in rows.items()}
         tokens[part] = packing.count_tokens_in_row_arrays(rows)
     return arrays, {"tokens": tokens}

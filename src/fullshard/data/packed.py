@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
-from fullshard.data.packing import NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
+from fullshard.data.packing import GAP, NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream, cache_key
 from fullshard.data.tokenizer import Tokenizer
 from fullshard.quantities import format_count
@@ -58,6 +58,7 @@ class PackedData:
     document_mask: whether batches contain document numbers and positions
     packing: name of the packing method
     tokenizer: the tokenizer whose vocabulary the tokens have; None if another program made them
+    has_pairs: whether each row is a pair, of two documents in its halves
     """
 
     pools: tuple[ShufflePool, ...]
@@ -66,6 +67,7 @@ class PackedData:
     document_mask: bool
     packing: str
     tokenizer: Tokenizer | None
+    has_pairs: bool = False
 
     takes_any_row: ClassVar[bool] = True
 
@@ -98,13 +100,13 @@ class PackedData:
 
     @property
     def document_count(self) -> int:
-        """Number of documents, training and held out."""
-        return sum(store.document_count for store in self.token_stores)
+        """Number of documents, or of pairs of them, training and held out."""
+        return sum(store.document_count for store in self.token_stores) // (1 + self.has_pairs)
 
     @property
     def overlong_masked_document_count(self) -> int:
         """Number of documents longer than a sequence, in stores with untrained tokens, such as prompts."""
-        longest = self.sequence_length + 1  # the last token is a label alone
+        longest = self.sequence_length // (1 + self.has_pairs) + 1  # the last token is a label alone
         masked = [store for store in self.token_stores if store.loss_mask is not None]
         return sum(int((store.ends - store.begins > longest).sum()) for store in masked)
 
@@ -183,6 +185,7 @@ class PackedData:
             "validation source": " + ".join(
                 store.name for pool in self.pools for store in pool.validation_stores
             ),
+            "unit": "pairs" if self.has_pairs else "documents",
             "documents": self.document_count,
             "documents cut": self.overlong_masked_document_count,
             "records left out": sum(store.notes.skipped for store in self.token_stores),
@@ -209,7 +212,7 @@ class PackedData:
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         held_out += f" of {facts['validation source']}" if facts["validation source"] else ""
         return (
-            f"{facts['source']}: {document_counts_text(facts, unit=' documents in all')}, "
+            f"{facts['source']}: {document_counts_text(facts, unit=' ' + facts['unit'] + ' in all')}, "
             f"{format_count(self.training_token_count)} tokens to train on, {held_out} held out; "
             f"sequences of {self.sequence_length}, {self.packing}, "
             f"{100 * facts['efficiency']:.2f} % full"
@@ -272,6 +275,9 @@ def _fill_batch_row_and_return_ends(
     """
     tokens, labels, at, document, ends = row["tokens"], row["labels"], 0, 0, list[int]()
     for document, (begin, length, label) in enumerate(pieces, start=1):
+        if begin == GAP:
+            at += length
+            continue
         own = slice(at, at + length)
         tokens[own] = stream.slice_tokens_in_one_store(begin, begin + length)
         labels[at : at + length - 1] = tokens[at + 1 : at + length]

@@ -27,6 +27,9 @@ Int64 = NDArray[np.int64]
 NO_LABEL = -1
 """Place of a label that does not exist."""
 
+GAP = -1
+"""First place of a piece without tokens, which leaves places of the row empty."""
+
 Piece = tuple[int, int, int]
 """(first place, number of tokens, place of the last token's label or NO_LABEL) of a piece of a document."""
 
@@ -53,8 +56,12 @@ class TokenSpans:
         return int(self.lengths.sum())
 
 
-def split_off_held_out(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[TokenSpans, TokenSpans]:
+def split_off_held_out(
+    begins: Int64, lengths: Int64, *, fraction: float, may_cut: bool = True
+) -> tuple[TokenSpans, TokenSpans]:
     """Returns (training spans, held-out spans) with about `fraction` of the tokens held out.
+
+    may_cut: whether the tail of a document may be held out
 
     `begins` and `lengths` are those of the documents. See [Note: what is held out].
     """
@@ -65,7 +72,7 @@ def split_off_held_out(begins: Int64, lengths: Int64, *, fraction: float) -> tup
     out[order[np.cumsum(lengths[order]) <= budget]] = True
     left = budget - int(lengths[out].sum())
     training, held_out = everything.select_spans(~out), everything.select_spans(out)
-    if 2 * left <= budget or not training.token_count:
+    if 2 * left <= budget or not training.token_count or not may_cut:
         return training, held_out
     # Held-out documents fill less than half of the budget: cut the largest so that both parts have tokens.
     largest = int(np.argmax(training.lengths))
@@ -174,9 +181,31 @@ def pack_spans(spans: TokenSpans, *, packing: Packing, sequence_length: int) -> 
     return {"begins": pieces.begins, "lengths": lengths, "open": continues, "offsets": offsets}
 
 
+def pack_pairs(spans: TokenSpans, chosen_lengths: Int64, *, half: int) -> dict[str, Integers]:
+    """Packs each pair of documents into the halves of a row, as `pack_spans`. Tokens beyond a half are cut.
+
+    spans: both documents of each pair, joined
+    chosen_lengths: number of tokens of the first document of each pair
+    """
+    begins = np.stack([spans.begins, np.full_like(spans.begins, GAP), spans.begins + chosen_lengths], axis=1)
+    whole = np.stack([chosen_lengths, spans.lengths - chosen_lengths], axis=1)
+    chosen, rejected = np.minimum(whole, half).T
+    lengths = np.stack([chosen, half - chosen, rejected], axis=1).astype(np.int32)
+    continues = np.insert(whole > half, 1, False, axis=1)
+    offsets = 3 * np.arange(len(begins) + 1)
+    return {
+        "begins": begins.ravel(),
+        "lengths": lengths.ravel(),
+        "open": continues.ravel(),
+        "offsets": offsets,
+    }
+
+
 def count_tokens_in_row_arrays(arrays: Mapping[str, Integers]) -> int:
     """Returns the tokens in the arrays of `pack_spans`; with `concat`, including the tail."""
-    return int(arrays["lengths"].sum(dtype=np.int64) if "lengths" in arrays else arrays["offsets"][-1])
+    if "lengths" not in arrays:
+        return int(arrays["offsets"][-1])
+    return int(arrays["lengths"][arrays["begins"] != GAP].sum(dtype=np.int64))
 
 
 def build_rows_from_arrays(

@@ -11,7 +11,7 @@ ms-swift, xtuner, NeMo, MaxText, open-instruct, and the tokenizers and collators
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import product, takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -105,7 +105,31 @@ def list_unread_content_fields(fields: DataSourceFields) -> list[str]:
     read, names = required_field_names(fields), _CONTENT_OF_OTHERS.get(fields.records, ())
     possible = [one for name in names for one in _name_and_sibling_of_main_field(name, read[0])]
     possible += [fields.completion_field] if names else []  # which may be no list of messages
-    return [name for name in dict.fromkeys(possible) if name not in read]
+    return [name for name in dict.fromkeys(possible) if name not in (*read, fields.rejected_field)]
+
+
+def split_pair(row: Mapping[str, Any], fields: DataSourceFields) -> list[dict[str, Any]]:
+    """Returns `row` with the chosen answer in `completion_field`, and with the rejected one there.
+
+    See `DataSourceFields.rejected_field`. Raises UntokenizableRecordError unless there are two answers.
+    """
+    main, answer, rejected_field = (
+        required_field_names(fields)[0],
+        fields.completion_field,
+        fields.rejected_field,
+    )
+    assert rejected_field is not None, "only pairs are split"
+    prompt, *answers = (look_up_field(row, name) for name in (main, answer, rejected_field))
+    # In axolotl an answer is one message.
+    chosen, rejected = cast(list[Any], [[one] if isinstance(one, dict) else one for one in answers])
+    if chosen is ABSENT and isinstance(prompt, str | list) and type(prompt) is type(rejected):
+        alike = sum(
+            1 for _ in takewhile(lambda both: both[0] == both[1], zip(prompt, rejected, strict=False))
+        )
+        prompt, chosen, rejected = prompt[:alike], prompt[alike:], rejected[alike:]
+    if not chosen or not rejected or type(chosen) is not type(rejected) or chosen == rejected:
+        raise UntokenizableRecordError(f"{answer!r} and {rejected_field!r} are not two different answers")
+    return [{**row, main: prompt, answer: one} for one in (chosen, rejected)]
 
 
 def look_up_field(row: Mapping[str, Any], name: str) -> Any:
@@ -152,8 +176,11 @@ def find_arrow_columns_to_read(
     `first_row`, if a required column is missing.
     """
     required = required_field_names(fields)
+    if fields.rejected_field is not None:  # see `split_pair`
+        required = (required[0], fields.rejected_field)
     has_messages = fields.records == "messages"
-    optional = ("tools", "chat_template_kwargs", fields.completion_field) if has_messages else ()
+    optional = ("tools", "chat_template_kwargs") if has_messages else ()
+    optional += (fields.completion_field,) if has_messages or fields.rejected_field else ()
     marks = [
         beside
         for name in ("loss", *_EXCLUDES_NOTHING, *_USED)

@@ -279,9 +279,10 @@ def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
 
 def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
+    no_pairs = {"rejected_field"} if settings.fields.rejected_field is None else set[str]()  # as before pairs
     facts: dict[str, Any] = {
         "version": 5,
-        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS),
+        "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS | no_pairs),
         "train_on": settings.train_on,
         "on_error": settings.on_error,
         "eos_token": settings.eos_token,

@@ -132,6 +132,8 @@ class TaskTokenizer:
 
     def _encode_records(self, task: Task) -> Iterator[EncodedRecord]:
         """Yields the tokens of each record, or part of a long text, without those that are skipped."""
+        if self.settings.fields.rejected_field is not None:
+            return self._read_records(task, self._encode_pair)
         if self.settings.fields.records not in ("text", "completion"):
             return self._read_records(task, self._encode_conversation if self._chat else self._read_tokens)
         in_context = self.settings.tokenizer is not None  # bytes are the same in any context
@@ -185,6 +187,18 @@ class TaskTokenizer:
         self._notes.unended += not encoded.has_end_of_turn
         self._notes.unwritten.update(encoded.unwritten)
         return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])
+
+    def _encode_pair(self, record: SourceRecord) -> EncodedRecord:
+        """Returns the tokens of two documents: the prompt with the chosen, and with the rejected answer."""
+        rows = row_fields.split_pair(record.value, self.settings.fields)
+        both = [record._replace(value=row) for row in rows]
+        if self._chat:
+            chosen, rejected = map(self._encode_conversation, both)
+        else:
+            chosen, rejected = self._encode_texts([*map(self._read_text, both)])
+        tokens = np.concatenate([chosen.tokens, rejected.tokens])
+        trained = np.concatenate([chosen.trained, rejected.trained])
+        return EncodedRecord(tokens, trained, [len(chosen.tokens), len(tokens)])
 
     def _read_tokens(self, record: SourceRecord) -> EncodedRecord:
         name, known = self.settings.fields.tokens_field, self.settings.tokenizer is not None

@@ -159,7 +159,7 @@ def check_sequence_length(model: nn.Module, run: Run) -> None:
     if not (huggingface.is_causal_lm(model) or (takes_tokens and makes_rows)):
         return  # the reference decoder was checked when the run was read
     rows, unused = getattr(text, _POSITIONS, None), _position_rows_before_first_token(model)
-    if not isinstance(rows, int) or rows < 1 or run.data.sequence_length <= rows - unused:
+    if not isinstance(rows, int) or rows < 1 or run.data.row_length <= rows - unused:
         return
     part = "" if text is model.config else "text_config."
     first = f", of which the first {unused} are not used" if unused else ""

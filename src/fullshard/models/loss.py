@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.sequence_parts import positions_within_documents
-from fullshard.errors import TrainError
+from fullshard.errors import SpecError, TrainError
 from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
 from fullshard.models.document_attention import (
     disable_cudnn_attention_with_nan_gradients,
@@ -78,10 +78,17 @@ def choose_loss(run: Run, model: nn.Module) -> Loss:
 
     The default is `model_computed_loss` for a transformers model that is not a causal language model, and
     `next_token_loss` for any other. A causal language model computes its own loss of a batch from Python that
-    has no `tokens` but its own arguments (images). Raises SpecError if `train.loss` cannot be imported.
+    has no `tokens` but its own arguments (images). Raises SpecError if `train.loss` cannot be imported,
+    and for pairs without it.
     """
     if run.train.loss is not None:
         return import_callable(run.train.loss, key="train.loss")
+    if run.data.has_pairs:
+        raise SpecError(
+            "pairs of answers need a loss that compares them.",
+            got=f"data.rejected_field, {len(run.data.sources) or 1} sources, and no train.loss",
+            fix='train.loss = "package.module:function": docs/two-models.md',
+        )
     if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
         return model_computed_loss
     rows = run.train.loss_chunk

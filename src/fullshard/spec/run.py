@@ -389,9 +389,11 @@ class Run(FrozenModel):
             self.data.check_prepares_other_paths()
         if self.data.tokenizer is None and any(one.task for one in self.evaluate):
             raise ValueError("evaluate: a task needs a tokenizer: set data.tokenizer")
-        for axis in ("tensor_parallel", "context_parallel") if any(one.task for one in self.evaluate) else ():
+        has_task = any(one.task for one in self.evaluate)
+        axes = {"tensor_parallel": has_task, "context_parallel": has_task or self.data.has_pairs}
+        for axis in (name for name, needs_one in axes.items() if needs_one):
             if getattr(self.sharding, axis) not in ("auto", 1):
-                raise ValueError(f"evaluate: a task computes whole sequences, not with sharding.{axis}")
+                raise ValueError(f"tasks and pairs are computed whole: sharding.{axis} must be 1")
             object.__setattr__(self, "sharding", self.sharding.model_copy(update={axis: 1}))
         _ = self.best_result
         return self
@@ -417,11 +419,11 @@ class Run(FrozenModel):
 
     @model_validator(mode="after")
     def _check_sequence_length(self) -> Self:
-        length, model = self.data.sequence_length, self.model
+        length, model = self.data.row_length, self.model
         # The positions of other models are known only once they are built.
         if isinstance(model, DecoderConfig) and length > model.max_sequence:
             raise ValueError(
-                f"data.sequence_length = {length} is over model.max_sequence = {model.max_sequence}: "
+                f"data.sequence_length: {length} tokens are over model.max_sequence = {model.max_sequence}: "
                 "lower the first or raise the second"
             )
         return self

@@ -26,6 +26,10 @@ class DataSourceFields(value.FrozenModel):
         `labels` (-100) and `loss_mask` (0) exclude tokens from training, the 0 of an `attention_mask` is
         padding, and `position_ids` say where documents begin. Dots in the name of a field lead to a nested
         one.
+    `rejected_field`: makes pairs for a loss of preferences: `completion_field` has the chosen answer, and
+        this field the rejected one, as text or messages. In a row without `completion_field`, the prompt's
+        field has the whole chosen text or conversation, and this one the rejected one; the prompt is what
+        both begin with.
     `chat_template_kwargs`: further variables of the chat template, such as { enable_thinking = false }. A row
         may have its own in the field `chat_template_kwargs`, which take precedence.
     `role_field`, `content_field`: names of these fields in a message. ShareGPT: `from` and `value`
@@ -51,6 +55,7 @@ class DataSourceFields(value.FrozenModel):
     roles: Mapping[str, str] = Field(default_factory=dict[str, str])
     prompt_field: str = "prompt"
     completion_field: str = "completion"
+    rejected_field: str | None = None
     tokens_field: str = "input_ids"
     dtype: TokenDtype | None = None
     eod_token: value.NonNegativeInt | None = None
@@ -120,6 +125,16 @@ class DataSection(DataSourceFields):
     cache: value.PathText = "~/.cache/fullshard/data"
     processes: value.Processes = 0
     prefetch_steps: value.Count = 1
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if each sequence is a pair: a prompt with the chosen answer, and with the rejected one."""
+        return any(source.rejected_field for source in self.sources or (self,))
+
+    @property
+    def row_length(self) -> int:
+        """Tokens that a model computes together: a sequence, or one of the two halves of a pair."""
+        return self.sequence_length // 2 if self.has_pairs else self.sequence_length
 
     @property
     def has_validation_files(self) -> bool:
@@ -194,6 +209,21 @@ class DataSection(DataSourceFields):
             raise ValueError("eos_token needs a tokenizer")
         return self
 
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if not self.has_pairs:
+            return self
+        if any(source.rejected_field is None for source in self.sources):
+            raise ValueError("give a rejected_field to all sources, or to none")
+        if self.train_on == "all":
+            raise ValueError('rejected_field needs train_on = "completion", as only answers are compared')
+        if "packing" in self.model_fields_set and self.packing != "none" or self.document_mask:
+            raise ValueError('a pair is a sequence: leave out document_mask, and packing or set it to "none"')
+        if self.sequence_length % 2:
+            raise ValueError("a pair has two halves: sequence_length must be even")
+        object.__setattr__(self, "packing", "none")
+        return self
+
 
 # Setting -> the records that it is for. A factory of Python may read any of them.
 _RECORDS_OF_SETTING = {
@@ -203,6 +233,7 @@ _RECORDS_OF_SETTING = {
     ),
     "prompt_field": "completion",
     "completion_field": 'completion" or "messages',
+    "rejected_field": 'completion" or "messages',
     "tokens_field": "tokens",
 }
 
