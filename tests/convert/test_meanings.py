@@ -132,6 +132,24 @@ def test_an_optimizer_of_deepspeed_has_the_defaults_of_its_class(optimizer, sett
     assert (section.name, section.learning_rate, section.weight_decay) == settings
 
 
+@pytest.mark.parametrize(
+    ("params", "rate", "lost"),
+    [
+        ({}, 0.02, ()),
+        ({"lr": 0.01, "momentum": 0.9, "ns_method": "gram"}, 0.01, ()),
+        ({"lr": 1e-3, "muon_lr": 0.03, "adam_lr": 1e-4}, 0.03, ("optimizer.params.adam_lr",)),
+    ],
+)
+def test_muon_of_deepspeed_is_muon_with_jordans_factor(params: dict, rate: float, lost: tuple[str, ...]):
+    text = {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": params}}
+    conversion = converted(json.dumps(text))
+    section = conversion.run.optimizer
+    assert (section.name, section.muon.scale, section.learning_rate) == ("muon", "original", rate)
+    assert section.muon.momentum == params.get("momentum", 0.95)
+    assert (section.eps, section.weight_decay, section.options) == (1e-10, 0.0, {})
+    assert conversion.lost_keys == lost
+
+
 def test_the_peak_of_a_scheduler_stands_in_the_comment_of_the_rate():
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}
     text = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "scheduler": scheduler}

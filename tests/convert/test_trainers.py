@@ -284,3 +284,17 @@ def test_muon_is_muon_and_its_factor_is_named(text: str) -> None:
     found = converted(text)
     assert found.run.optimizer.name == "muon"
     assert any("optimizer.muon.scale" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FACTORY}optim: adafactor\n",
+        "base_model: a\nsequence_len: 64\nmicro_batch_size: 1\noptimizer: adafactor\n",
+    ],
+    ids=["LLaMA-Factory", "axolotl"],
+)
+def test_adafactor_is_adafactor(text: str) -> None:
+    found = converted(text)
+    assert found.run.optimizer.name == "adafactor"
+    assert "optim" not in "".join(found.lost_keys)

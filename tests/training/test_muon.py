@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import load, save
-from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor, shard_offsets
 from fullshard.errors import CheckpointError, PlanError, SpecError
 from fullshard.models.loss import choose_loss
 from fullshard.parallel.hidden_matrices import find_hidden_matrices
@@ -18,56 +16,31 @@ from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import OptimizerSection
-from fullshard.training.figures import StepDecision
 from fullshard.training.gradients import update_as_device_decides, update_parameters
 from fullshard.training.groups import group_lines, match_groups
 from fullshard.training.loop import train
-from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
-from tests.fakes.data import Rows
-from tests.fakes.models import VOCABULARY
+from tests.training import given_gradients
+from tests.training.given_gradients import (
+    CASES,
+    DECAY,
+    DECODER,
+    MIXTURE,
+    ODD,
+    RATE,
+    STEPS,
+    Tensors,
+    decision,
+    gradients,
+    set_gradients,
+    state_of,
+)
 from tests.training.runs import local_bits, same_bits, whole
-from tests.training.same_numbers import build, make_run
-
-RATE, DECAY, STEPS = 0.02, 0.1, 3
-DECODER, MIXTURE, ODD = "decoder", "mixture_decoder", "odd_mixture"
+from tests.training.same_numbers import build
 
 
 def run_of(ranks: int, model: str, strategy: str = "full_shard", **more: Any) -> Run:
-    extra = ("optimizer.name=muon", f"optimizer.learning_rate={RATE}", *more.pop("extra", ()))
-    length = 16 if "context" in more or "tensor" in more or "expert" in more else 9
-    return make_run(model=model, ranks=ranks, strategy=strategy, length=length, extra=extra, **more)
-
-
-def state_of(run: Run, model: str) -> tuple[TrainState, Plan]:
-    plan = Plan.from_run(run, world_size=dist.get_world_size())
-    module = shard(build(model, run), plan)
-    return TrainState(module, build_optimizer(module, plan), data=Rows(VOCABULARY)), plan
-
-
-def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        name: torch.randn(one.shape, generator=generator)
-        for name, one in model.named_parameters()
-        if one.requires_grad
-    }
-
-
-def set_gradients(model: nn.Module, step: int) -> None:
-    """Gives each parameter this rank's part of a gradient that does not depend on the ranks."""
-    given = gradients(model, step)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and name in given:
-            size = local_tensor(parameter).shape
-            box = tuple(slice(b, b + n) for b, n in zip(shard_offsets(parameter), size, strict=True))
-            parameter.grad = dtensor_from_local_part(parameter, given[name][box].contiguous())
-        else:
-            parameter.grad = given.get(name)
-
-
-Tensors = dict[str, Tensor]
+    return given_gradients.run_of("muon", ranks, model, strategy=strategy, **more)
 
 
 def momentum_of(state: TrainState) -> Tensors:
@@ -122,25 +95,6 @@ def differing(found: tuple[Tensors, Tensors], wanted: tuple[Tensors, Tensors]) -
         for name, one in reference.items()
         if not torch.equal(own[name], one)
     ]
-
-
-# ranks, model, strategy, settings. `decoder` has rows that 3 ranks divide, and 2 and 4 do not; `odd_mixture`
-# has matrices of 2 and 7 rows, so that ranks have none.
-CASES: list[tuple[int, str, str, dict[str, Any]]] = [
-    (1, DECODER, "full_shard", {}),
-    (2, DECODER, "full_shard", {}),
-    (3, DECODER, "zero1", {}),
-    (3, ODD, "full_shard", {}),
-    (4, ODD, "full_shard", {}),
-    (2, DECODER, "no_shard", {}),
-    (4, DECODER, "hybrid_shard", {}),
-    (2, MIXTURE, "full_shard", {}),  # stacks of experts by expert
-    (3, MIXTURE, "full_shard", {}),  # stacks of 4 experts by their rows
-    (2, DECODER, "full_shard", {"tensor": 2}),
-    (4, DECODER, "full_shard", {"tensor": 2}),
-    (4, MIXTURE, "full_shard", {"expert": 2}),
-    (4, MIXTURE, "full_shard", {"tensor": 2, "expert": 2}),
-]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -199,10 +153,6 @@ def resumed_from_adamw(tmp_path: Path) -> None:
 def test_a_resume_from_adamw_is_refused(ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="AdamW in the checkpoint, MuonAdamW here"):
         ranks(1).run(resumed_from_adamw, tmp_path)
-
-
-def decision(*, found_inf: float, scale: float = 1.0) -> StepDecision:
-    return StepDecision(torch.zeros(9), torch.tensor(scale), torch.tensor(found_inf))
 
 
 def bits_of_skipped_step() -> list[str]:

@@ -160,6 +160,12 @@ def _convert_optimizer(state: ConversionState) -> None:
         why = "its weight decay is an L2 term"
         state.record_setting(key, "optimizer.name", value="torch.optim.Adam", why=why)
         state.record_not_needed(mode, "optimizer.name says it")
+    if str(state.get(key)).lower() == "muon":
+        names = {"lr": "muon_lr", "momentum": "muon_momentum"}
+        state.rename_keys(
+            {f"optimizer.params.{old}": f"optimizer.params.{new}" for old, new in names.items()}
+        )
+        state.infer_setting("optimizer.muon.scale", "original", origin="DeepSpeed's Muon")
     rules = load_rules("deepspeed").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith("optimizer.")})
 
@@ -172,7 +178,7 @@ def _set_optimizer_defaults(state: ConversionState) -> None:
         defaults = defaults | {"weight_decay": 1e-2}
     for param, value in defaults.items():
         if f"optimizer.params.{param}" not in state.leaves:
-            target = "optimizer.learning_rate" if param == "lr" else f"optimizer.{param}"
+            target = "optimizer.learning_rate" if param.endswith("lr") else f"optimizer.{param}"
             why = "DeepSpeed's default, which the file leaves as it is"
             state.set_default_of_other_tool(target, value, why=why)
 

@@ -148,6 +148,15 @@ def exchange_row_parts(
     return result
 
 
+def all_reduce_together(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sums `parts`, of one dtype, over the ranks of `group` in place, in one all-reduce. Collective."""
+    flat = torch.cat([part.flatten() for part in parts])
+    with TimedRange("all_reduce"):
+        dist.all_reduce(flat, group=group)
+    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total.view_as(part))
+
+
 def _wait_for_works(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         if work is not None:

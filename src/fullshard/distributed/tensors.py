@@ -2,11 +2,12 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
 from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, storage_id
@@ -41,6 +42,25 @@ def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
     """Returns a DTensor with `whole`'s shape, mesh and placements, whose part on this rank is `local`."""
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def empty_sharded_like(tensor: Tensor, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialised tensor of `shape`, with as many dims as `tensor`, sharded in the same dims.
+
+    Dims of size 1 are not sharded: ranks that have other parts of `tensor` in these alone have the same part.
+    """
+    if not isinstance(tensor, DTensor):
+        return torch.empty(tuple(shape), dtype=dtype, device=tensor.device)
+    mesh, placements = tensor.device_mesh, list(tensor.placements)
+    for axis, one in enumerate(placements):
+        if not one.is_replicate() and shape[cast(Any, one).dim] == 1:
+            placements[axis] = Replicate()
+    whole = torch.empty(tuple(shape), device="meta")
+    size, _ = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    local = torch.empty(tuple(size), dtype=dtype, device=tensor.device)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

@@ -85,6 +85,19 @@ def newton_schulz_flops(shape: Shape, *, steps: int) -> float:
     return prod(shape[:-2]) * steps * (4.0 * short**2 * long + 2.0 * short**3)
 
 
+def dims_of_means(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Returns the dims over which Adafactor's second moments of a parameter are means, by their names.
+
+    Matrices are the last two dims. A vector, and a matrix of one row or column, has a moment per element.
+
+    >>> dims_of_means((8, 4, 6))
+    {'row_var': (2,), 'col_var': (1,)}
+    """
+    if len(shape) < 2 or 1 in shape[-2:]:
+        return {"variance": ()}
+    return {"row_var": (len(shape) - 1,), "col_var": (len(shape) - 2,)}
+
+
 def deal_matrices(
     layouts: Sequence[TensorLayout], *, rank: int, cost: Callable[[Shape], float]
 ) -> list[list[DealtMatrix]]:

@@ -4,8 +4,8 @@
 torch's fused Adam and AdamW take two tensors, made for `torch.amp`: they divide the gradient by `grad_scale`,
 and change nothing, not even their step counts, where `found_inf` is 1. So the host can launch the update
 before anyone knows whether the step is skipped, and by how much the gradient is clipped. So do the
-`StochasticAdamW` of bf16_pure, and `MuonAdamW`. No other optimizer takes both: its host waits for the
-decision. See `host_waits_before_each_update`.
+`StochasticAdamW` of bf16_pure, `MuonAdamW` and `Adafactor`. No other optimizer takes both: its host waits for
+the decision. See `host_waits_before_each_update`.
 
 [Note: local tensors]
 Over DTensors, an operation on a list of parameters costs the host tens of microseconds for each of them, and
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.distributed.agreement import rank, world_size
+from fullshard.distributed.collectives import all_reduce_together
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor
 from fullshard.distributed.unit_order import find_unit_order_recorder
@@ -40,11 +41,12 @@ from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import engine_parameters, list_units, unsharded_parameter_or_none
 from fullshard.torch_private.tensors import foreach_multiply, foreach_norm, step_hooks
+from fullshard.training.adafactor import Adafactor
 from fullshard.training.figures import StepDecision, copy_to_device
 from fullshard.training.low_bit_adamw import StochasticAdamW, local_part_of
 from fullshard.training.muon import MuonAdamW
 
-_OWN = (StochasticAdamW, MuonAdamW)  # optimizers of this package that take a decision on the device
+_OWN = (StochasticAdamW, MuonAdamW, Adafactor)  # of this package; they take a decision on the device
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
 
 
@@ -148,11 +150,7 @@ def sum_gradients_over_tensor_axis(gradients: Sequence[Tensor]) -> None:
             else:
                 groups[part.dtype, group].append(part)
     for (_, group), parts in groups.items():
-        flat = torch.cat([part.flatten() for part in parts])
-        with TimedRange("all_reduce"):
-            dist.all_reduce(flat, group=group)
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
+        all_reduce_together(parts, group)
 
 
 @torch.no_grad()

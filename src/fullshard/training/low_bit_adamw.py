@@ -161,12 +161,19 @@ def find_or_make_adamw_state(optimizer: torch.optim.Optimizer, parameter: Tensor
     """Returns the state of `parameter`: moments like it, and its step count, on its device."""
     state = optimizer.state[parameter]
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["exp_avg"] = torch.zeros_like(parameter)
         state["exp_avg_sq"] = torch.zeros_like(parameter)
+    step_count_of(state, parameter)
+    return state
+
+
+def step_count_of(state: dict[str, Tensor], parameter: Tensor) -> Tensor:
+    """Returns the step count in the state of `parameter`, on its device. Makes it, if there is none."""
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     if state["step"].device != parameter.device:  # of a checkpoint
         state["step"] = state["step"].to(parameter.device)
-    return state
+    return state["step"]
 
 
 def local_part_of(value: Any) -> Any:

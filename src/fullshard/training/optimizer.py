@@ -16,6 +16,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
 from fullshard.torch_private.fsdp import list_units
+from fullshard.training.adafactor import Adafactor
 from fullshard.training.groups import make_parameter_groups
 from fullshard.training.learning_rates import mark_as_built_by_fullshard
 from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_class
@@ -26,6 +27,7 @@ from fullshard.training.state import check_state_can_be_saved
 logger = logging.getLogger("fullshard")
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 EIGHT_BIT = "adamw8bit"
+_OWN = {EIGHT_BIT: import_adamw8bit_class, "adafactor": lambda: Adafactor}
 
 
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
@@ -103,8 +105,8 @@ def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    if name.lower() == EIGHT_BIT:
-        return import_adamw8bit_class()
+    if name.lower() in _OWN:
+        return _OWN[name.lower()]()
     dotted = _NAMES.get(name.lower(), name)
     module_name, _, class_name = dotted.rpartition(".")
     module: ModuleType | None = torch.optim if module_name == "torch.optim" else None
@@ -116,7 +118,7 @@ def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise SpecError(
             "optimizer.name names no optimizer.",
             got=repr(name),
-            fix=f"{', '.join(_NAMES)}, muon, {EIGHT_BIT}, or the dotted name of a torch.optim.Optimizer",
+            fix=f"{', '.join([*_NAMES, 'muon', *_OWN])}, or the dotted name of a torch.optim.Optimizer",
         )
     return found
 

@@ -18,6 +18,7 @@ from fullshard.checkpoint.manifest import (
     steps_skipped_in_a_row,
 )
 from fullshard.checkpoint.results import RESULTS, EvaluationResult, encode_results, read_results
+from fullshard.distributed.tensors import empty_sharded_like
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.model_parameters import persistent_buffers
@@ -427,6 +428,8 @@ def _empty_optimizer_tensor(
 ) -> Tensor:
     if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
         return torch.empty_like(parameter.detach(), dtype=info.torch_dtype)
+    if len(info.shape) == parameter.ndim > 1:
+        return empty_sharded_like(parameter.detach(), info.shape, dtype=info.torch_dtype)
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = parameter.device if key != "step" or fused else torch.device("cpu")
     return torch.empty(info.shape, dtype=info.torch_dtype, device=device)

@@ -1,4 +1,4 @@
-"""Muon's bytes and seconds are predicted from shapes, and its bytes are those that ranks measure."""
+"""Bytes of Muon and Adafactor and seconds of Muon are predicted from shapes; ranks measure the same bytes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.observe.memory import measure_peak_memory, storages_by_part
-from fullshard.planner.predict.muon import muon_seconds, muon_temporary_bytes
+from fullshard.planner.predict.muon import matrix_temporary_bytes, muon_seconds
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import predict, search
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, RatePoint
@@ -25,7 +25,7 @@ from tests.planner.measured import (
     predicted,
 )
 
-MUON = "optimizer.name=muon"
+MUON, ADAFACTOR = "optimizer.name=muon", "optimizer.name=adafactor"
 UNEVEN = ["model.d_ff=383", "model.d_model=120", "model.heads=4", "model.kv_heads=2"]
 
 
@@ -61,7 +61,7 @@ def test_temporaries_of_an_update_are_measured_to_the_kilobyte(
     ranks_count: int, more: list[str], ranks
 ) -> None:
     plan = plan_of(ranks_count, MUON, *more)
-    wanted = muon_temporary_bytes(described(plan), plan)
+    wanted = matrix_temporary_bytes(described(plan), plan)
     assert ranks(ranks_count).run(measured_update, plan)[0] == pytest.approx(wanted, abs=1024)
 
 
@@ -71,7 +71,30 @@ def test_a_peak_with_muon_is_the_measured_one(ranks_count: int, more: list[str],
     terms, parts = predicted(plan), ranks(ranks_count).run(measured, plan)[0]
     assert terms.optimizer_state == parts["optimizer_state"]
     assert terms.total == pytest.approx(sum(parts.values()), rel=0.001)
-    assert terms.optimizer_state < 0.8 * predicted(plan_of(ranks_count, *more)).optimizer_state
+    assert terms.optimizer_state < 0.8 * predicted(plan_of(ranks_count)).optimizer_state
+
+
+@pytest.mark.parametrize(
+    ("ranks_count", "more"),
+    [
+        (1, []),
+        (3, UNEVEN),
+        (4, ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"]),
+        (2, ["model.experts=4", "model.experts_per_token=2"]),
+        (4, ["model.experts=4", "model.experts_per_token=2", "sharding.expert_parallel=2"]),
+        (4, ["sharding.tensor_parallel=2"]),
+    ],
+    ids=str,
+)
+def test_bytes_of_adafactor_are_measured(ranks_count: int, more: list[str], ranks) -> None:
+    """State exactly; temporaries not below what is measured, nor twice as high."""
+    plan = plan_of(ranks_count, ADAFACTOR, *more)
+    wanted = matrix_temporary_bytes(described(plan), plan)
+    found = ranks(ranks_count).run(measured_update, plan)[0]
+    assert wanted / 2 < found < wanted + 1024
+    terms, parts = predicted(plan), ranks(ranks_count).run(measured, plan)[0]
+    assert terms.optimizer_state == parts["optimizer_state"]
+    assert terms.optimizer_state < 0.1 * predicted(plan_of(ranks_count, *more)).optimizer_state
 
 
 class CountSent(TorchDispatchMode):

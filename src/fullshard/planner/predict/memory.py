@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 from fullshard.errors import PlanError
 from fullshard.planner.predict import fsdp_memory
 from fullshard.planner.predict.collectives import uneven_expert_rows_bytes
-from fullshard.planner.predict.muon import muon_bytes_below_adamw, muon_temporary_bytes
+from fullshard.planner.predict.muon import matrix_temporary_bytes, state_bytes_below_adamw
 from fullshard.planner.predict.offload import device_update_buffer_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
@@ -141,11 +141,11 @@ class _StepMemoryReplay:
         sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
         ledger.moment = ("optimizer step", -1)
         temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
-        temporaries = max(temporaries, muon_temporary_bytes(self.spec, self.plan, rank=self.rank))
+        temporaries = max(temporaries, matrix_temporary_bytes(self.spec, self.plan, rank=self.rank))
         ledger.update_peaks(fsdp_memory.LiveBytes(backward=temporaries))
         (moment, unit), held, live = ledger.best
         optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
-        below_adamw = muon_bytes_below_adamw(self.spec, self.plan, rank=self.rank)
+        below_adamw = state_bytes_below_adamw(self.spec, self.plan, rank=self.rank)
         lasting = {
             "parameter_shards": sum(sizes[kind].shards for kind in kinds),
             "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing - below_adamw,
@@ -214,7 +214,7 @@ def least_bytes_of_mesh(spec: ModelSpec, plan: Plan) -> LeastBytes:
         kind: s.shards + optimizer_state_bytes(s, plan) + parameter_average_bytes(s, plan)
         for kind, s in sizes.items()
     }
-    always = sum(each * kinds.count(kind) for kind, each in own.items()) - muon_bytes_below_adamw(spec, plan)
+    always = sum(each * kinds.count(kind) for kind, each in own.items()) - state_bytes_below_adamw(spec, plan)
     # Few gradients are in memory at once if they are offloaded.
     gradients = 0 if plan.copies_gradients_to_host else sum(sizes[kind].gradient for kind in kinds)
     return LeastBytes(always=always + spec.buffer_bytes, once=gradients)

@@ -1,4 +1,6 @@
-"""Bytes and seconds of Muon, by which its runs differ from AdamW's. See `spec.dealing`, `training.muon`.
+"""Bytes and seconds of Muon, and bytes of Adafactor, by which their runs differ from AdamW's.
+
+See `spec.dealing`, `training.muon` and `training.adafactor`. Of Muon:
 
 P: elements of Muon's matrices, W: ranks of a replica, b: bytes per element of Newton–Schulz
 
@@ -10,6 +12,7 @@ seconds       the FLOP of Newton–Schulz, max(largest matrix, sum / W); two exc
               sends (W - 1) / W² P b bytes; reads and writes of elements. Nothing hides them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -24,6 +27,7 @@ from fullshard.spec.dealing import (
     Shape,
     TensorLayout,
     deal_matrices,
+    dims_of_means,
     newton_schulz_flops,
 )
 from fullshard.spec.machine.hardware import Hardware, interpolate_rate
@@ -56,21 +60,30 @@ class _DealtMuon(NamedTuple):
         return [one for one in self.layouts if one.has_whole_matrices]
 
 
-def muon_bytes_below_adamw(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
-    """Returns by how many bytes the state of a rank is smaller than AdamW's; 0 for other optimizers."""
+def state_bytes_below_adamw(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
+    """Returns by how many bytes Muon's or Adafactor's state on a rank is smaller than AdamW's; else 0."""
+    rank = _rank_in_first_replica(plan, rank)
+    if plan.run.optimizer.is_adafactor:
+        elements, kept = _second_moments(spec, plan, rank=rank)
+        return 2 * ITEMSIZE[plan.precision.master] * elements - 4 * kept
     if not plan.run.optimizer.is_muon:
         return 0
-    rank = _rank_in_first_replica(plan, rank)
     layouts = _deal(spec, plan, rank=rank).layouts
     master = ITEMSIZE[plan.precision.master]
     return sum(master * one.boxes[rank % len(one.boxes)].numel + 4 for one in layouts)
 
 
-def muon_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
-    """Returns the most bytes of temporaries of Muon's update on `rank`; 0 for other optimizers."""
+def matrix_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
+    """Returns the most bytes of temporaries of Muon's or Adafactor's update on `rank`; 0 for others.
+
+    Adafactor's are the means that move second moments, and a copy of them in an all-reduce.
+    """
+    rank = _rank_in_first_replica(plan, rank)
+    if plan.run.optimizer.is_adafactor:
+        _, kept = _second_moments(spec, plan, rank=rank)
+        return 4 * kept * min(2, plan.shard_degree * plan.tensor_parallel)
     if not plan.run.optimizer.is_muon:
         return 0
-    rank = _rank_in_first_replica(plan, rank)
     dealt, itemsize = _deal(spec, plan, rank=rank), ITEMSIZE[_dtype(plan)]
     on_gpu, steps = plan.device == "cuda", plan.run.optimizer.muon.steps
     peaks = [0]
@@ -95,6 +108,19 @@ def muon_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
         of_update = 8 if on_gpu else 4 * (itemsize != 4)
         peaks.append(itemsize * sent + of_update * max(parts, default=0))
     return max(peaks)
+
+
+def _second_moments(spec: ModelSpec, plan: Plan, *, rank: int) -> tuple[int, int]:
+    """Returns (elements of trained parameters, of Adafactor's second moments). `rank`: in a replica."""
+    trained = ((one, unit) for unit in spec.units for one in unit.parameters if one.requires_grad)
+    elements = kept = 0
+    for part, count in Counter(_part_of(one, unit, plan=plan) for one, unit in trained).items():
+        boxes = _layout(part).boxes
+        size = boxes[rank % len(boxes)].size
+        elements += count * prod(size)
+        for dims in dims_of_means(part.shape).values():
+            kept += count * prod(n for dim, n in enumerate(size) if dim not in dims)
+    return elements, kept
 
 
 class MuonSeconds(NamedTuple):

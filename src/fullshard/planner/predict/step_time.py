@@ -351,6 +351,8 @@ def _accesses_per_element(plan: Plan) -> float:
     averaging = 3 / average.every if average.decay else 0  # value and average, read; average, written
     if name in ("adamw", "muon"):
         return 7 + averaging
+    if name == "adafactor":
+        return 16 + averaging  # sums of rows and columns, three products, norm, scaling, decay, update
     if name == "adamw8bit":
         return 4 + averaging  # the least: value, gradient, and one byte of each moment, read and written
     if name == "sgd":
@@ -358,7 +360,7 @@ def _accesses_per_element(plan: Plan) -> float:
     raise PlanError(
         "how long this optimizer's update takes is not known.",
         got=f"optimizer.name = {section.name!r}",
-        fix="adamw, muon, adamw8bit or sgd, for a prediction",
+        fix="adamw, muon, adafactor, adamw8bit or sgd, for a prediction",
     )
 
 

@@ -46,10 +46,10 @@ def check_settings_work_together(run: Run) -> None:
             why="it is for gathers of shards, and for sums over the ranks that shard",
             fix='sharding.strategy = "zero1", which sends as much, or no [communication]',
         )
-    if section.is_muon and run.precision.mode == "bf16_pure":
+    if (name := section.name.lower()) in ("muon", "adafactor") and run.precision.mode == "bf16_pure":
         raise PlanError(
-            "bf16_pure rounds its updates stochastically, which muon does not.",
-            got='optimizer.name = "muon", precision.mode = "bf16_pure"',
+            f"bf16_pure rounds its updates stochastically, which {name} does not.",
+            got=f'optimizer.name = "{name}", precision.mode = "bf16_pure"',
             why="rounding to nearest would lose most updates of bf16 parameters",
             fix='precision.mode = "bf16", which keeps fp32 parameters; or optimizer.name = "adamw"',
         )

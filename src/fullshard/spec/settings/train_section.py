@@ -119,8 +119,8 @@ class MuonSection(value.FrozenModel):
 class OptimizerSection(value.FrozenModel):
     """Settings of the optimizer and its hyperparameters.
 
-    `name`: `adamw`, `sgd`, `muon` (matrices of blocks; AdamW for all others), `adamw8bit` (8-bit moments:
-        the extra `lowbit`), or the dotted name of any `torch.optim.Optimizer`
+    `name`: `adamw`, `sgd`, `adafactor`, `muon` (matrices of blocks; AdamW for all others), `adamw8bit` (8-bit
+        moments: the extra `lowbit`), or the dotted name of any `torch.optim.Optimizer`
     `options`: other keyword arguments of the optimizer's class, such as { momentum = 0.9 } of `sgd`
     `clip_norm`: the largest global gradient norm; 0 disables clipping
     `muon`: [optimizer.muon], settings of Muon
@@ -141,6 +141,11 @@ class OptimizerSection(value.FrozenModel):
     def is_muon(self) -> bool:
         """True if Muon updates matrices, and AdamW all others."""
         return self.name.lower() == "muon"
+
+    @property
+    def is_adafactor(self) -> bool:
+        """True if Adafactor updates all parameters."""
+        return self.name.lower() == "adafactor"
 
     @model_validator(mode="after")
     def _check_muon(self) -> Self:
