@@ -44,8 +44,10 @@ def run_of(ranks: int, model: str, strategy: str = "full_shard", **more: Any) ->
 
 
 def momentum_of(state: TrainState) -> Tensors:
+    """Momentum, and v of NorMuon under names that end in " v"."""
     found = {name: state.optimizer.state.get(one, {}) for name, one in state.model.named_parameters()}
     kept = {name: one["momentum_buffer"] for name, one in found.items() if "momentum_buffer" in one}
+    kept |= {f"{name} v": one["row_var"] for name, one in found.items() if "row_var" in one}
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in kept.items()}
 
 
@@ -68,10 +70,23 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype, *, steps: int = 5) -> Ten
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
+def normalised(o: Tensor, v: Tensor, decay: float) -> Tensor:
+    """NorMuon's update of O. `v` is overwritten."""
+    v.lerp_(torch.linalg.vector_norm(o, dim=-1, keepdim=True).square() / o.shape[-1], 1 - decay)
+    new = o / v.sqrt()
+    return new * (o.norm(dim=(-2, -1), keepdim=True) / new.norm(dim=(-2, -1), keepdim=True))
+
+
 def updated_by_reference(
-    run: Run, model: str, *, dtype: torch.dtype = torch.float32, nesterov: bool = True, rms: bool = True
+    run: Run,
+    model: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    nesterov: bool = True,
+    rms: bool = True,
+    row_decay: float = 0.0,
 ) -> tuple[Tensors, Tensors]:
-    """(parameters, momentum) of Muon's matrices, without sharding."""
+    """(parameters, momentum and v) of Muon's matrices, without sharding."""
     module = materialize(build(model, run), seed=run.run.seed)
     names, momentum = list(find_hidden_matrices(module)), Tensors()
     values = {name: one.detach() for name, one in module.named_parameters()}
@@ -81,7 +96,12 @@ def updated_by_reference(
             buffer = momentum.setdefault(name, torch.zeros_like(values[name])).lerp_(given[name], 1 - 0.95)
             update = given[name].lerp(buffer, 0.95) if nesterov else buffer
             matrices = update.unbind() if update.ndim == 3 else [update]
-            o = torch.stack([orthogonalised(one, dtype) for one in matrices]).view(update.shape)
+            every = [orthogonalised(one, dtype) for one in matrices]
+            if row_decay:
+                v = momentum.setdefault(f"{name} v", torch.zeros(*update.shape[:-1], 1))
+                vs = v.unbind() if v.ndim == 3 else [v]
+                every = [normalised(one, of, row_decay) for one, of in zip(every, vs, strict=True)]
+            o = torch.stack(every).view(update.shape)
             rows, columns = update.shape[-2:]
             factor = 0.2 * max(rows, columns) ** 0.5 if rms else max(1.0, rows / columns) ** 0.5
             values[name].mul_(1 - RATE * DECAY).add_(o, alpha=-RATE * factor)
@@ -104,6 +124,18 @@ def test_an_update_of_given_gradients_is_bitwise_that_of_whole_matrices(
     count, model, strategy, more = case
     run = run_of(count, model, strategy, **more)
     wanted = updated_by_reference(run, model)
+    for found in ranks(count).run(updated_here, run, model):
+        assert differing(found, wanted) == []
+
+
+NORMUON = "optimizer.muon.row_decay=0.9"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_state_of_whole_matrices_travels_bit_for_bit(case: tuple[Any, ...], ranks: Any) -> None:
+    count, model, strategy, more = case
+    run = run_of(count, model, strategy, **more, extra=[NORMUON])
+    wanted = updated_by_reference(run, model, row_decay=0.9)
     for found in ranks(count).run(updated_here, run, model):
         assert differing(found, wanted) == []
 
@@ -134,14 +166,17 @@ def resumed(run: Run, model: str, source: Path | None, target: Path, first: int)
     return whole(state.model), momentum_of(state)
 
 
-def test_a_resume_on_fewer_ranks_is_bitwise_the_run_without_a_break(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("extra", "row_decay"), [((), 0.0), ((NORMUON,), 0.9)])
+def test_a_resume_on_fewer_ranks_is_bitwise_the_run_without_a_break(
+    extra: tuple[str, ...], row_decay: float, ranks: Any, tmp_path: Path
+) -> None:
     source: Path | None = None
     for step, count in enumerate((3, 2, 1)):
-        run = run_of(count, ODD)
+        run = run_of(count, ODD, extra=extra)
         target = tmp_path / str(step)
         found = ranks(count).run(resumed, run, ODD, source, target, step)[0]
         source = target
-    assert differing(found, updated_by_reference(run_of(1, ODD), ODD)) == []
+    assert differing(found, updated_by_reference(run_of(1, ODD), ODD, row_decay=row_decay)) == []
 
 
 def resumed_from_adamw(tmp_path: Path) -> None:
@@ -157,7 +192,7 @@ def test_a_resume_from_adamw_is_refused(ranks: Any, tmp_path: Path) -> None:
 
 def bits_of_skipped_step() -> list[str]:
     """Names of what differs after a step whose gradients are NaN, and which the device skips."""
-    state, _ = state_of(run_of(2, ODD), ODD)
+    state, _ = state_of(run_of(2, ODD, extra=[NORMUON]), ODD)
     set_gradients(state.model, 0)
     update_as_device_decides(state.optimizer, decision(found_inf=0.0))
     before = local_bits(state)

@@ -14,7 +14,7 @@ replicas, but each result would have to be sent to all of them, over the slower 
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -65,6 +65,7 @@ class DealtMatrix:
 
     tensor: index of its tensor
     index: its position in the tensor's leading dims
+    members: ranks of the replica
     parts: box in the matrix of the part of this rank, and if it is the owner, of each rank that has a part
     """
 
@@ -72,6 +73,7 @@ class DealtMatrix:
     index: Shape
     shape: Shape
     owner: int
+    members: tuple[int, ...]
     parts: dict[int, Box]
 
     @property
@@ -134,10 +136,23 @@ def deal_matrices(
             places_of[owner] = (wave, filled + numel)
             waves += [[] for _ in range(wave + 1 - len(waves))]
             if rank in members:
-                holders = members if owner == rank else (rank,)
-                parts = {one: part for one in holders if (part := _part(layout.boxes[one], index)).numel}
-                waves[wave].append(DealtMatrix(number, index, shape, owner, parts))
-    return waves
+                waves[wave].append(DealtMatrix(number, index, shape, owner, members, parts={}))
+    return [deal_state(wave, layouts, rank=rank) for wave in waves]
+
+
+def deal_state(
+    wave: Sequence[DealtMatrix], layouts: Sequence[TensorLayout], *, rank: int
+) -> list[DealtMatrix]:
+    """Returns the matrices of parameters' state that have the owners of the parameters' matrices in `wave`.
+
+    layouts: that of each parameter's state, which has as many dims as the parameter
+    """
+
+    def parts(one: DealtMatrix) -> dict[int, Box]:
+        boxes, holders = layouts[one.tensor].boxes, one.members if one.owner == rank else (rank,)
+        return {other: part for other in holders if (part := _part(boxes[other], one.index)).numel}
+
+    return [replace(one, shape=layouts[one.tensor].shape[-2:], parts=parts(one)) for one in wave]
 
 
 def _part(box: Box, index: Shape) -> Box:

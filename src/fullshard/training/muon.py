@@ -9,16 +9,23 @@ rate η and weight decay λ:
     s = 0.2 √max(m, n)      "rms": an update's mean square is that of AdamW's, whose rate and decay then suit
         √max(1, m / n)      "original": Jordan's, for rates near 0.02
 
-Newton–Schulz needs whole matrices. They travel to owners and back: see [Note: owners] in `spec.dealing`. The
-momentum is sharded like its parameter, so a checkpoint of it is like AdamW's, and loads on any number of
-ranks. On the CPU matrices are multiplied one by one: in a batch, the last bits depend on what else is in it,
-and so on the number of ranks.
+NorMuon (arXiv:2510.05491) is Muon with `row_decay` β: rows of O are divided by an average of their size, v of
+m x 1 elements, and the norm of the matrix is kept.
+
+    v ← β v + (1 - β) mean over columns of O²               O ← O / √v · ‖O‖ / ‖O / √v‖
+
+Newton–Schulz needs whole matrices. They travel to owners and back: see [Note: owners] in `spec.dealing`.
+State is sharded like its parameter, so a checkpoint of it is like AdamW's, and loads on any number of ranks.
+State that must be whole (v) travels with its matrix, and may have another number of rows or columns. On the
+CPU matrices are multiplied one by one: in a batch, the last bits depend on what else is in it, and so on the
+number of ranks.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -26,7 +33,15 @@ from torch import Tensor
 
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.owners import Wave, gather_layouts
-from fullshard.spec.dealing import WAVE_ELEMENTS, DealtMatrix, Shape, deal_matrices, newton_schulz_flops
+from fullshard.distributed.tensors import empty_sharded_like
+from fullshard.spec.dealing import (
+    WAVE_ELEMENTS,
+    DealtMatrix,
+    Shape,
+    deal_matrices,
+    deal_state,
+    newton_schulz_flops,
+)
 from fullshard.spec.settings.train_section import MuonSection
 from fullshard.torch_private.tensors import foreach_add, fused_adamw
 from fullshard.training.low_bit_adamw import find_or_make_adamw_state, local_part_of
@@ -35,6 +50,7 @@ KIND = "kind"
 """Entry of a parameter group: "muon" or "adamw"."""
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's, of the quintic polynomial with the steepest slope at 0
 _EPS = 1e-7
+_DIRECTION, _SQUARES = "direction", "row_var"  # U, which becomes O; v of NorMuon, by its key in the state
 
 
 def newton_schulz(matrix: Tensor, *, steps: int) -> Tensor:
@@ -66,15 +82,24 @@ def rate_factor(shape: Shape, scale: Literal["rms", "original"]) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "rms" else math.sqrt(max(1.0, rows / columns))
 
 
+def normalise_rows(matrix: Tensor, squares: Tensor, *, decay: float) -> None:
+    """Updates NorMuon's v, `squares` (..., m, 1), by O, `matrix` (..., m, n), and then O by v. In place."""
+    norm = matrix.norm(dim=(-2, -1), keepdim=True)
+    sums = torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=squares.dtype).square_()
+    squares.lerp_(sums.div_(matrix.shape[-1]), 1 - decay)
+    matrix.div_(squares.sqrt().clamp_(min=_EPS))
+    matrix.mul_(norm / matrix.norm(dim=(-2, -1), keepdim=True).clamp_(min=_EPS))
+
+
 class _Dealt(NamedTuple):
     """Division of an optimizer's matrices into those that travel to owners, and those that stay.
 
-    waves: those that are sent to owners
+    waves: those that are sent to owners, by the keys of `_MatrixUpdate.travelling`
     alone: indices of the parameters whose matrices are whole where they are
     begins: position of the first element of this rank's part of each parameter
     """
 
-    waves: list[Wave]
+    waves: list[dict[str, Wave]]
     alone: list[int]
     begins: list[Shape]
 
@@ -102,7 +127,7 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, KIND: "adamw"}
         super().__init__(params, defaults)
-        self.muon, self.dtype = muon, dtype
+        self.muon, self._dtypes = muon, {_DIRECTION: dtype, _SQUARES: torch.float32}
         self._dealt: dict[tuple[int, ...], _Dealt] = {}
 
     @torch.no_grad()
@@ -145,34 +170,50 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _update_matrices(self, updates: "Sequence[_MatrixUpdate]") -> None:
         dealt, device = self._deal(updates), updates[0].value.device
-        for number in dealt.alone:
-            for value, direction in updates[number].iterate_whole_matrices():
-                whole = [direction.to(self.dtype, copy=True)]
-                updates[number].apply(value, self._orthogonalise(whole)[0])
-        for wave in dealt.waves:
+        for update in (updates[number] for number in dealt.alone):
+            for index in update.iterate_whole_matrices():
+                self._update_alone(update, index)
+        for waves in dealt.waves:
 
-            def part(one: DealtMatrix, of: Callable[[_MatrixUpdate], Tensor]) -> Tensor:
-                begin = dealt.begins[one.tensor]
-                place = tuple(i - b for i, b in zip(one.index, begin, strict=False))
-                return of(updates[one.tensor])[place]
+            def place(one: DealtMatrix) -> tuple[int, ...]:
+                return tuple(i - b for i, b in zip(one.index, dealt.begins[one.tensor], strict=False))
 
-            directions = (part(one, _MatrixUpdate.direction) for one in wave.given)
-            wholes = self._orthogonalise(wave.gather(directions, dtype=self.dtype, device=device))
-            results = wave.scatter(wholes, dtype=self.dtype, device=device)
-            for one, result in zip(wave.given, results, strict=True):
-                updates[one.tensor].apply(part(one, lambda update: update.value), result)
+            wholes = dict[str, list[Tensor]]()
+            for key, wave in waves.items():
+                parts = (updates[one.tensor].tensor(key)[place(one)] for one in wave.given)
+                wholes[key] = wave.gather(parts, dtype=self._dtypes[key], device=device)
+            self._update_wholes(wholes)
+            for key, wave in waves.items():
+                results = wave.scatter(wholes[key], dtype=self._dtypes[key], device=device)
+                for one, result in zip(wave.given, results, strict=True):
+                    updates[one.tensor].apply(key, result, index=place(one))
+
+    def _update_alone(self, update: "_MatrixUpdate", index: Any) -> None:
+        own = ((key, update.tensor(key)[index]) for key in update.travelling)
+        wholes = {key: [one.to(self._dtypes[key], copy=True)] for key, one in own}
+        self._update_wholes(wholes)
+        for key, (result,) in wholes.items():
+            update.apply(key, result, index=index)
+
+    def _update_wholes(self, wholes: dict[str, list[Tensor]]) -> None:
+        """Replaces directions by updates, and changes state. The seam of optimizers of whole matrices."""
+        wholes[_DIRECTION] = self._orthogonalise(wholes[_DIRECTION])
+        for matrix, squares in zip(wholes[_DIRECTION], wholes.get(_SQUARES, ()), strict=False):
+            normalise_rows(matrix, squares, decay=self.muon.row_decay)
 
     def _deal(self, updates: "Sequence[_MatrixUpdate]") -> _Dealt:
         """Returns how these parameters are dealt. Collective when it is first asked for them."""
         key = tuple(id(one.parameter) for one in updates)
         if key not in self._dealt:
-            layouts = gather_layouts([one.parameter for one in updates])
+            keys, follow = updates[0].travelling, partial(deal_state, rank=rank())
+            layouts = {name: gather_layouts([one.travelling[name] for one in updates]) for name in keys}
+            of_parameters = layouts[_DIRECTION]
             cost = partial(newton_schulz_flops, steps=self.muon.steps)
-            waves = deal_matrices(layouts, rank=rank(), cost=cost)
+            waves = deal_matrices(of_parameters, rank=rank(), cost=cost)
             self._dealt[key] = _Dealt(
-                waves=[Wave(wave) for wave in waves],
-                alone=[i for i, one in enumerate(layouts) if one.has_whole_matrices],
-                begins=[one.boxes[rank()].begin for one in layouts],
+                [{name: Wave(follow(one, of)) for name, of in layouts.items()} for one in waves],
+                alone=[i for i, one in enumerate(of_parameters) if one.has_whole_matrices],
+                begins=[one.boxes[rank()].begin for one in of_parameters],
             )
         return self._dealt[key]
 
@@ -192,12 +233,21 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 class _MatrixUpdate:
-    """The update of a parameter of kind "muon" in one step, of this rank's part."""
+    """The update of a parameter of kind "muon" in one step, of this rank's part.
+
+    travelling: what owners need whole, by its key: the parameter, as which U is sharded, and state
+    """
 
     def __init__(self, optimizer: MuonAdamW, parameter: Tensor, *, group: dict[str, Any]) -> None:
         state = optimizer.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
+        if optimizer.muon.row_decay and _SQUARES not in state:
+            shape = (*parameter.shape[:-1], 1)
+            state[_SQUARES] = empty_sharded_like(parameter, shape, dtype=torch.float32).zero_()
+        self.travelling = {_DIRECTION: parameter}
+        if optimizer.muon.row_decay:
+            self.travelling[_SQUARES] = state[_SQUARES]
         self.parameter, self._optimizer, self._group = parameter, optimizer, group
         self.value: Tensor = local_part_of(parameter)
         self._momentum: Tensor = local_part_of(state["momentum_buffer"])
@@ -219,24 +269,31 @@ class _MatrixUpdate:
             self._direction = momentum
         return self._direction
 
-    def iterate_whole_matrices(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (value, U) of each matrix, or on a GPU of a batch of them, all of which this rank has."""
-        values, directions = (
-            one.unsqueeze(0) if one.ndim == 2 else one for one in (self.value, self.direction())
-        )
-        if values.is_cuda:
-            count = max(1, WAVE_ELEMENTS // math.prod(values.shape[1:]))
-            yield from zip(values.split(count), directions.split(count), strict=True)
-        else:
-            yield from zip(values.unbind(), directions.unbind(), strict=True)
+    def tensor(self, key: str) -> Tensor:
+        """Returns this rank's part of U, or of state that must be whole."""
+        return self.direction() if key == _DIRECTION else local_part_of(self.travelling[key])
 
-    def apply(self, value: Tensor, orthogonal: Tensor) -> None:
-        """Updates `value`, a part of this rank's, by the same part of O. Keeps it if the step is skipped."""
+    def iterate_whole_matrices(self) -> Iterator[Any]:
+        """Yields the index of each matrix, or on a GPU of a batch of them, all of which this rank has."""
+        *lead, rows, columns = self.value.shape
+        if self.value.is_cuda and lead:
+            count = max(1, WAVE_ELEMENTS // max(1, rows * columns))
+            yield from (slice(first, first + count) for first in range(0, lead[0], count))
+        else:
+            yield from product(*map(range, lead))
+
+    def apply(self, key: str, result: Tensor, *, index: Any) -> None:
+        """Sets state, or updates the value by O, at `index`. Keeps it if the step is skipped."""
+        skip = self._optimizer.found_inf
+        if key != _DIRECTION:
+            value = self.tensor(key)[index]
+            value.copy_(result if skip is None else torch.where(skip.bool(), value, result))
+            return
+        value = self.value[index]
         rate = float(self._group["lr"])
         kept = 1 - rate * self._group["weight_decay"]
         step = -rate * rate_factor(tuple(self.parameter.shape), self._optimizer.muon.scale)
-        skip = self._optimizer.found_inf
         if skip is None:
-            value.mul_(kept).add_(orthogonal, alpha=step)
+            value.mul_(kept).add_(result, alpha=step)
         else:
-            value.copy_(torch.where(skip.bool(), value, (value * kept).add_(orthogonal, alpha=step)))
+            value.copy_(torch.where(skip.bool(), value, (value * kept).add_(result, alpha=step)))

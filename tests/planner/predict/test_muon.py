@@ -25,6 +25,7 @@ from tests.planner.measured import (
     predicted,
 )
 
+NORMUON = "optimizer.muon.row_decay=0.9"
 MUON, ADAFACTOR = "optimizer.name=muon", "optimizer.name=adafactor"
 UNEVEN = ["model.d_ff=383", "model.d_model=120", "model.heads=4", "model.kv_heads=2"]
 
@@ -65,7 +66,7 @@ def test_temporaries_of_an_update_are_measured_to_the_kilobyte(
     assert ranks(ranks_count).run(measured_update, plan)[0] == pytest.approx(wanted, abs=1024)
 
 
-@pytest.mark.parametrize(("ranks_count", "more"), [(2, []), (3, UNEVEN)], ids=str)
+@pytest.mark.parametrize(("ranks_count", "more"), [(2, []), (3, UNEVEN), (3, [*UNEVEN, NORMUON])], ids=str)
 def test_a_peak_with_muon_is_the_measured_one(ranks_count: int, more: list[str], ranks) -> None:
     plan = plan_of(ranks_count, MUON, *more)
     terms, parts = predicted(plan), ranks(ranks_count).run(measured, plan)[0]

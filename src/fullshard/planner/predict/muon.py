@@ -14,7 +14,7 @@ seconds       the FLOP of Newton–Schulz, max(largest matrix, sum / W); two exc
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple, cast
 
@@ -70,7 +70,9 @@ def state_bytes_below_adamw(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> in
         return 0
     layouts = _deal(spec, plan, rank=rank).layouts
     master = ITEMSIZE[plan.precision.master]
-    return sum(master * one.boxes[rank % len(one.boxes)].numel + 4 for one in layouts)
+    own = [one.boxes[rank % len(one.boxes)].size for one in layouts]
+    kept = 4 * sum(prod(size[:-1]) for size in own) if plan.run.optimizer.muon.row_decay else 0
+    return sum(master * prod(size) + 4 for size in own) - kept
 
 
 def matrix_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
@@ -188,8 +190,7 @@ def _deal(spec: ModelSpec, plan: Plan, *, rank: int) -> _DealtMuon:
             for parameter in unit.parameters
             if _is_muons(parameter, plan)
         ]
-        known = {part: _layout(part) for part in set(parts)}
-        layouts = [known[part] for part in parts]
+        layouts = [_layout(part) for part in parts]
         cost = partial(newton_schulz_flops, steps=section.muon.steps)
         cache[key] = _DealtMuon(layouts, deal_matrices(layouts, rank=rank, cost=cost))
     return cast(_DealtMuon, cache[key])
@@ -212,6 +213,7 @@ def _part_of(parameter: ParamSpec, unit: UnitSpec, *, plan: Plan) -> _Part:
     return _Part(parameter.shape, inner, inner_dim, settings.shard_degree, shard_dim)
 
 
+@lru_cache(maxsize=32)  # large for many ranks
 def _layout(part: _Part) -> TensorLayout:
     """Returns the layout over the first inner * shards ranks. Ranks that share matmuls are adjacent."""
     boxes: list[Box] = []
