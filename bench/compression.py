@@ -1,15 +1,17 @@
 """Error and bytes of [communication], and whether losses stay within the spread of seeds. On CPU ranks.
 
 python bench/compression.py errors               one step of a small decoder in each format, beside fp32
-python bench/compression.py losses [STEPS]       six seeds uncompressed, then seed 0 in int8; 500 steps
+python bench/compression.py losses [STEPS]       six seeds uncompressed, and in int8 both ways; 500 steps
 
 `errors` prints, for each format, the relative error of the whole gradient, that of the worst tensor, and
 the bytes of gathers and of reductions (of two levels: within nodes, and between them), as fractions of fp32.
-Four ranks are two nodes of two. `losses`, on two ranks, prints the mean loss of the last tenth of the steps
-of each run, and whether that of int8 lies between the lowest and the highest of the seeds.
+Four ranks are two nodes of two. `losses` trains on the text of Python's library, on two ranks. It prints the
+mean loss of the last tenth of the steps of each run, whether int8's mean lies between the lowest and the
+highest of the uncompressed seeds, and the mean difference of pairs with its standard error.
 """
 
 import itertools
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,17 +63,17 @@ class Walks:
         yield {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
-def make_state(run: fs.Run) -> tuple[fs.TrainState, fs.Plan]:
+def make_state(run: fs.Run, data: Any) -> tuple[fs.TrainState, fs.Plan]:
     plan = fs.Plan.from_run(run, world_size=run.train.global_batch // ROWS)
     with torch.device("meta"):
         model = fs.DecoderModel(run.decoder_config)
     model = fs.shard(model, plan)
-    return fs.TrainState(model, fs.build_optimizer(model, plan), data=Walks()), plan
+    return fs.TrainState(model, fs.build_optimizer(model, plan), data=data), plan
 
 
 def gradients_of_first_step(run: fs.Run) -> dict[str, Tensor]:
     """Returns the whole gradients of the first step. Collective."""
-    state, plan = make_state(run)
+    state, plan = make_state(run, Walks())
     taken: dict[str, Tensor] = {}
 
     def take(*_: Any) -> None:
@@ -105,19 +107,26 @@ def print_errors(rank: int) -> None:
 
 def last_loss(run: fs.Run) -> float:
     """Returns the mean loss of the last tenth of the steps. Collective."""
-    state, plan = make_state(run)
+    state, plan = make_state(run, fs.build_data(run))
     losses = [step.loss for step in fs.train(state, plan)]
     return sum(losses[-(len(losses) // 10 or 1) :]) / (len(losses) // 10 or 1)
 
 
 def print_losses(rank: int, steps: int) -> None:
-    ranks = RANKS["losses"]
-    seeds = [last_loss(make_run("auto", "auto", ranks=ranks, seed=seed, steps=steps)) for seed in range(6)]
-    int8 = last_loss(make_run("int8", "int8", ranks=ranks, steps=steps))
+    found: dict[str, list[float]] = {"auto": [], "int8": []}
+    for seed, (kind, losses) in itertools.product(range(6), found.items()):
+        run = make_run(kind, kind, ranks=RANKS["losses"], seed=seed, steps=steps)
+        losses.append(last_loss(run))
+        if rank == 0:
+            print(f"seed {seed}, {kind}: {losses[-1]:.4f}", flush=True)
     if rank == 0:
-        print("six seeds:", *(f"{loss:.4f}" for loss in seeds))
-        inside = min(seeds) <= int8 <= max(seeds)
-        print(f"int8 of seed 0: {int8:.4f}, {'within' if inside else 'outside'} their spread")
+        plain, mean = found["auto"], statistics.mean(found["int8"])
+        inside = min(plain) <= mean <= max(plain)
+        print(f"uncompressed: {min(plain):.4f} to {max(plain):.4f}, mean {statistics.mean(plain):.4f}")
+        print(f"int8: mean {mean:.4f}, {'within' if inside else 'outside'} this spread")
+        pairs = [int8 - other for other, int8 in zip(plain, found["int8"], strict=True)]
+        error = statistics.stdev(pairs) / len(pairs) ** 0.5
+        print(f"int8 - uncompressed, by seed: {statistics.mean(pairs):+.4f} ± {error:.4f}")
 
 
 def main() -> None:
