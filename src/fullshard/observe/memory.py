@@ -7,7 +7,6 @@ before. Threads that inherit torch's state (autograd's, gloo's) are included. Me
 thread stacks, a library's own buffers) is not.
 """
 
-import ctypes
 import itertools
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -33,13 +32,6 @@ Storages: TypeAlias = dict[int, int]
 _ENGINE = "FSDP::"
 _ENGINE_CASTS = ("FSDP::cast_", "FSDP::post_backward_accumulate", "FSDP::post_backward_reshard")
 _STEP = "fullshard::optimizer_step"
-_MALLINFO_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-
-
-class _MallocFigures(ctypes.Structure):
-    """`struct mallinfo2` of glibc 2.33 and newer. man mallinfo."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_FIELDS.split()]
 
 
 def read_memory_and_reset_peaks(device: torch.device) -> dict[str, float]:
@@ -82,19 +74,10 @@ MEMORY_FIGURES = ("resident_bytes", *allocator_figures({}))
 
 
 def read_live_bytes(device: torch.device) -> int:
-    """Returns the bytes of live tensors on a GPU, or on the CPU all that malloc has handed out.
-
-    torch's CPU allocator does not count its bytes. glibc's malloc does (mallinfo2): tensors, and everything
-    else that C and C++ allocate. 0 with another malloc, or without glibc.
-    """
+    """Returns the bytes of live tensors on a GPU; on the CPU, the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if function is None:
-        return 0
-    function.restype = _MallocFigures
-    figures: Any = function()
-    return figures.uordblks + figures.hblkhd
+    return int(read_memory_and_reset_peaks(device).get("resident_bytes", 0))
 
 
 @dataclass
