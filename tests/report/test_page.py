@@ -276,7 +276,6 @@ def test_a_profile_of_an_earlier_attempt_is_named_so(tmp_path: Path):
     directory = runs.disturbed(tmp_path / "run")
     made_step(("fullshard::forward", 0, 10), end=20, attempt=1).write(directory, step=10, rank=0)
     text = shown(read(directory)).text
-    assert "step-00000010-rank-00000.json.gz (attempt 1; the last is attempt 2), which" in text
     assert "Step 10 (attempt 1; the last is attempt 2) of 1 rank" in text
     made_step(("fullshard::forward", 0, 10), end=20, attempt=2).write(directory, step=50, rank=0)
     assert "the last is attempt" not in shown(read(directory)).text

@@ -1,14 +1,23 @@
 """A profile becomes spans: each moment of a step has one kind of work, of a unit."""
 
+import gzip
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
-from fullshard.report.profiled_step import ON_GPU, STEP_RANGE, parse_profile_json, profiled_step
+from fullshard.report.profiled_step import (
+    ON_GPU,
+    STEP_RANGE,
+    parse_kernel_trace,
+    parse_profile_json,
+    profiled_step,
+    read_kernel_trace,
+)
 from fullshard.spec.records.step_spans import COMPUTE, ProfiledStep, StepSpan
 from tests.report.profiles import BACKWARD_THREAD, MadeProfile, made_step, overlaps_in_part
 
@@ -172,3 +181,37 @@ def test_on_a_device_kernels_count_by_the_work_that_launched_them():
     ]
     [reduced] = [one for one in step.spans if one.track == "reduce-scatter"]
     assert (reduced.unit, reduced.end - reduced.begin) == ("a", pytest.approx(80e-6))
+
+
+CUT_OFF = gzip.compress(b"{}", mtime=0)[:-4]
+DAMAGED = gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"traceEvents": 3}', CUT_OFF, DAMAGED])
+def test_other_files_are_no_profiles(tmp_path: Path, content: bytes):
+    for name in ("step.json", "step.json.gz"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecError):
+            read_kernel_trace(tmp_path / name)
+
+
+def test_a_profile_of_more_values_than_memory_has_room_for_is_refused():
+    with pytest.raises(SpecError, match="about 16,000,0.. values, at most 16,000,000"):
+        parse_profile_json(b'{"traceEvents": [' + b"{}," * 8_000_000 + b"{}]}", name="it")
+
+
+def test_events_with_odd_fields_are_left_out():
+    odd = [
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon", "dur": 1},
+        {"ph": "X", "cat": "cpu_op", "ts": 1},
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": 1e308, "dur": 1e308},
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": float("nan"), "dur": 1},
+        {"ph": "X", "cat": "cuda_runtime", "name": "k", "ts": 1, "dur": 0, "args": {"correlation": [1]}},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::t", "ts": 3, "dur": 0, "tid": []},
+    ]
+    odd += [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "args": {"Input Dims": [3, "x"]}}
+    ]
+    trace = parse_kernel_trace(json.loads(json.dumps(odd)))
+    assert [(one.name, one.begin) for one in trace.host] == [("aten::mm", 1), ("k", 1), ("aten::t", 3)]
+    assert trace.device == []

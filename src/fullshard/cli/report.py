@@ -1,7 +1,6 @@
 """`fullshard report`."""
 
 import json
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +66,6 @@ def _read_run(directory: Path) -> "RunRecord":
 
 def _show_run(run: "RunRecord") -> None:
     from fullshard.report.comparison import show_run
-    from fullshard.report.kernels import show_kernels, summarise_last_profile
 
     show_run(run)
     notes = [f"this version cannot read {name}, which is left out" for name in run.unreadable]
@@ -76,9 +74,6 @@ def _show_run(run: "RunRecord") -> None:
         notes.append(f"{run.directory} holds no prediction: {why}")
     for note in notes:
         typer.echo(escape_control_characters(f"note: {note}"), err=True)
-    if (kernels := summarise_last_profile(run.directory)) is not None:
-        typer.echo()
-        show_kernels(kernels, attempts=run.attempts)
 
 
 def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
@@ -99,9 +94,7 @@ def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
 def _run_json_record(run: "RunRecord") -> dict[str, object]:
     """Returns a run's records as JSON values; what is not known is None."""
     from fullshard.report.comparison import compare_run
-    from fullshard.report.kernels import summarise_last_profile
 
-    kernels = summarise_last_profile(run.directory)
     prediction, measurement = run.prediction, run.measurement
     return {
         "directory": str(run.directory),
@@ -110,5 +103,4 @@ def _run_json_record(run: "RunRecord") -> dict[str, object]:
         "measurement": None if measurement is None else measurement.model_dump(mode="json"),
         "prediction": None if prediction is None else prediction.model_dump(mode="json"),
         "comparison": None if prediction is None else compare_run(run).model_dump(mode="json"),
-        "kernels": None if kernels is None else asdict(kernels),
     }

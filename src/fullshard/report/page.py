@@ -12,7 +12,6 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from fullshard.quantities import count_text, format_bytes, format_seconds
-from fullshard.report import kernels
 from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_run, comparison_rows, side_by_side_table
 from fullshard.report.event_texts import describe_event
@@ -45,7 +44,6 @@ def _run_sections(run: RunRecord) -> str:
     head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(setup_and_incidents_text(run))}'
     found = [
         ("Predicted and measured", _comparison_table(run)),
-        ("Kernels of a profiled step", _kernel_section(run)),
         ("One step, rank by rank", _step_seconds_by_rank_section(run)),
         ("Events", _event_table(run)),
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
@@ -64,17 +62,6 @@ def _comparison_table(run: RunRecord) -> str:
     """Returns bytes at the peak and seconds of a step, predicted and measured; "" if nothing is known."""
     rows = comparison_rows(compare_run(run))
     return html_table(HEADER, rows) if rows else ""
-
-
-def _kernel_section(run: RunRecord) -> str:
-    summary = kernels.summarise_last_profile(run.directory)
-    if summary is None:
-        return ""
-    sentences = "".join(
-        f'<p class="{"bad" if one.startswith(kernels.WARNING) else "dim"}">{escape_html(one)}'
-        for one in kernels.kernel_sentences(summary, attempts=run.attempts)
-    )
-    return html_table(kernels.KERNEL_HEADER, kernels.kernel_table(summary)) + sentences
 
 
 def _step_seconds_by_rank_section(run: RunRecord) -> str:

@@ -86,7 +86,6 @@ class DeviceWork:
     name: str
     begin: float
     end: float
-    is_copy: bool
     launch: HostOperation | None
 
 
@@ -178,7 +177,6 @@ def parse_kernel_trace(events: Iterable[Any]) -> KernelTrace:
             str(event.get("name")),
             event["ts"],
             event["ts"] + event["dur"],
-            is_copy=event.get("cat") != "kernel",
             launch=launches.get(str(arguments.get("correlation"))),
         )
         for event, arguments in device

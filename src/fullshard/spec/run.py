@@ -231,7 +231,7 @@ class LogSection(FrozenModel):
     `every`: steps between log lines
     `trace_every`: steps between those that torch's profiler records on all ranks, besides the tenth and the
         hundredth of an attempt; excluded from speed figures. From them come the table of where the time
-        goes, `fullshard trace` and kernels by kind. 0: none. See docs/trace.md.
+        goes, and `fullshard trace`. 0: none. See docs/trace.md.
     `profile`: further steps to record, with shapes, and on rank 0 with Python stacks
     `trackers`: `tensorboard`, `wandb` (each an extra), or the name of an entry point in the group
         `fullshard.trackers` of another package. See docs/trackers.md.
