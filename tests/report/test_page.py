@@ -312,9 +312,3 @@ def test_the_page_names_ranks_that_ran_out_of_memory(tmp_path: Path):
     text = shown(read(directory)).text
     assert "rank 1 ran out of memory in forward, while it held 5.00 GiB of tensors; see p/report.txt" in text
     assert "leak: rank 1, memory device memory" in text
-
-
-def test_a_live_json_of_an_earlier_version_is_passed_over(tmp_path: Path):
-    directory = runs.finished(tmp_path / "run")
-    (directory / "live.json").write_text('{"at": "2026-01-01T00:00:00Z", "ranks": "?"}')
-    assert read(directory).unreadable == ()

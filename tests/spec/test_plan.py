@@ -70,26 +70,6 @@ def test_a_plan_with_a_setting_of_an_earlier_version_is_read_without_it_but_not_
         Plan.load(path, ignores_unknown=False)
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("block", None), ("size", 10_000_000)])
-def test_a_plan_with_a_policy_of_units_is_read_without_what_it_did_not_use(tmp_path, policy, kept):
-    path, tree = tmp_path / "plan.json", json.loads(Plan.from_run(Run(), world_size=2).model_dump_json())
-    tree["run"]["sharding"]["units"] |= {"policy": policy, "min_parameters": 10_000_000}
-    path.write_text(json.dumps(tree))
-    assert Plan.load(path).run.sharding.units.min_parameters == kept
-
-
-def test_plans_with_values_that_are_gone_load(tmp_path):
-    override = {"match": "blocks.0", "reshard_after_forward": True}
-    sharding = {"strategy": "full_shard", "units": {"overrides": [override]}}
-    plan = Plan.from_run(run_of(sharding=sharding, recompute={"mode": "full"}), world_size=4)
-    path, saved = tmp_path / "plan.json", plan.model_dump(mode="json")
-    saved["reshard_after_forward"] = 2  # parameters were kept over fewer ranks
-    saved["run"]["sharding"]["units"]["overrides"][0]["reshard_after_forward"] = 2
-    saved["run"]["recompute"] |= {"mode": "every", "every": 2}
-    path.write_text(json.dumps(saved))
-    assert Plan.load(path) == plan
-
-
 @pytest.mark.parametrize("content", ["", "{}", '{"run": 3}', "no json"])
 def test_files_that_are_not_plans_are_refused(tmp_path, content):
     path = tmp_path / "plan.json"

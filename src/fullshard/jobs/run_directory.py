@@ -37,15 +37,13 @@ _RECORDS = {
     run_files.PLAN,
     run_files.METRICS,
     run_files.EVENTS,
-    run_files.LIVE,
     run_files.MEASUREMENT,
-    run_files.EXPORT,
     run_files.TRACKERS,
 }
-_WRITTEN = {run_files.CHECKPOINTS, run_files.SPANS, run_files.PROFILES, run_files.OUT_OF_MEMORY, *_RECORDS}
+_WRITTEN = {run_files.CHECKPOINTS, run_files.PROFILES, run_files.OUT_OF_MEMORY, *_RECORDS}
 # A run's own directories, including those of trackers and schedulers.
 _TOOLS = {"tensorboard", "wandb", "mlruns", "trackers", "logs"}
-_DIRECTORIES = {run_files.CHECKPOINTS, run_files.SPANS, run_files.PROFILES, run_files.OUT_OF_MEMORY, *_TOOLS}
+_DIRECTORIES = {run_files.CHECKPOINTS, run_files.PROFILES, run_files.OUT_OF_MEMORY, *_TOOLS}
 _REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
 # Programs, settings and texts that people write.
 _USER_SUFFIXES = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}

@@ -3,9 +3,7 @@
 import math
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Self, cast
-
-from pydantic import model_validator
+from typing import Literal, Self
 
 from fullshard.errors import LaunchError, PlanError
 from fullshard.quantities import count_text
@@ -130,11 +128,6 @@ class Plan(FrozenModel):
     sync_each_microbatch: bool
     prediction: Prediction | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_plan_of_earlier_version(cls, data: Any) -> Any:
-        return _replace_removed_values(data)
-
     def __str__(self) -> str:
         """The plan's page. `report` makes it, which a value may not import: it is looked up by name."""
         return str(import_module("fullshard").plan_page(self))
@@ -258,23 +251,6 @@ class Plan(FrozenModel):
     def save(self, path: str | Path) -> None:
         """Writes a file that `load` reads. Raises OSError."""
         self.write_json(path, indent=2)
-
-
-def _replace_removed_values(tree: Any) -> Any:
-    """Returns the fields with values of this version in place of those that only earlier versions had.
-
-    A number of ranks in `reshard_after_forward` (ZeRO++ hpZ) becomes True, and recompute mode `every` `full`.
-    """
-    if isinstance(tree, list):
-        return [_replace_removed_values(value) for value in cast(list[Any], tree)]
-    if not isinstance(tree, dict):
-        return tree
-    fields = {key: _replace_removed_values(value) for key, value in cast(dict[str, Any], tree).items()}
-    if type(fields.get("reshard_after_forward")) is int:
-        fields["reshard_after_forward"] = True
-    if fields.get("mode") == "every":
-        fields["mode"] = "full"
-    return fields
 
 
 _NO_OVERRIDE = UnitOverride(match="")

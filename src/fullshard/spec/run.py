@@ -1,10 +1,10 @@
 """Run: the user's settings, read from a `run.toml`. Every default is defined on its field."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
@@ -98,17 +98,6 @@ class UnitSection(FrozenModel):
     names: tuple[str, ...] = ()
     min_parameters: PositiveInt | None = None
     overrides: tuple[UnitOverride, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_keys_unused_by_policy(cls, data: Any) -> Any:
-        """Leaves out keys that the `policy` in a plan of an earlier version did not use."""
-        if not isinstance(data, Mapping) or "policy" not in data:
-            return data
-        fields = cast(Mapping[str, Any], data)
-        unused = {"block": ("names", "min_parameters"), "size": ("names",), "names": ("min_parameters",)}
-        left_out = unused.get(str(fields["policy"]), ())
-        return {key: value for key, value in fields.items() if key not in left_out}
 
     @model_validator(mode="after")
     def _check_at_most_one_rule(self) -> Self:
