@@ -148,14 +148,6 @@ def test_presets_and_chips_are_listed(capsys: Any) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_the_largest_microbatch_fits_and_is_planned_with(capsys: Any) -> None:
-    data = planned(
-        capsys, PRESET, "--on", "8xH100", "--set", "train.global_batch=64", "--largest", "microbatch"
-    )
-    assert data["fits"]
-    assert data["largest"] == {"microbatch": data["best"]["microbatch"]}  # type: ignore[index]
-
-
 def test_drive_rate_is_an_option(capsys: Any) -> None:
     pins = ("offload.tier=optimizer:nvme", "sharding.strategy=full_shard", "train.global_batch=2")
     arguments = [PRESET, "--on", "2xH100", *(part for pin in pins for part in ("--set", pin))]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -71,10 +71,6 @@ Save = Annotated[
     Path | None, typer.Option(metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Let --save replace any file.")]
-Largest = Annotated[
-    Literal["microbatch", "sequence"] | None,
-    typer.Option(help="Find the largest microbatch or sequence that fits."),
-]
 Machines = Annotated[
     str | None,
     typer.Option(
@@ -100,7 +96,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     as_json: AsJson = False,
     save: Save = None,
     force: Force = False,
-    largest: Largest = None,
     machines: Machines = None,
     fewest_gpus_in_days: Days = None,
     show_list: List = False,
@@ -110,7 +105,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     from fullshard.planner.result import (
         PlanOptions,
         check_output_replaceable,
-        plan_largest_input,
         search_and_explain,
     )
 
@@ -120,7 +114,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         check_output_replaceable(save, force=force)
     settings = {"data.sequence_length": sequence_length, "precision.mode": precision}
     pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value is not None))
-    given = {"--compare": compare, "--save": save, "--largest": largest, "--on": on}
+    given = {"--compare": compare, "--save": save, "--on": on}
     given |= {"--fewest-gpus-in-days": fewest_gpus_in_days}
     options = PlanOptions(model, pinned, ranks, drive_rate, tokens_per_step, budget, price)
     if machines is not None:
@@ -130,7 +124,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     if fewest_gpus_in_days is not None:
         answer = plan_fewest_gpus(partial(options.build_request, on), days=fewest_gpus_in_days, budget=spend)
     else:
-        answer = search_and_explain(question) if largest is None else plan_largest_input(question, largest)
+        answer = search_and_explain(question)
     if save is not None:
         answer.save(save)
     if as_json:

@@ -1,18 +1,16 @@
 """A planning question, and its answer: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
 import sys
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from fullshard.errors import PlanError, SpecError
-from fullshard.planner.search.candidates import run_with_settings
+from fullshard.errors import SpecError
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
-from fullshard.planner.search.search import SearchResult, require_best, search
+from fullshard.planner.search.search import SearchResult, require_best
 from fullshard.planner.target import ModelToPlan, choose_global_batch, choose_hardware, resolve_model_to_plan
 from fullshard.quantities import format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, plan_rows, show_plan_table
@@ -22,13 +20,9 @@ from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.settings.model_section import DecoderConfig
-from fullshard.spec.settings.run_checks import check_own_model_has_data, count_groups, divisors
+from fullshard.spec.settings.run_checks import check_own_model_has_data, count_groups
 from fullshard.system.targets import check_output_file, convert_write_errors, make_load_predicate
 from fullshard.system.terminal import escape_control_characters
-
-# Lengths that --largest sequence tries: powers of two, and their midpoints.
-LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
 
 
 @dataclass(frozen=True)
@@ -148,32 +142,25 @@ class PlanResult:
     """The answer to a planning question.
 
     best: the chosen plan
-    found, explanation: the search that found it, and its reasons; None for --largest
-    largest: name and size of the maximised quantity, for --largest; else None
+    found, explanation: the search that found it, and its reasons
     fewest_for_days: days for which the plan's GPUs are the fewest, for --fewest-gpus-in-days; else None
     """
 
     question: PlanRequest
     best: Plan
-    found: SearchResult | None = None
-    explanation: PlanExplanation | None = None
-    largest: tuple[str, int] | None = None
+    found: SearchResult
+    explanation: PlanExplanation
     fewest_for_days: float | None = None
 
     @property
     def answer(self) -> str:
         """The answer to a question beyond the plan, with which the page begins; empty without one."""
-        if self.largest is not None:
-            return "largest {} {:,}".format(*self.largest)
         days, ranks = self.fewest_for_days, self.best.world_size
         return "" if days is None else f"{ranks:,} GPUs are the fewest for {days:g} days"
 
     def print_report(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies."""
-        why: list[str] = []
-        if self.explanation is not None:
-            why = list(self.explanation.lines())
-        why += map(str, self.question.spec.untraced)
+        why = [*self.explanation.lines(), *map(str, self.question.spec.untraced)]
         certainty = speed_deviation_of_plan(self.question.spec, self.question.hardware, plan=self.best)
         page = PlanReport(
             self.best,
@@ -188,7 +175,7 @@ class PlanResult:
             answer=self.answer,
         )
         show_labelled_lines(plan_rows(page))
-        if compare and self.found is not None:
+        if compare:
             print()
             show_plan_table(self.best, self.found.by_strategy.values())
 
@@ -213,14 +200,10 @@ class PlanResult:
             data["seconds_per_step"] = prediction.time.total
             if budget is not None:
                 data["budget"] = budget.json_record(best, prediction)
-        if self.largest is not None:
-            data["largest"] = dict([self.largest])
-        if self.explanation is not None:
-            data["why"] = self.explanation.model_dump(mode="json")
-        if self.found is not None:
-            data["considered"] = self.found.considered
-            plans = self.found.by_strategy.items()
-            data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
+        data["why"] = self.explanation.model_dump(mode="json")
+        data["considered"] = self.found.considered
+        plans = self.found.by_strategy.items()
+        data["by_strategy"] = {name: plan.model_dump(mode="json") for name, plan in plans}
         if (certainty := speed_deviation_of_plan(spec, hardware, plan=best)) is not None:
             data["certainty"] = certainty._asdict()
         return data
@@ -246,7 +229,7 @@ def search_and_explain(question: PlanRequest) -> PlanResult:
     best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
     describe = partial(question.subject.describe_model, hardware=question.hardware)
     explanation = explain_plan(found, question.hardware, spec=spec, run=run, describe=describe)
-    return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation=explanation)
+    return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation)
 
 
 def search_degrees(question: PlanRequest) -> DegreeSearch:
@@ -257,42 +240,6 @@ def search_degrees(question: PlanRequest) -> DegreeSearch:
         asked,
         hardware=hardware,
     )
-
-
-def plan_largest_input(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
-    """Searches for the largest microbatch or sequence that fits. Raises PlanError if none does.
-
-    Nothing is offloaded, unless the run pins an offload target.
-    """
-    run, hardware = question.asked, question.hardware
-    if run.offload.tier == "auto":
-        run = run_with_settings(run, {"offload": {"tier": "none"}})
-    each_rank = run.train.global_batch // (hardware.world_size // run.sharding.ranks_per_sequence or 1)
-    sizes = divisors(each_rank) if what == "microbatch" else LENGTHS
-    found: dict[int, PlanResult] = {}
-
-    def does_not_fit(size: int) -> bool:
-        if what == "microbatch":
-            own, spec = run_with_settings(run, {"train": {"microbatch": size}}), question.spec
-        else:
-            settings = {"data": {"sequence_length": size}}
-            if isinstance(run.model, DecoderConfig):
-                settings["model"] = {"max_sequence": max(size, run.model.max_sequence)}
-            own = run_with_settings(run, settings)
-            try:
-                spec = question.subject.describe_model(own, hardware)
-            except SpecError:  # longer than the model's positions
-                if size == sizes[0]:
-                    raise
-                return True
-        if (best := search(spec, hardware, own).best) is not None:
-            found[size] = PlanResult(replace(question, spec=spec), best, largest=(what, size))
-        return best is None
-
-    fitting = bisect_left(sizes, True, key=does_not_fit)
-    if not fitting:
-        raise PlanError(f"no {what} fits.", got=f"tried: {sizes}", fix="more ranks, or a smaller model")
-    return found[sizes[fitting - 1]]
 
 
 def _format_parameter_count(count: int) -> str:
