@@ -30,13 +30,6 @@ On = Annotated[
     ),
 ]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Use this many ranks of the hardware.")]
-DriveRate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BYTES/S",
-        help="Rate of the drive for one rank while all ranks use it, reads and writes together: 3.5G.",
-    ),
-]
 Length = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of a sequence: 8192.")]
 Tokens = Annotated[
     str | None,
@@ -85,7 +78,6 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     model: Model = None,
     on: On = None,
     ranks: Ranks = None,
-    drive_rate: DriveRate = None,
     sequence_length: Length = None,
     tokens_per_step: Tokens = None,
     precision: PrecisionOption = None,
@@ -116,7 +108,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     pinned = (*(overrides or ()), *(f"{key}={value}" for key, value in settings.items() if value is not None))
     given = {"--compare": compare, "--save": save, "--on": on}
     given |= {"--fewest-gpus-in-days": fewest_gpus_in_days}
-    options = PlanOptions(model, pinned, ranks, drive_rate, tokens_per_step, budget, price)
+    options = PlanOptions(model, pinned, ranks, tokens_per_step, budget, price)
     if machines is not None:
         return _plan_on_machines(options, machines, given=given, as_json=as_json)
     question = options.build_request(on, quiet=fewest_gpus_in_days is not None)

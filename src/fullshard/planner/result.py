@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fullshard.errors import SpecError
 from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planner.search.search import SearchResult, require_best
@@ -59,7 +58,6 @@ class PlanOptions(NamedTuple):
     model: str | None
     pinned: tuple[str, ...]
     ranks: int | None = None
-    drive_rate: str | None = None
     tokens_per_step: str | None = None
     budget: str | None = None
     price: float | None = None
@@ -80,7 +78,7 @@ class PlanOptions(NamedTuple):
             ranks = ranks or (asked.run.ranks if _is_key_overridden("run.ranks", pinned) else None) or None
             pinned += ["run.ranks=0", "run.device=auto"]
             asked = subject.load_run(pinned)
-        hardware = _with_drive_rate(choose_hardware(machine, ranks=ranks, run=asked), self.drive_rate)
+        hardware = choose_hardware(machine, ranks=ranks, run=asked)
         if size is not None:
             hardware = hardware.with_rank_counts(nodes=size[0], ranks_per_node=size[1])
         if asked.precision.mode == "auto":
@@ -116,21 +114,6 @@ class PlanOptions(NamedTuple):
             return None
         figures = {"tokens": tokens, "price_per_hour": price}
         return TrainingBudget.parse(figures, source="--budget and --price")
-
-
-def _with_drive_rate(hardware: Hardware, text: str | None) -> Hardware:
-    """Returns the hardware with a drive rate per rank, parsed from `text` in bytes/s: `6e9`, `3.5G`."""
-    if text is None:
-        return hardware
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = float(parse_count(text))
-    if not 0 < rate < float("inf"):
-        got = f"--drive-rate {text}"
-        raise SpecError("the drive's rate is not a positive number.", got=got, fix="--drive-rate 3.5G")
-    source = f"{hardware.source}; drive: {format_count(rate)}B/s per rank, from --drive-rate"
-    return hardware.model_copy(update={"disk_bytes_per_second": rate, "source": source})
 
 
 def _is_key_overridden(key: str, overrides: Sequence[str]) -> bool:

@@ -152,8 +152,7 @@ def _disk_seconds_per_byte(section: OffloadSection, hardware: Hardware) -> float
     raise PlanError(
         f"{hardware.name}: how fast its drive is is not known.",
         got=f'offload.tier = "{section.tier}", no disk_bytes_per_second',
-        fix="fullshard calibrate --drive DIRECTORY there, or a hardware.toml with disk_bytes_per_second"
-        ", or fullshard plan --drive-rate BYTES/S",
+        fix="fullshard calibrate --drive DIRECTORY there, or a hardware.toml with disk_bytes_per_second",
     )
 
 
