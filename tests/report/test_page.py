@@ -15,7 +15,6 @@ from fullshard.report.run_record import RunRecord, read_run, read_steps
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS
 from tests.report import runs
-from tests.report.profiles import made_step
 from tests.report.test_comparison import measured
 
 LARGEST_BYTES = 150_000
@@ -258,27 +257,6 @@ def test_the_pointer_reads_values_that_were_measured(tmp_path: Path):
     (train,) = (line for line in data["lines"] if line["label"] == "train")
     assert train["steps"] == list(losses)
     assert train["values"] == pytest.approx(list(losses.values()), rel=1e-4)
-
-
-def test_a_profiled_step_is_a_row_for_each_rank_that_waited_least_or_most(tmp_path: Path):
-    directory = runs.finished(tmp_path / "run")
-    for rank in range(20):
-        wait = 1000 if rank == 1 else 4000 + rank
-        ranges = (("fullshard::forward", 0, 10_000), ("fullshard::all_gather", 10_000, 10_000 + wait))
-        made_step(*ranges, end=20_000).write(directory, step=100, rank=rank)
-    page = shown(read(directory))
-    assert "One step, rank by rank" in page.headings
-    assert "Step 100 of 20 ranks, 8 of them shown. Rank 1 waited least for others: 1.0 ms." in page.text
-    assert {"waiting: all-gather", "compute", "10.0 ms", "20.0 ms"} <= set(page.texts)
-
-
-def test_a_profile_of_an_earlier_attempt_is_named_so(tmp_path: Path):
-    directory = runs.disturbed(tmp_path / "run")
-    made_step(("fullshard::forward", 0, 10), end=20, attempt=1).write(directory, step=10, rank=0)
-    text = shown(read(directory)).text
-    assert "Step 10 (attempt 1; the last is attempt 2) of 1 rank" in text
-    made_step(("fullshard::forward", 0, 10), end=20, attempt=2).write(directory, step=50, rank=0)
-    assert "the last is attempt" not in shown(read(directory)).text
 
 
 def test_files_of_a_run_that_was_set_aside_are_in_its_new_directory(tmp_path: Path):

@@ -11,21 +11,19 @@ from functools import cache
 from itertools import groupby, zip_longest
 from pathlib import Path
 
-from fullshard.quantities import count_text, format_bytes, format_seconds
+from fullshard.quantities import format_bytes
 from fullshard.report.charts import draw_charts
 from fullshard.report.comparison import HEADER, compare_run, comparison_rows, side_by_side_table
 from fullshard.report.event_texts import describe_event
-from fullshard.report.plan import differing_settings, settings_rows, term_label
+from fullshard.report.plan import differing_settings, settings_rows
 from fullshard.report.run_record import RunRecord
-from fullshard.report.step_traces import earlier_attempt_text, read_last_step
 from fullshard.report.table import Cell, escape_html, html_table, percent_text
 from fullshard.report.verdict import setup_and_incidents_text, verdict
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.run import Run
 
-_MOST_STEP_ROWS, _MOST_EVENT_ROWS = 8, 120
-_MOST_RANKS = 32  # whose profiles are read: each takes up to a second
+_MOST_EVENT_ROWS = 120
 _HIDDEN_EVENTS = ("plan",)  # has a section of its own
 _FAULTS = ("fault", "save_failed", "out_of_memory")
 _GENERATOR = '<meta name="generator" content="fullshard report">'
@@ -44,7 +42,6 @@ def _run_sections(run: RunRecord) -> str:
     head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(setup_and_incidents_text(run))}'
     found = [
         ("Predicted and measured", _comparison_table(run)),
-        ("One step, rank by rank", _step_seconds_by_rank_section(run)),
         ("Events", _event_table(run)),
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
     ]
@@ -62,33 +59,6 @@ def _comparison_table(run: RunRecord) -> str:
     """Returns bytes at the peak and seconds of a step, predicted and measured; "" if nothing is known."""
     rows = comparison_rows(compare_run(run))
     return html_table(HEADER, rows) if rows else ""
-
-
-def _step_seconds_by_rank_section(run: RunRecord) -> str:
-    """Returns the seconds of a profiled step, a row for each rank and a column for each term; "" without one.
-
-    Of many ranks, those are shown that waited least, for which others wait, and those that waited most.
-    """
-    steps = read_last_step(run.directory, most_ranks=_MOST_RANKS)
-    if not steps:
-        return ""
-    timed = ((one.terms(), one.rank) for one in steps)
-    measured = sorted(timed, key=lambda one: one[0].exposed_collective_seconds)
-    half = _MOST_STEP_ROWS // 2
-    shown = measured if len(steps) <= _MOST_STEP_ROWS else measured[:half] + measured[-half:]
-    names = [name for name in shown[0][0].terms() if any(terms.terms()[name] for terms, _ in shown)]
-    rows = [
-        [str(rank), *(format_seconds(terms.terms()[name]) for name in names), format_seconds(terms.total)]
-        for terms, rank in sorted(shown, key=lambda one: one[1])
-    ]
-    earlier = earlier_attempt_text(steps[0].attempt, attempts=run.attempts)
-    text = f"Step {steps[0].step:,}{earlier} of {count_text(len(steps), 'rank')}"
-    text += f", {len(shown)} of them shown. " if len(shown) < len(steps) else ". "
-    if len(steps) > 1:
-        least, rank = measured[0]
-        text += f"Rank {rank} waited least for others: {format_seconds(least.exposed_collective_seconds)}. "
-    text += "fullshard trace shows the work of each unit."
-    return f'<p class="dim">{text}</p>{html_table(["rank", *map(term_label, names), "in all"], rows)}'
 
 
 def _event_table(run: RunRecord) -> str:

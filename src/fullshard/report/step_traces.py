@@ -29,36 +29,19 @@ def list_profiles(directory: Path) -> dict[int, dict[int, Path]]:
     return found
 
 
-def earlier_attempt_text(attempt: int, *, attempts: int) -> str:
-    """Returns ` (attempt 2; the last is attempt 5)`; an empty text for a profile of the last attempt."""
-    return f" (attempt {attempt}; the last is attempt {attempts})" if attempt < attempts else ""
-
-
-def read_step(directory: Path, step: int, *, most_ranks: int | None = None) -> list[ProfiledStep]:
+def read_step(directory: Path, step: int) -> list[ProfiledStep]:
     """Returns the spans of `step` on each rank whose profile can be read, in the order of ranks.
-
-    most_ranks: largest number of ranks to read; if there are more, ranks at equal distances. None: all
 
     Files of an earlier attempt, which had more ranks, are left out.
     """
-    paths = list(list_profiles(directory).get(step, {}).items())
-    if most_ranks is not None and len(paths) > most_ranks:
-        paths = [paths[i * len(paths) // most_ranks] for i in range(most_ranks)]
     read: list[ProfiledStep] = []
-    for rank, path in paths:
+    for rank, path in list_profiles(directory).get(step, {}).items():
         try:
             read.append(profiled_step(read_kernel_trace(path), step=step, rank=rank))
         except SpecError:
             continue
     last = max((one.attempt for one in read), default=0)
     return [one for one in read if one.attempt == last]
-
-
-def read_last_step(directory: Path, *, most_ranks: int) -> list[ProfiledStep]:
-    """Returns the step of `check_step_or_choose_last` on each rank, like `read_step`; or none."""
-    if not list_profiles(directory):
-        return []
-    return read_step(directory, check_step_or_choose_last(directory, None), most_ranks=most_ranks)
 
 
 def check_step_or_choose_last(directory: Path, step: int | None) -> int:
