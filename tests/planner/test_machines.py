@@ -40,8 +40,7 @@ def test_each_row_is_the_best_plan_with_its_price_or_a_reason(capsys: Any):
     assert "no plan fits" in str(records[2]["reason"])
     show_machines(rows)
     lines = capsys.readouterr().out.splitlines()
-    costs = {str(one["machine"]): one["budget"]["dollars"] for one in records if one.get("plan")}  # type: ignore[index]
-    assert f"cheapest  {min(costs, key=lambda name: costs[name])}" in lines
+    assert all(f"{one['budget']['dollars']:,.0f}" in "".join(lines) for one in records if one.get("plan"))  # type: ignore[index]
     assert any(line.startswith("small") and "no plan" in line for line in lines)
 
 

@@ -93,8 +93,7 @@ def show_machines(rows: Sequence[MachineRow]) -> None:
         show_labelled_lines([("model", question.model_summary), ("", "")])
     header = ("", "tokens/s", "per rank", "MFU", "memory", *_budget_columns(rows))
     show_table(header, list(_iterate_rows_of_cells(rows)))
-    notes = [*_fastest_and_cheapest_lines(rows), *chain.from_iterable(map(_machine_notes, rows))]
-    show_labelled_lines([("", ""), *notes])
+    show_labelled_lines([("", ""), *chain.from_iterable(map(_machine_notes, rows))])
 
 
 def _iterate_rows_of_cells(rows: Sequence[MachineRow]) -> Iterator[tuple[str, ...]]:
@@ -171,20 +170,3 @@ def _machine_notes(row: MachineRow) -> Iterator[tuple[str, str]]:
     else:
         runs = f"rates fitted to runs of {entry.matmul_runs_of}"
         yield "", f"{runs}: runs of other years may differ by their software alone"
-
-
-def _fastest_and_cheapest_lines(rows: Sequence[MachineRow]) -> Iterator[tuple[str, str]]:
-    """Yields the machines that are fastest and cheapest, if there is a choice."""
-    fitting = [(row, row.plan, require_prediction(row.plan)) for row in rows if row.plan is not None]
-    if len(fitting) < 2:
-        return
-    yield "fastest", max(fitting, key=lambda one: one[2].tokens_per_second)[0].name
-    priced = [
-        (cost, row.name)
-        for row, plan, prediction in fitting
-        if row.budget is not None
-        and (cost := row.budget.dollars_per_billion_tokens(plan, prediction)) is not None
-    ]
-    if len(priced) > 1:
-        missing = len(fitting) - len(priced)
-        yield "cheapest", min(priced)[1] + (f", of the {len(priced)} with a price" if missing else "")
