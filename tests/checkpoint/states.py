@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import SavedTensor, check_same_tensors, read_manifest, small_file_entry
+from fullshard.checkpoint.manifest import SavedTensor, check_same_tensors
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.system.direct_io import LARGE_BYTES
 
 
@@ -121,22 +120,6 @@ def loaded_sharded(directory: Path, mesh_shape: tuple[int, ...]) -> tuple[State,
 def saved(directory: Path | CheckpointLocation, step: int, **options: Any) -> Path:
     """Saved by this process alone, which is no rank."""
     return save(State(step, numbers(step), {"tokens": step * 100}), directory, **options)
-
-
-def into_a_file_per_rank(path: Path) -> None:
-    """Rewrites a checkpoint of one process as an earlier version saved it with the layout `ranks`."""
-    manifest, name = read_manifest(path), "rank-0.shards"
-    table = ShardFileTable.model_validate_json((path / "__0_0.distcp.pieces").read_bytes())
-    pieces = tuple(one.model_copy(update={"index": ()}) for one in table.pieces)
-    text = table.model_copy(update={"pieces": pieces}).model_dump_json().encode()
-    (path / "__0_0.distcp").rename(path / name)
-    (path / f"{name}.pieces").write_bytes(text)
-    for name_of_removed in ("__0_0.distcp.pieces", "shards.json", ".metadata"):
-        (path / name_of_removed).unlink()
-    files = {name: manifest.files["__0_0.distcp"], f"{name}.pieces": small_file_entry(text)}
-    files["writer.json"] = manifest.files["writer.json"]
-    now = manifest.model_copy(update={"files": files, "layout": "ranks"})
-    (path / "manifest.json").write_bytes(now.encode())
 
 
 def loaded(directory: Path) -> State:

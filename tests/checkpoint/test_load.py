@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -215,32 +214,6 @@ def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
     assert "got: step-00000001: a part of model.rank1, bytes 0 to" in messages[0]
 
 
-def without_padding(path: Path, name: str) -> None:
-    """Rewrites a checkpoint in the old form: pieces without padding between them, and no index of shards."""
-    manifest, data = read_manifest(path), (path / name).read_bytes()
-    table = ShardFileTable.model_validate_json((path / f"{name}.pieces").read_bytes())
-    old, moved, packed = [], {}, b""
-    for piece in table.pieces:
-        old.append(piece.model_copy(update={"offset": len(packed)}))
-        moved[piece.offset] = len(packed)
-        packed += data[piece.offset : piece.offset + piece.length]
-    assert len(packed) < len(data)
-    changed = {name: packed, f"{name}.pieces": ShardFileTable(block_bytes=1 << 24, pieces=tuple(old))}
-    changed[f"{name}.pieces"] = changed[f"{name}.pieces"].model_dump_json().encode()
-    (path / "shards.json").unlink(missing_ok=True)
-    if ".metadata" in manifest.files:
-        metadata = pickle.loads((path / ".metadata").read_bytes())
-        for place in metadata.storage_data.values():
-            place.offset = moved[place.offset]
-        changed[".metadata"] = pickle.dumps(metadata)
-    files = {name: file for name, file in manifest.files.items() if name != "shards.json"}
-    for file, content in changed.items():
-        (path / file).write_bytes(content)
-        digest = None if file == name else xxh3_digest(content)
-        files[file] = SavedFile(size_bytes=len(content), digest=digest)
-    (path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).encode())
-
-
 def sign(path: Path) -> None:
     """Rewrites a checkpoint as an earlier version saved it with a key: BLAKE2b digests and a signature."""
     manifest, data = read_manifest(path), (path / "__0_0.distcp").read_bytes()
@@ -311,11 +284,8 @@ def test_a_manifest_that_names_its_one_node_is_read_as_any_other(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("old", [False, True])
-def test_large_tensors_load_with_padding_and_without(tmp_path, old):
+def test_large_tensors_load_with_the_padding_before_them(tmp_path):
     path = save(State(3, mixed()), tmp_path)
-    if old:
-        without_padding(path, "__0_0.distcp")
     assert not list(iterate_damage(path))
     state = State(0, {name: torch.zeros_like(tensor) for name, tensor in mixed().items()})
     assert load(state, tmp_path)

@@ -14,8 +14,6 @@ from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
     State,
     assert_same,
-    into_a_file_per_rank,
-    loaded,
     numbers,
     saved,
     saved_sharded,
@@ -107,19 +105,3 @@ def test_a_damaged_checkpoint_loaded_by_path_raises_instead_of_falling_back(tmp_
     with pytest.raises(CheckpointError, match="holds other bytes than were saved"):
         load(State(0, numbers(0)), path)
     assert path.exists()
-
-
-def refused_by_two(directory: Path) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        load(State(0, numbers(0)), directory)
-    return str(raised.value)
-
-
-def test_the_old_layout_of_a_file_per_rank_loads_at_the_same_rank_count_alone(ranks, tmp_path):
-    path = saved(tmp_path, 4)
-    into_a_file_per_rank(path)
-    assert not list(iterate_damage(path))
-    assert_same(loaded(tmp_path).held, numbers(4))
-    assert all("saved by 1 ranks, loaded by 2" in one for one in ranks(2).run(refused_by_two, tmp_path))
-    flip(path / "rank-0.shards", 8 * 1000)
-    assert [damage.file for damage in iterate_damage(path)] == ["rank-0.shards"]

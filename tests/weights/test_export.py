@@ -15,7 +15,6 @@ from fullshard.weights.export import export, full_state
 from tests.checkpoint.states import (
     State,
     assert_same,
-    into_a_file_per_rank,
     numbers,
     ones_own,
     saved,
@@ -147,10 +146,3 @@ def test_full_state_refuses_a_model():
         SpecError, match=r"(?s)got: Linear.*full_state\(fullshard.TrainState\(model, optimizer\)\)"
     ):
         full_state(torch.nn.Linear(2, 2))
-
-
-def test_an_export_of_the_earlier_layout_ranks_is_refused(tmp_path):
-    path = saved(tmp_path, 1)
-    into_a_file_per_rank(path)
-    with pytest.raises(CheckpointError, match="cannot be exported"):
-        export(path, tmp_path / "model.safetensors")

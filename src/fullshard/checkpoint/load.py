@@ -150,21 +150,18 @@ def call_with_newest_checkpoint(
 def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
     with raise_on_all_ranks(doing):
-        if manifest.layout == "ranks":
-            storage.check_rank_count(files, manifest)
         receivers = state.load_targets(manifest.tensors)
         # DCP would silently fill tensors of another dtype.
         saved = {name: tensor for name, tensor in manifest.tensors.items() if name in receivers}
         check_same_tensors(receivers, saved)
         reader = storage.build_reader(files, manifest)
-    read = storage.fill_from_rank_shard_file if manifest.layout == "ranks" else storage.read_with_dcp
     with raise_on_all_ranks(doing):
-        read(receivers, reader)
+        storage.read_with_dcp(receivers, reader)
     if isinstance(state, StateLoadedInPortions):
         portions = state.iterate_load_targets(manifest.tensors)
         while (portion := run_on_all_ranks(lambda: next(portions, None), doing=doing)) is not None:
             with raise_on_all_ranks(doing):
-                read(portion, reader)
+                storage.read_with_dcp(portion, reader)
     with raise_on_all_ranks(doing):
         state.load_values(manifest.values_with_run, receivers)
 
@@ -287,8 +284,6 @@ def _iterate_file_damage(
 def _iterate_shard_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
     """Yields the damage of an unreadable index, and of its shards that the data files lack."""
     manifest = reader.manifest
-    if manifest.layout == "ranks":
-        return
     try:
         places = reader.read_metadata().storage_data
     except CheckpointError as error:

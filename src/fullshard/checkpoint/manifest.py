@@ -102,7 +102,6 @@ class Manifest(FrozenModel):
     format: version of this format
     step: number of finished steps
     values: small values of the state
-    layout: `sharded` (DCP's, for any ranks), or `ranks` of an earlier version (for the same ranks only)
     tensors: saved tensors, by name
     files: every file except the manifest itself
     world_size: number of ranks that saved it
@@ -117,7 +116,6 @@ class Manifest(FrozenModel):
     format: Literal[2] = FORMAT
     step: _Size
     values: dict[str, JsonValue]
-    layout: Literal["sharded", "ranks"] = "sharded"
     tensors: dict[str, SavedTensor]
     files: dict[FileName, SavedFile]
     world_size: PositiveInt
@@ -229,6 +227,13 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     if files.name.startswith("step-") and files.name != step_name(manifest.step):
         other = f"the manifest of step {manifest.step}"
         raise DamagedCheckpointError(f"{files} is not what its name says.", got=other)
+    if SHARDS not in manifest.files:
+        raise CheckpointError(
+            f"{where} cannot be read by this fullshard.",
+            got=f"no {SHARDS}",
+            why="an earlier version wrote it, without an index of the shards",
+            fix="the fullshard that wrote it",
+        )
     if data.get("nodes", 1) != 1:
         _check_all_nodes_copied(files, manifest)
     return manifest

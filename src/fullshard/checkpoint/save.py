@@ -313,11 +313,11 @@ class _SavedStep(NamedTuple):
     def has_same_smallest_matrix(self, mine: Snapshot, *, group: Group) -> bool:
         """Returns whether it has the numbers of `mine`, judged by the smallest trained matrix. Collective.
 
-        Returns True without such a matrix, and for the layout "ranks".
+        Returns True without such a matrix.
         """
         names = [n for n, one in mine.tensors.items() if n.startswith(MODEL_PREFIX) and one.numel()]
         names = [name for name in names if name in mine.finite] or names
-        if not names or self.manifest.layout == "ranks":  # of an earlier version
+        if not names:
             return True
         name = min(names, key=lambda one: (mine.tensors[one].ndim < 2, mine.tensors[one].numel(), one))
         own, saved = mine.tensors[name], torch.empty_like(mine.tensors[name])

@@ -83,7 +83,7 @@ class ShardFileTable(FrozenModel):
             elements = math.prod(piece.shape) * _dtype_item_bytes(piece.dtype)
             if not end <= piece.offset < end + ALIGNMENT or piece.data_offset + elements > piece.length:
                 raise ValueError(f"the piece of {piece.name} is not where it can be")
-            if len(piece.index) not in (0, len(piece.shape)):  # the layout `ranks` records none
+            if len(piece.index) != len(piece.shape):
                 raise ValueError(f"the piece of {piece.name} begins at {list(piece.index)} of its tensor")
             end = piece.offset + piece.length
         return self

@@ -45,10 +45,9 @@ from fullshard.checkpoint.manifest import (
     read_verified_file,
     write_small_file,
 )
-from fullshard.distributed.agreement import ErrorCapture, Group, is_distributed, rank, world_size
+from fullshard.distributed.agreement import ErrorCapture, Group, is_distributed, rank
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.tensors import detached_local_tensor
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel
 from fullshard.torch_private.tensors import make_dcp_storage_info
 
@@ -157,12 +156,8 @@ class DcpCheckpointReader(StorageReader):
         """Returns DCP's metadata, built from the index: [Note: no pickle is read]. Raises CheckpointError."""
         if self._metadata is None:
             source = f"{self.files}/{SHARDS}"
-            if SHARDS in self.manifest.files:
-                data = read_verified_file(self.files, self.manifest, name=SHARDS)
-                index = shard_file.parse_checkpoint_json(ShardIndex, data, source=source)
-            else:  # saved by a version without an index
-                tables = {name: self.read_table(name) for name in self.manifest.data_file_names}
-                index = ShardIndex.from_shard_file_tables(tables)
+            data = read_verified_file(self.files, self.manifest, name=SHARDS)
+            index = shard_file.parse_checkpoint_json(ShardIndex, data, source=source)
             self._metadata = index.to_dcp_metadata(self.manifest, source=source)
         return self._metadata
 
@@ -249,8 +244,7 @@ def write_with_dcp(
 def build_reader(files: CheckpointFiles, manifest: Manifest) -> DcpCheckpointReader:
     """Returns a reader of a checkpoint, after reading its index. Raises CheckpointError."""
     reader = DcpCheckpointReader(files, manifest)
-    if manifest.layout == "sharded":
-        reader.read_metadata()
+    reader.read_metadata()
     return reader
 
 
@@ -266,37 +260,6 @@ def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *,
             no_dist=not is_distributed(),
         )
     reader.attempt.raise_captured()
-
-
-def check_rank_count(files: CheckpointFiles, manifest: Manifest) -> None:
-    """Raises CheckpointError unless the number of ranks is the one that saved the checkpoint."""
-    if manifest.world_size != world_size():
-        raise CheckpointError(
-            f"{files} can only be loaded by the ranks that saved it.",
-            got=f"saved by {manifest.world_size} ranks, loaded by {world_size()}",
-            why='its layout is "ranks": a file for each rank\'s own shards',
-            fix=f"{manifest.world_size} ranks, which save it again for any number",
-        )
-
-
-def fill_from_rank_shard_file(receivers: Mapping[str, Tensor], reader: DcpCheckpointReader) -> None:
-    """Fills this rank's shards from its own file, which an earlier version saved. Raises CheckpointError."""
-    name = f"rank-{rank()}.shards"
-    table = reader.read_table(name)
-    pieces = {piece.name: piece for piece in table.pieces}
-    with reader.open_data_file(name) as file:
-        for tensor_name, receiver in receivers.items():
-            shard, piece = detached_local_tensor(receiver), pieces.get(tensor_name)
-            if piece is None:
-                raise DamagedCheckpointError(f"{reader.files} is damaged.", got=f"no {tensor_name} in {name}")
-            if piece.shape != tuple(shard.shape):
-                raise CheckpointError(
-                    f"{reader.files} can only be loaded by ranks that are sharded as those that saved it.",
-                    got=f"{tensor_name} is {list(piece.shape)} there and {list(shard.shape)} here",
-                    why='its layout is "ranks": a file for each rank\'s own shards',
-                    fix="the strategy that it was saved with (its manifest holds the plan)",
-                )
-            reader.check_piece_and_read_part_into(file, piece, offsets=(0,) * shard.ndim, target=shard)
 
 
 @contextmanager
@@ -350,24 +313,13 @@ class ShardIndex(FrozenModel):
     @classmethod
     def from_dcp_metadata(cls, metadata: Metadata) -> Self:
         """Builds the index of the shards that DCP's metadata lists as written."""
-        return cls._from_places(
-            [
-                (name, place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes))
-                for name, tensor in metadata.state_dict_metadata.items()
-                if isinstance(tensor, TensorStorageMetadata)
-                for chunk in tensor.chunks
-                if (place := metadata.storage_data.get(MetadataIndex(name, chunk.offsets))) is not None
-            ]
-        )
-
-    @classmethod
-    def from_shard_file_tables(cls, tables: Mapping[str, shard_file.ShardFileTable]) -> Self:
-        """Builds the index of a checkpoint that has none, from the tables of its data files, by file name."""
-        pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
-        return cls._from_places([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
-
-    @classmethod
-    def _from_places(cls, places: Sequence[tuple[str, str, int, tuple[int, ...], tuple[int, ...]]]) -> Self:
+        places = [
+            (name, place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes))
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+            for chunk in tensor.chunks
+            if (place := metadata.storage_data.get(MetadataIndex(name, chunk.offsets))) is not None
+        ]
         files = sorted({file for _, file, *_ in places})
         numbers = {file: number for number, file in enumerate(files)}
         shards: defaultdict[str, list[ShardPosition]] = defaultdict(list)

@@ -230,7 +230,6 @@ def _checkpoint_row(files: "CheckpointFiles") -> dict[str, object]:
         "trained_tokens": manifest.values.get("tokens"),
         "ranks": manifest.world_size,
         "strategy": plan.get("strategy"),
-        "layout": manifest.layout,
         "bytes": manifest.checkpoint_bytes,
         "why_avoided": manifest.why_avoided,
         "results": manifest.values.get(RESULTS),

@@ -64,16 +64,8 @@ class SavedModelTensors:
     """The model tensors of a checkpoint. Every read verifies the digests of the blocks that it reads."""
 
     def __init__(self, reader: DcpCheckpointReader, *, weights: Weights = "model") -> None:
-        manifest = reader.manifest
-        if manifest.layout == "ranks":
-            raise CheckpointError(
-                f"{reader.files} cannot be exported.",
-                got='layout = "ranks"',
-                why="each rank saved its own parts of the tensors",
-                fix="load it on its ranks and save it again",
-            )
         self._reader = reader
-        selected = select_model_tensors(manifest, weights)
+        selected = select_model_tensors(reader.manifest, weights)
         self.tensors: Mapping[str, SavedTensor] = {name: tensor for name, (_, tensor) in selected.items()}
         places = _locate_pieces(reader, dict(selected.values()))
         self._places = {name: places[saved] for name, (saved, _) in selected.items()}
