@@ -23,7 +23,7 @@ from fullshard.training.resume import (
     settings_that_affect_results,
 )
 from fullshard.training.shard import shard
-from fullshard.training.state import TrainedWith, TrainState, rows_taken_by_saved_state
+from fullshard.training.state import TrainState, rows_taken_by_saved_state
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
 from tests.training.runs import WIDTH, Regression, mean_square, meta, run_of, sharded, whole
@@ -197,17 +197,6 @@ def test_other_validation_data_is_reported_and_is_no_other_order_of_the_rows(
     ]
 
 
-def test_older_checkpoints_join_the_digest_of_the_validation_data_to_the_row_order() -> None:
-    for joined, separate in (
-        ({"row_order": "a; validated on b"}, {"row_order": "a", "validation_digest": "b"}),
-        ({"row_order": "a"}, {"row_order": "a", "validation_digest": None}),
-        ({"row_order": None}, {"row_order": None, "validation_digest": None}),
-    ):
-        found = TrainedWith.from_values({"rows": 1, **joined})
-        assert found == TrainedWith.from_values({"rows": 1, **separate})
-        assert vars(found).items() >= separate.items()
-
-
 def test_another_order_of_the_rows_is_reported(ranks: Any, tmp_path: Path) -> None:
     cases = ((ByStep, [], 0), (ByStep, ["run.seed=5"], 1), (Reseeded, [], 1), (Reseeded, ["run.seed=5"], 2))
     for place, (kind, after, count) in enumerate(cases):
@@ -249,11 +238,11 @@ def test_only_settings_that_change_results_are_compared() -> None:
     }
 
 
-def test_checkpoints_that_count_batches_are_placed_by_the_batch_of_their_run() -> None:
-    values = {"step": 5, "data_offset": 2}
+def test_checkpoints_that_count_no_rows_are_placed_by_the_batch_of_their_run() -> None:
+    values = {"step": 5}
     assert rows_taken_by_saved_state(values) is None
-    assert rows_taken_by_saved_state({**values, "run": {"train": {"global_batch": 8}}}) == 56
-    assert rows_taken_by_saved_state({**values, "rows": 40}) == 40
+    assert rows_taken_by_saved_state({**values, "run": {"train": {"global_batch": 8}}}) == 40
+    assert rows_taken_by_saved_state({**values, "rows": 44}) == 44
 
 
 def test_a_run_with_another_model_or_optimizer_is_refused_by_its_settings() -> None:

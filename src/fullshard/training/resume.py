@@ -219,11 +219,11 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
     if "ema.validation" in changed:
         messages.append("validation losses were of other weights before, so the best one begins anew")
     if state.rows is None:
-        state.rows = (state.step if before.batches is None else before.batches) * batch
-        if before.batches:
+        state.rows = state.step * batch
+        if state.step and before.is_loaded:
             messages.append(
                 "the checkpoint does not record its train.global_batch: the data continues at row "
-                f"{state.rows:,}, behind {before.batches:,} batches of {batch}. If the batch was another, "
+                f"{state.rows:,}, behind {state.step:,} batches of {batch}. If the batch was another, "
                 "rows are skipped or come again"
             )
     if state.rows:

@@ -315,7 +315,6 @@ class TrainedWith:
 
     run: settings of the run, by section; None if unknown
     row_order, validation_digest: those of the data: see `data.batches.RowSource`
-    batches: number of global batches that the steps took or passed over; None if the state's `rows` are known
     is_loaded: whether this is from a checkpoint, with which nothing was trained since
     source: the plan and the data of this process that these are of, or None
     """
@@ -323,7 +322,6 @@ class TrainedWith:
     run: dict[str, JsonValue] | None = None
     row_order: str | None = None
     validation_digest: str | None = None
-    batches: int | None = None
     is_loaded: bool = False
     source: tuple[Any, Any] | None = None
 
@@ -334,14 +332,10 @@ class TrainedWith:
     @classmethod
     def from_values(cls, values: Mapping[str, JsonValue]) -> Self:
         run, order, digest = (values.get(key) for key in ("run", "row_order", "validation_digest"))
-        if isinstance(order, str) and "validation_digest" not in values:  # older checkpoints join both
-            order, _, digest = order.partition("; validated on ")
-        has_rows = rows_taken_by_saved_state(values) is not None
         return cls(
             run=run if isinstance(run, dict) else None,
             row_order=order if isinstance(order, str) else None,
             validation_digest=digest if isinstance(digest, str) and digest else None,
-            batches=None if has_rows else _batches_taken_by_saved_state(values),
             is_loaded=True,
         )
 
@@ -349,18 +343,14 @@ class TrainedWith:
 def rows_taken_by_saved_state(values: Mapping[str, JsonValue]) -> int | None:
     """Returns how many rows the steps of a saved state took; None if its checkpoint does not record it.
 
-    Checkpoints of earlier versions count batches, of the size in their run.
+    If a loop of one's own has not counted them, the steps took batches of the size in their run.
     """
     if values.get("rows") is not None:
         return _parse_integer(values["rows"])
     run = values.get("run")
     section = run.get("train") if isinstance(run, dict) else None
     batch = section.get("global_batch") if isinstance(section, dict) else None
-    return _batches_taken_by_saved_state(values) * batch if isinstance(batch, int) else None
-
-
-def _batches_taken_by_saved_state(values: Mapping[str, JsonValue]) -> int:
-    return _parse_integer(values["step"]) + _parse_integer(values.get("data_offset", 0))
+    return _parse_integer(values["step"]) * batch if isinstance(batch, int) else None
 
 
 @dataclass
