@@ -196,7 +196,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     """Returns the manifest of a checkpoint, after checking its digest.
 
     Raises DamagedCheckpointError if the manifest is missing, damaged, or of another step than that in the
-    directory's name. Raises CheckpointError if it has another format, or is of one node of several.
+    directory's name. Raises CheckpointError if it has another format, or that of an earlier version.
     """
     files = checkpoint_files_at(checkpoint)
     try:
@@ -227,15 +227,13 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
     if files.name.startswith("step-") and files.name != step_name(manifest.step):
         other = f"the manifest of step {manifest.step}"
         raise DamagedCheckpointError(f"{files} is not what its name says.", got=other)
-    if SHARDS not in manifest.files:
+    if SHARDS not in manifest.files or data.get("nodes", 1) != 1:
         raise CheckpointError(
             f"{where} cannot be read by this fullshard.",
-            got=f"no {SHARDS}",
-            why="an earlier version wrote it, without an index of the shards",
+            got=f"no {SHARDS}" if SHARDS not in manifest.files else "files of disks that nodes do not share",
+            why="an earlier version wrote it",
             fix="the fullshard that wrote it",
         )
-    if data.get("nodes", 1) != 1:
-        _check_all_nodes_copied(files, manifest)
     return manifest
 
 
@@ -265,22 +263,6 @@ def sizes_by_name(files: CheckpointFiles) -> dict[str, int]:
         return files.file_sizes_bytes()
     except OSError as error:
         raise read_failure_error(error, f"{files} cannot be read.", name="its files") from error
-
-
-def _check_all_nodes_copied(files: CheckpointFiles, manifest: Manifest) -> None:
-    """Raises CheckpointError unless the files of all nodes are here.
-
-    An earlier version could save on disks that nodes do not share: each had the files of its ranks, and a
-    manifest of the files on all of them.
-    """
-    there = sizes_by_name(files)
-    if missing := [name for name in manifest.files if name not in there]:
-        raise CheckpointError(
-            f"{files} is a part of a checkpoint.",
-            got=f"no {join_names(missing, most=3)}",
-            why="it was saved on disks that nodes do not share, each with the files of its ranks",
-            fix="copy the step's files of all nodes into one directory step-… (rsync -a), and load that",
-        )
 
 
 def missing_file_reason(files: CheckpointFiles, name: str) -> str:
