@@ -63,7 +63,7 @@ def test_run_file_keeps_its_batch(tmp_path: Path):
     [
         ("lama3-8b", "llama3-8b"),
         ("org/absent", "no repository"),
-        ("gpt2", "learned positions"),
+        ("gpt2", "config.json"),
         ("absent.json", "no such file"),
         ("./absent", "no such file"),
     ],

@@ -133,10 +133,3 @@ def test_names_and_repositories_are_distinct():
     )
     for preset in read_presets():
         assert preset_or_none(preset.name.upper()) is preset_or_none(preset.repository) is preset
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "google/gemma-2-9b", "Qwen3-4B", "mixtral-8x7b-tuned"])
-def test_model_that_the_decoder_cannot_express_is_refused(name):
-    with pytest.raises(SpecError, match="reference decoder cannot express it: ") as raised:
-        preset_or_none(name)
-    assert "fullshard[hf]" in str(raised.value)

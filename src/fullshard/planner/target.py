@@ -84,7 +84,8 @@ def resolve_model_to_plan(name: str | None) -> ModelToPlan:
     raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
-        fix=f"{', '.join(pretrained.similar_preset_names(name))}; or the path of a config.json or run.toml",
+        fix=f"{', '.join(pretrained.similar_preset_names(name))}; or the path of a config.json or run.toml "
+        "(a config.json, and a cached name, need fullshard[hf])",
     )
 
 

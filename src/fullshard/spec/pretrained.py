@@ -16,16 +16,6 @@ from fullshard.spec.settings.model_section import MOST_LAYERS, DecoderConfig, Hu
 from fullshard.spec.value import MOST_PARTS, FrozenModel
 from fullshard.system.small_files import VALUE_BYTES, iterate_integers, parse_json, read_bytes, read_toml
 
-_NOT_EXPRESSED = (
-    (r"(distil)?gpt-?2(-.*)?", "learned positions, LayerNorm with biases, a GELU between two matrices"),
-    (r"gpt-?oss.*|mixtral.*|deepseek-?v[23].*|qwen3-\d+b-a.*|llama-?4.*|olmoe.*", "a mixture of experts"),
-    (r"gemma.*", "heads that are not d_model / heads wide, and GELU"),
-    (r"qwen3-(0\.6b|4b|32b).*", "its heads are 128 wide, not d_model / heads"),
-    (r"mistral-(nemo|small).*", "its heads are 128 wide, not d_model / heads"),
-    (r"phi-?[1-4].*", "fused projections, or biases and LayerNorm"),
-    (r"(pythia|gpt-?neo|gpt-?j|opt|bloom|falcon|mpt|olmo).*", "other norms, positions or biases"),
-)
-
 
 class ModelPreset(FrozenModel):
     """A known model: its sizes as a reference decoder, or its config.json in this package.
@@ -60,22 +50,9 @@ def read_presets() -> tuple[ModelPreset, ...]:
 
 
 def preset_or_none(name: str) -> ModelPreset | None:
-    """Returns the preset of this name or repository, ignoring case; None if no preset has it.
-
-    Raises SpecError, with the reason, for a well-known model that the reference decoder cannot express.
-    """
+    """Returns the preset of this name or repository, ignoring case; None if no preset has it."""
     key = name.lower()
-    for preset in read_presets():
-        if key in (preset.name, preset.repository.lower()):
-            return preset
-    for pattern, why in _NOT_EXPRESSED:
-        if re.fullmatch(pattern, key.rpartition("/")[2]):
-            raise SpecError(
-                f"{name} is not a preset.",
-                why=f"the reference decoder cannot express it: {why}",
-                fix="the path of its config.json, or its name where it is cached (needs fullshard[hf])",
-            )
-    return None
+    return next((one for one in read_presets() if key in (one.name, one.repository.lower())), None)
 
 
 def similar_preset_names(name: str) -> list[str]:
