@@ -81,9 +81,7 @@ def measured(plan: Plan, ranks: RankInfo, *, steps: int) -> dict[str, Any]:
         with measure_peak_memory(device, model=model, optimizer=state.optimizer) as peak:
             step()
         parts = vars(peak.parts) if peak.parts else {}
-        peaks.append(
-            {"bytes": peak.bytes, "active": peak.active_bytes, "reserved": peak.reserved_bytes, **parts}
-        )
+        peaks.append({"bytes": peak.bytes, "reserved": peak.reserved_bytes, **parts})
     dist.barrier()
     times = [step() for _ in range(steps)]
     close_offloaded_state(model, plan=plan, finished=True)

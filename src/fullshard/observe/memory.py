@@ -85,7 +85,6 @@ class PeakMemory:
     """Peak memory and its parts. `measure_peak_memory` sets the fields when its context ends."""
 
     bytes: int = 0  # of live tensors
-    active_bytes: int = 0  # on CUDA, also of freed blocks that another stream may still read; 0 on the CPU
     reserved_bytes: int = 0  # on CUDA, device memory that the process reserves; 0 on the CPU
     parts: MemoryParts | None = None  # of `bytes`; None on the CPU if no model was given
 
@@ -263,7 +262,6 @@ def _fill_in_cuda_peak(
 ) -> None:
     stats = torch.cuda.memory_stats(device)
     peak.bytes = stats["allocated_bytes.all.peak"]
-    peak.active_bytes = stats["active_bytes.all.peak"]
     peak.reserved_bytes = stats["reserved_bytes.all.peak"]
     # The allocator does not report what was alive at the peak, so all gradients are assumed to be.
     if gradients and not storages["gradients"]:
