@@ -1,11 +1,14 @@
 """Adafactor on shards is transformers' Adafactor on whole parameters, to the rounding of sums."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.checkpoint import load, save
@@ -14,6 +17,7 @@ from fullshard.models.loss import choose_loss
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.adafactor import Adafactor
 from fullshard.training.gradients import update_as_device_decides, update_parameters
 from fullshard.training.groups import make_parameter_groups
 from fullshard.training.loop import train
@@ -108,6 +112,36 @@ def test_an_update_of_given_gradients_is_that_of_whole_parameters(case: tuple[An
     run = run_of(count, model, strategy, **more)
     for found in ranks(count).run(updated_here, run, model):
         assert differing(run, model, found) == []
+
+
+class Scores(nn.Module):
+    """Parameters of one row or element, of which all but one rank have nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 1)
+        self.token = nn.Parameter(torch.ones(1, 1, 6))
+
+
+def scores_after_two_steps() -> Tensors:
+    torch.manual_seed(0)
+    model = Scores()
+    fully_shard(model)
+    optimizer = Adafactor(model.parameters(), lr=RATE)
+    for step in range(2):
+        for number, parameter in enumerate(cast(Iterable[DTensor], model.parameters())):
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step + number))
+            parameter.grad = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+        optimizer.step()
+    return whole(model)
+
+
+def test_parameters_of_one_row_are_on_one_rank(ranks: Any) -> None:
+    (expected,) = ranks(1).run(scores_after_two_steps)
+    for found in ranks(3).run(scores_after_two_steps):
+        assert found.keys() == expected.keys()
+        for name, one in found.items():
+            torch.testing.assert_close(one, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_groups_have_their_own_rate_and_decay(ranks: Any) -> None:

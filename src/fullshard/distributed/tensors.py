@@ -48,13 +48,15 @@ def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
 def empty_sharded_like(tensor: Tensor, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
     """Returns an uninitialised tensor of `shape`, with as many dims as `tensor`, sharded in the same dims.
 
-    Dims of size 1 are not sharded: ranks that have other parts of `tensor` in these alone have the same part.
+    Dims that are reduced to size 1 are not sharded: ranks that have other parts of `tensor` in these alone
+    have the same part.
     """
     if not isinstance(tensor, DTensor):
         return torch.empty(tuple(shape), dtype=dtype, device=tensor.device)
     mesh, placements = tensor.device_mesh, list(tensor.placements)
     for axis, one in enumerate(placements):
-        if not one.is_replicate() and shape[cast(Any, one).dim] == 1:
+        dim = None if one.is_replicate() else cast(Any, one).dim
+        if dim is not None and shape[dim] == 1 != tensor.shape[dim]:
             placements[axis] = Replicate()
     whole = torch.empty(tuple(shape), device="meta")
     size, _ = compute_local_shape_and_global_offset(whole.shape, mesh, placements)

@@ -108,7 +108,7 @@ def gradient_shares(model: nn.Module) -> GradientShares:
     return GradientShares(inputs / total, own / total) if total else GradientShares()
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
     """Returns the config of a transformers model's text model; None for another model."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -120,7 +120,7 @@ def attention_window_share(model: nn.Module, *, sequence_length: int) -> float:
     It is the mean of min(window, sequence length) / sequence length over the text model's layers with
     attention, else 1.
     """
-    if (text := _text_config(model)) is None:
+    if (text := text_config(model)) is None:
         return 1.0
     widths = {
         "full_attention": None,
@@ -134,7 +134,7 @@ def attention_window_share(model: nn.Module, *, sequence_length: int) -> float:
 
 def attention_flop_per_token(model: nn.Module, *, sequence_length: int) -> float:
     """Returns the FLOP of forward attention over all pairs, by the config of a transformers model; else 0."""
-    text = _text_config(model)
+    text = text_config(model)
     names = ("num_attention_heads", "hidden_size", "num_hidden_layers")
     heads, d_model, layers = (getattr(text, name, None) for name in names)
     if not (isinstance(heads, int) and isinstance(d_model, int) and isinstance(layers, int)):
@@ -154,7 +154,7 @@ def check_sequence_length(model: nn.Module, run: Run) -> None:
     The rows of a position table with a padding row (RoBERTa's) are used from the one behind it.
     """
     makes_rows = run.data.source != "python"  # else only a causal model takes batches of a known length
-    text = _text_config(model)
+    text = text_config(model)
     takes_tokens = text is not None and "input_ids" in signature(model.forward).parameters
     if not (huggingface.is_causal_lm(model) or (takes_tokens and makes_rows)):
         return  # the reference decoder was checked when the run was read
@@ -214,7 +214,7 @@ def count_vocabulary_rows(model: nn.Module | None, run: Run) -> int | None:
     if not isinstance(run.model, HuggingFaceModel):
         return None
     if model is not None:
-        size = getattr(_text_config(model) or getattr(model, "config", None), "vocab_size", None)
+        size = getattr(text_config(model) or getattr(model, "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
     try:
         file = read_config(locate_config_file(run.model.hf))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import all_gather_object, all_ranks_have, world_size
 from fullshard.errors import TrainError
+from fullshard.models.build import text_config
 from fullshard.models.decoder import DecoderModel
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.fsdp import gathered_bytes, keep_gathered_after_forward
@@ -99,7 +100,7 @@ def _find_error(
 def most_positions(model: nn.Module) -> tuple[str, int | None]:
     """Returns (field of the model's config, most tokens of a sequence; None if there is no limit)."""
     name = "max_sequence" if isinstance(model, DecoderModel) else "max_position_embeddings"
-    most = getattr(getattr(model, "config", None), name, None)
+    most = getattr(text_config(model) or getattr(model, "config", None), name, None)
     return name, most if isinstance(most, int) else None
 
 

@@ -115,10 +115,10 @@ class ShardedLanguageModel:
 
     def _split(self, context: str, continuation: str) -> tuple[Tokens, Tokens]:
         """Returns the tokens of both, encoded together; blanks between them belong to the second."""
-        if context:
+        if context.strip():
             first = self.encode(context.rstrip())
             return first, self.encode(context + continuation)[len(first) :]
-        own = self.tokenizer.encode(continuation, add_special_tokens=False)
+        own = self.tokenizer.encode(context + continuation, add_special_tokens=False)
         return (own[:1], own[1:]) if own[:1] == [self.prefix_token] else ([self.prefix_token], own)
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
@@ -168,7 +168,10 @@ class ShardedLanguageModel:
         for number, (context, own) in enumerate(pairs):
             numbers.setdefault(tuple((context + own)[-self.longest - 1 : -1]), []).append(number)
         inputs, scores, at = sorted(numbers, key=len, reverse=True), dict[int, tuple[float, bool]](), 0
-        device, room = next(self.model.parameters()).device, self.plan.microbatch * self._trained_length
+        # Training has room for so many rows of logits, which are not computed in parts here.
+        chunk = self.plan.run.train.loss_chunk
+        room = chunk if isinstance(chunk, int) and chunk else self.plan.microbatch * self._trained_length
+        device = next(self.model.parameters()).device
         while at < len(inputs):
             longest = len(inputs[at])
             share = inputs[at : at + max(1, room // longest) * world_size()]

@@ -418,7 +418,9 @@ def _empty_optimizer_tensor(
 ) -> Tensor:
     if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
         return torch.empty_like(parameter.detach(), dtype=info.torch_dtype)
-    if len(info.shape) == parameter.ndim > 1:
+    if len(info.shape) == parameter.ndim > 1 and all(
+        own in (1, size) for own, size in zip(info.shape, parameter.shape, strict=True)
+    ):  # such as sums over rows
         return empty_sharded_like(parameter.detach(), info.shape, dtype=info.torch_dtype)
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = parameter.device if key != "step" or fused else torch.device("cpu")

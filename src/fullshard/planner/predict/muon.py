@@ -213,7 +213,7 @@ def _part_of(parameter: ParamSpec, unit: UnitSpec, *, plan: Plan) -> _Part:
     return _Part(parameter.shape, inner, inner_dim, settings.shard_degree, shard_dim)
 
 
-@lru_cache(maxsize=32)  # large for many ranks
+@lru_cache(maxsize=256)  # more than the shapes of a model; large for many ranks
 def _layout(part: _Part) -> TensorLayout:
     """Returns the layout over the first inner * shards ranks. Ranks that share matmuls are adjacent."""
     boxes: list[Box] = []
