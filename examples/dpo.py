@@ -6,8 +6,8 @@ A pair has one prompt and two answers, of which the first is chosen. The loss of
 -log sigmoid(beta (r(first) - r(second))), where r is the log-probability of an answer under the model that
 trains, less that under the reference: Rafailov et al., arXiv:2305.18290, equation 7.
 
-The data are examples/preferences.jsonl: a prompt goes through the alphabet, the chosen answer continues, and
-the rejected one goes back.
+The data are examples/preferences.jsonl: a prompt counts up the alphabet, the chosen answer continues, and the
+rejected one counts back.
 """
 
 import sys
@@ -46,19 +46,21 @@ def log_probabilities(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def preference_loss(
     model: nn.Module, batch: dict[str, Tensor], *, reference: nn.Module, beta: float = BETA
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum over pairs, and their number. `batch`: see `log_probabilities`."""
+    """Returns the sum of the losses of pairs, and the number of pairs. `batch`: see `log_probabilities`."""
     with torch.no_grad():  # frozen, and no activation is kept
         before = log_probabilities(reference, batch)
     gained = log_probabilities(model, batch) - before
-    counts = (batch["labels"] != -100).any(
-        1
-    )  # pairs without labels only fill up the last batch of a validation
+    # A pair without labels only fills up the last batch of a validation.
+    counts = (batch["labels"] != -100).any(1)
     losses = -F.logsigmoid(beta * (gained[:, 0] - gained[:, 1]))
     return (losses * counts).sum(), counts.sum()
 
 
 def loss_with_adapters(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the loss of a model with LoRA, whose reference is itself without adapters: for `train.loss`."""
+    """Returns `preference_loss` of a model with LoRA. The reference is the model without adapters.
+
+    A run file names it as `train.loss`.
+    """
 
     def without_adapters(tokens: Tensor) -> Tensor:
         with fs.adapters_off(model):

@@ -58,7 +58,7 @@ class PackedData:
     document_mask: whether batches contain document numbers and positions
     packing: name of the packing method
     tokenizer: the tokenizer whose vocabulary the tokens have; None if another program made them
-    has_pairs: whether each row is a pair, of two documents in its halves
+    has_pairs: whether each row is a pair: two documents, one in each half
     """
 
     pools: tuple[ShufflePool, ...]
@@ -100,7 +100,7 @@ class PackedData:
 
     @property
     def document_count(self) -> int:
-        """Number of documents, or of pairs of them, training and held out."""
+        """Number of documents, or of pairs if rows are pairs, training and held out."""
         return sum(store.document_count for store in self.token_stores) // (1 + self.has_pairs)
 
     @property

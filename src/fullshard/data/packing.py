@@ -28,7 +28,7 @@ NO_LABEL = -1
 """Place of a label that does not exist."""
 
 GAP = -1
-"""First place of a piece without tokens, which leaves places of the row empty."""
+"""First place of a piece without tokens: it leaves as many places of the row empty as its length."""
 
 Piece = tuple[int, int, int]
 """(first place, number of tokens, place of the last token's label or NO_LABEL) of a piece of a document."""
@@ -61,9 +61,10 @@ def split_off_held_out(
 ) -> tuple[TokenSpans, TokenSpans]:
     """Returns (training spans, held-out spans) with about `fraction` of the tokens held out.
 
+    begins, lengths: of the documents
     may_cut: whether the tail of a document may be held out
 
-    `begins` and `lengths` are those of the documents. See [Note: what is held out].
+    See [Note: what is held out].
     """
     everything = TokenSpans(begins, lengths)
     budget = round(fraction * int(lengths.sum()))
@@ -182,10 +183,13 @@ def pack_spans(spans: TokenSpans, *, packing: Packing, sequence_length: int) -> 
 
 
 def pack_pairs(spans: TokenSpans, chosen_lengths: Int64, *, half: int) -> dict[str, Integers]:
-    """Packs each pair of documents into the halves of a row, as `pack_spans`. Tokens beyond a half are cut.
+    """Packs each pair of documents into the halves of a row. Cuts tokens beyond a half.
 
     spans: both documents of each pair, joined
     chosen_lengths: number of tokens of the first document of each pair
+    half: tokens of half a row
+
+    Returns arrays as `pack_spans` does.
     """
     begins = np.stack([spans.begins, np.full_like(spans.begins, GAP), spans.begins + chosen_lengths], axis=1)
     whole = np.stack([chosen_lengths, spans.lengths - chosen_lengths], axis=1)

@@ -109,7 +109,7 @@ def list_unread_content_fields(fields: DataSourceFields) -> list[str]:
 
 
 def split_pair(row: Mapping[str, Any], fields: DataSourceFields) -> list[dict[str, Any]]:
-    """Returns `row` with the chosen answer in `completion_field`, and with the rejected one there.
+    """Returns two rows like `row`, with the chosen and with the rejected answer in `completion_field`.
 
     See `DataSourceFields.rejected_field`. Raises UntokenizableRecordError unless there are two answers.
     """
@@ -120,7 +120,7 @@ def split_pair(row: Mapping[str, Any], fields: DataSourceFields) -> list[dict[st
     )
     assert rejected_field is not None, "only pairs are split"
     prompt, *answers = (look_up_field(row, name) for name in (main, answer, rejected_field))
-    # In axolotl an answer is one message.
+    # In axolotl's form, an answer is a single message.
     chosen, rejected = cast(list[Any], [[one] if isinstance(one, dict) else one for one in answers])
     if chosen is ABSENT and isinstance(prompt, str | list) and type(prompt) is type(rejected):
         alike = sum(

@@ -279,7 +279,8 @@ def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
 
 def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
-    no_pairs = {"rejected_field"} if settings.fields.rejected_field is None else set[str]()  # as before pairs
+    # Without pairs the facts lack the field, so that older caches stay valid.
+    no_pairs = {"rejected_field"} if settings.fields.rejected_field is None else set[str]()
     facts: dict[str, Any] = {
         "version": 5,
         "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS | no_pairs),

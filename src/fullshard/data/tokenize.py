@@ -189,7 +189,7 @@ class TaskTokenizer:
         return EncodedRecord(encoded.tokens, encoded.trained, [len(encoded.tokens)])
 
     def _encode_pair(self, record: SourceRecord) -> EncodedRecord:
-        """Returns the tokens of two documents: the prompt with the chosen, and with the rejected answer."""
+        """Returns the tokens of two documents: the prompt with the chosen and with the rejected answer."""
         rows = row_fields.split_pair(record.value, self.settings.fields)
         both = [record._replace(value=row) for row in rows]
         if self._chat:

@@ -149,7 +149,7 @@ def exchange_row_parts(
 
 
 def all_reduce_together(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums `parts`, of one dtype, over the ranks of `group` in place, in one all-reduce. Collective."""
+    """Sums `parts`, all of one dtype, over the ranks of `group` in one all-reduce, in place. Collective."""
     flat = torch.cat([part.flatten() for part in parts])
     with TimedRange("all_reduce"):
         dist.all_reduce(flat, group=group)

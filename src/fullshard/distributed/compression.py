@@ -5,9 +5,10 @@ other rank once, in an all-to-all, and the receiver sums in fp32: each addend is
 (Wang et al., arXiv:2306.10209). int8 gradients are rounded stochastically, so that their expectation is
 exact. Parameters are rounded to the nearest, so that all ranks, and both gathers of a step, have the same.
 
-[Note: two levels] P adjacent ranks of a group are on each node. A rank first sums, in fp32, what the ranks of
-its node have for the ranks with its place on all nodes, and then sends each of these one sum: P times fewer
-bytes leave a node. Both are all-to-alls of the whole group, in which most ranks send each other nothing.
+[Note: two levels] Each node has P adjacent ranks of a group. A rank first receives, from the ranks of its
+node, their gradients for the ranks with its position on every node, and sums them in fp32. Then it sends each
+of these ranks one sum: P times fewer bytes leave a node. Both exchanges are all-to-alls of the whole group,
+in which most ranks send each other nothing.
 
 [Note: not finite] A block with NaN or an infinity has such a scale, and all of its elements become NaN or
 infinite: a step that is skipped without compression is skipped with it.
@@ -68,10 +69,10 @@ class CommunicationHook(UnitCommunication, Protocol):
 
 
 class CompressedCommunication:
-    """The hook of [communication] without a hook of the user's.
+    """The built-in hook, which sends in the formats of [communication].
 
-    near: ranks of each node that sum gradients first: see [Note: two levels]
-    seed: of the random numbers by which int8 gradients are rounded; another one on each rank
+    near: number of ranks of a node that sum gradients first, P in [Note: two levels]; 1 for one level
+    seed: of the random numbers by which int8 gradients are rounded; different on each rank
     """
 
     def __init__(self, section: CommunicationSection, *, near: int, seed: int) -> None:
@@ -108,7 +109,7 @@ class CompressedCommunication:
             return parts.view(nodes, n)
         first = group.rank() - group.rank() % near
         dtype = torch.bfloat16 if self._section.reduce_within == "bf16" else parts.dtype
-        # No name keeps what was sent: it is freed before the sum is allocated.
+        # The tensor that is sent has no name here, so it is freed before the sum is allocated.
         received = exchange_rows(
             parts.to(dtype).transpose(0, 1).reshape(-1, n), group, among=range(first, first + near)
         )
@@ -129,7 +130,7 @@ class CompressedCommunication:
 
 
 def encode(rows: Tensor, kind: Literal["auto"] | Format, *, noise: torch.Generator | None = None) -> Tensor:
-    """Returns `rows` (R, n) as they are sent, (R, `wire_bytes(kind, n)` / itemsize); `auto`: as they are.
+    """Returns `rows` (R, n) as they are sent, (R, `wire_bytes(kind, n)` / itemsize); unchanged for `auto`.
 
     noise: rounds int8 stochastically; None rounds to the nearest
     """
@@ -170,7 +171,8 @@ def gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
 def exchange_rows(rows: Tensor, group: dist.ProcessGroup, *, among: range | None = None) -> Tensor:
     """Returns (R, m): the rows for this rank in the `rows` (R, m) of each rank of the group. Collective.
 
-    among: the ranks of the group that get rows of this rank, each as many, in order; None: all, as in R = W
+    among: the ranks of the group that exchange rows with this rank, in order, an equal number of rows with
+        each; None: all ranks
     """
     among = among or range(group.size())
     if len(among) == 1:

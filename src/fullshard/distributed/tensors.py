@@ -48,8 +48,7 @@ def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
 def empty_sharded_like(tensor: Tensor, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
     """Returns an uninitialised tensor of `shape`, with as many dims as `tensor`, sharded in the same dims.
 
-    Dims that are reduced to size 1 are not sharded: ranks that have other parts of `tensor` in these alone
-    have the same part.
+    Dims that are reduced to size 1 are replicated over the mesh axes that shard them in `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return torch.empty(tuple(shape), dtype=dtype, device=tensor.device)

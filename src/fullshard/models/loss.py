@@ -86,8 +86,8 @@ def choose_loss(run: Run, model: nn.Module) -> Loss:
     if run.data.has_pairs:
         raise SpecError(
             "pairs of answers need a loss that compares them.",
-            got=f"data.rejected_field, {len(run.data.sources) or 1} sources, and no train.loss",
-            fix='train.loss = "package.module:function": docs/two-models.md',
+            got="data.rejected_field without train.loss",
+            fix='train.loss = "package.module:function", as in docs/two-models.md',
         )
     if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
         return model_computed_loss

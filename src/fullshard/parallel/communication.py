@@ -94,9 +94,10 @@ def _check_shape(got: Any, wanted: Sequence[int], *, what: str) -> None:
 
 
 def settle_ranks_per_node(plan: Plan) -> Plan:
-    """Returns `plan` with the ranks of a node of this job, if it needs them and leaves them open. Collective.
+    """Returns `plan` with the number of ranks per node, of LOCAL_WORLD_SIZE, if `reduce_within` needs it.
 
-    Nodes of unequal sizes count as several of their common divisor. Warns if there is only one level.
+    `ranks_per_node` overrides it. If nodes have different numbers of ranks, their greatest common divisor
+    counts. Warns if there is only one level. Collective.
     """
     section = plan.run.communication
     if section.reduce_within == "none":
@@ -115,7 +116,7 @@ def install_hook(
 ) -> UnitCommunication | None:
     """Makes a unit gather and reduce as [communication] says. Returns its hook; None if nothing is set.
 
-    number: of the unit, which decides the random numbers of its rounding
+    number: index of the unit, from which its rounding is seeded
 
     Raises SpecError for a class that is not a hook.
     """

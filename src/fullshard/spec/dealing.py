@@ -88,9 +88,10 @@ def newton_schulz_flops(shape: Shape, *, steps: int) -> float:
 
 
 def dims_of_means(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Returns the dims over which Adafactor's second moments of a parameter are means, by their names.
+    """Returns the dims over which each of Adafactor's second moments of a parameter is a mean.
 
-    Matrices are the last two dims. A vector, and a matrix of one row or column, has a moment per element.
+    The keys are those of the optimizer's state. The last two dims are matrices. A vector, or a matrix with
+    one row or column, has a moment per element.
 
     >>> dims_of_means((8, 4, 6))
     {'row_var': (2,), 'col_var': (1,)}
@@ -143,9 +144,9 @@ def deal_matrices(
 def deal_state(
     wave: Sequence[DealtMatrix], layouts: Sequence[TensorLayout], *, rank: int
 ) -> list[DealtMatrix]:
-    """Returns the matrices of parameters' state that have the owners of the parameters' matrices in `wave`.
+    """Returns the matrices of state that belong to the matrices in `wave`, with the same owners.
 
-    layouts: that of each parameter's state, which has as many dims as the parameter
+    layouts: of the state of each parameter, which has as many dims as the parameter
     """
 
     def parts(one: DealtMatrix) -> dict[int, Box]:

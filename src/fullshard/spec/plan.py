@@ -186,7 +186,7 @@ class Plan(FrozenModel):
         return self.run.offload.offloads_optimizer and self.device == "cuda"
 
     def with_ranks_per_node(self, count: int) -> Self:
-        """Returns the plan with `count` ranks per node, if it reduces within nodes and leaves that open."""
+        """Returns the plan with `count` as `ranks_per_node`, if that is `auto` and `reduce_within` is set."""
         section = self.run.communication
         if section.reduce_within == "none" or section.ranks_per_node != "auto":
             return self
@@ -261,8 +261,9 @@ class MergedUnitSettings(FrozenModel):
 
     gathers_in_backward: whether parameters that were resharded are gathered again for backward
     shards_any_dim: whether `expert_shard_dim` chooses the dim of its shards; otherwise it is dim 0
-    rank_distance: distance between ranks of its shard group; ranks between have other parts
-    near_degree: number of the shard group's ranks on a node, which sum gradients first; 1 if all do at once
+    rank_distance: distance between ranks of its shard group; the ranks between them belong to other groups
+    near_degree: number of its shard group's ranks on a node, which sum gradients first; 1 if all ranks of the
+        group sum at once
     """
 
     replicate_degree: int
@@ -290,7 +291,8 @@ class MergedUnitSettings(FrozenModel):
         is_embedding: True if its backward does not need its parameters
         has_experts: True if its parameters are experts: see `Plan.has_expert_mesh`
 
-        Raises PlanError for a `communication.reduce_within` if nodes have unequal parts of a shard group.
+        Raises PlanError if `communication.reduce_within` is set and nodes have different numbers of a shard
+        group's ranks.
         """
         own = override or _NO_OVERRIDE
         unsharded = own.strategy is not None
@@ -319,7 +321,7 @@ class MergedUnitSettings(FrozenModel):
 
 
 def _near_degree(section: CommunicationSection, degree: int, *, distance: int) -> int:
-    """Returns how many of `degree` ranks, `distance` apart, lie on a node. Raises PlanError if it differs."""
+    """Returns how many of `degree` ranks, `distance` apart, a node has. Raises PlanError if nodes differ."""
     node = 1 if section.reduce_within == "none" else section.ranks_per_node
     if degree == 1 or node == "auto":
         return degree
@@ -327,8 +329,8 @@ def _near_degree(section: CommunicationSection, degree: int, *, distance: int) -
         raise PlanError(
             "gradients cannot be reduced within nodes first.",
             got=f"{degree} ranks that shard, {distance} apart, on nodes of {node}",
-            why="nodes have unequal parts of these ranks",
-            fix='a sharding.shard_degree of whole nodes, or communication.reduce_within = "none"',
+            why="nodes have different numbers of these ranks",
+            fix='a sharding.shard_degree that fills whole nodes, or communication.reduce_within = "none"',
         )
     return max(1, min(degree, node // distance))
 

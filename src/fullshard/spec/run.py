@@ -382,7 +382,7 @@ class Run(FrozenModel):
         axes = {"tensor_parallel": has_task, "context_parallel": has_task or self.data.has_pairs}
         for axis in (name for name, needs_one in axes.items() if needs_one):
             if getattr(self.sharding, axis) not in ("auto", 1):
-                raise ValueError(f"tasks and pairs are computed whole: sharding.{axis} must be 1")
+                raise ValueError(f"tasks and pairs need whole sequences: sharding.{axis} must be 1")
             object.__setattr__(self, "sharding", self.sharding.model_copy(update={axis: 1}))
         _ = self.best_result
         return self
@@ -412,8 +412,8 @@ class Run(FrozenModel):
         # The positions of other models are known only once they are built.
         if isinstance(model, DecoderConfig) and length > model.max_sequence:
             raise ValueError(
-                f"data.sequence_length: {length} tokens are over model.max_sequence = {model.max_sequence}: "
-                "lower the first or raise the second"
+                f"data.sequence_length: rows of {length} tokens exceed "
+                f"model.max_sequence = {model.max_sequence}: lower the first or raise the second"
             )
         return self
 

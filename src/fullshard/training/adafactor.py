@@ -1,4 +1,4 @@
-"""Adafactor on shards: the second moment of a matrix is a row and a column of means.
+"""Adafactor on shards: the second moment of a matrix is kept as means of its rows and of its columns.
 
 Shazeer & Stern, arXiv:1804.04235, as transformers' `Adafactor(relative_step=False, scale_parameter=False)`
 computes it. For a gradient G of an m x n matrix, step t, rate η and weight decay λ:
@@ -8,13 +8,13 @@ computes it. For a gradient G of an m x n matrix, step t, rate η and weight dec
     U = G / √(R C / mean(C))                                U = G / √V in vectors, V ← β V + (1 - β) (G² + ε)
     p ← (1 - η λ) p - η U / max(1, rms(U))
 
-Matrices are the last two dims: each expert of a stack has its own R and C. rms(U) is that of the whole
-parameter. A matrix of one row or column is a vector, as R C / mean(C) is its V. mean(C) is mean(R), except
-for rounding.
+The last two dims of a parameter are a matrix: each expert of a stack has its own R and C. rms(U) is that of
+the whole parameter. A matrix with one row or column is updated as a vector, for which R C / mean(C) is V.
+transformers divides by mean(R), which differs from mean(C) only in rounding.
 
 [Note: sums over ranks]
-R, C and rms(U) need sums over the ranks that have other rows, columns or elements. All parameters share an
-all-reduce per mesh axis: one for R and C, one for the means of C that are divided, and one for rms(U).
+R, C, mean(C) and rms(U) need sums over the ranks that have other parts of the parameter. On each mesh axis
+that needs them, all parameters share one all-reduce for R and C, one for mean(C) and one for rms(U).
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ _EPS, _DECAY = 1e-30, -0.8  # ε, and the exponent of t
 class Adafactor(torch.optim.Optimizer):
     """Adafactor without a momentum. `step` is collective, and overwrites the gradients.
 
-    grad_scale, found_inf: as torch's fused AdamW takes them; unset, 1 and 0. See [Note: decided on the
+    grad_scale, found_inf: as in torch's fused AdamW; None stands for 1 and 0. See [Note: decided on the
         device] in `gradients.py`.
     """
 
@@ -65,7 +65,7 @@ class Adafactor(torch.optim.Optimizer):
         return loss
 
     def _start_update(self, parameter: Tensor, group: dict[str, Any]) -> "_Update":
-        """Counts the step, and returns the update with G, which is 0 where the step is skipped."""
+        """Counts the step, and returns the update with G. G is 0 if the step is skipped."""
         state, means = self.state[parameter], dims_of_means(tuple(parameter.shape))
         for key, dims in means.items():
             if key not in state:
@@ -93,7 +93,7 @@ class Adafactor(torch.optim.Optimizer):
             moment.lerp_(total.div_(count).add_(_EPS), one.weight)
 
     def _divide_by_second_moments(self, updates: "list[_Update]") -> None:
-        """Replaces G by U. A moment below ε is that of a parameter whose first step is skipped."""
+        """Replaces G by U. A moment is below ε only until the first step that is not skipped."""
         for one in updates:
             for _, moment in one.moments:
                 one.gradient.mul_(moment.clamp(min=_EPS).rsqrt_())
@@ -123,7 +123,7 @@ class _Update(NamedTuple):
 
     gradient: this rank's part of G, which becomes that of U
     weight: 1 - β; 0 if the step is skipped
-    moments: dims over which a second moment is a mean, and this rank's part of it
+    moments: (dims over which it is a mean, this rank's part) of each second moment
     """
 
     parameter: Tensor

@@ -46,7 +46,7 @@ from fullshard.training.figures import StepDecision, copy_to_device
 from fullshard.training.low_bit_adamw import StochasticAdamW, local_part_of
 from fullshard.training.muon import MuonAdamW
 
-_OWN = (StochasticAdamW, MuonAdamW, Adafactor)  # of this package; they take a decision on the device
+_OWN = (StochasticAdamW, MuonAdamW, Adafactor)  # of this package; they can skip on the device
 _ALONE_BYTES = 1 << 20  # gradients that are summed in place; a copy of smaller ones takes little memory
 
 

@@ -1,9 +1,9 @@
 """Tasks of lm-evaluation-harness, computed by a sharded model.
 
-[Note: every rank asks for everything] lm_eval can divide the documents of a task over ranks. Then few-shot
-examples depend on the number of ranks, and a rank without documents ends the evaluation. So on each rank
-lm_eval has all documents, as if it were alone, and the requests are divided here: every rank computes its
-share, in as many forwards as the others, and gets the results of all.
+[Note: all requests on every rank] lm_eval can divide the documents of a task over ranks. Then few-shot
+examples depend on the number of ranks, and a rank without documents ends the evaluation. So lm_eval runs on
+each rank with all documents, as in a single process, and the requests are divided here: every rank computes
+its share, in the same number of forwards, and gets the results of all ranks.
 """
 
 import random
@@ -37,7 +37,8 @@ def make_task_function(settings: Evaluation, section: DataSection) -> Callable[[
     """Loads the tasks of an evaluation, with their documents, and the tokenizer.
 
     Returns a function that evaluates a sharded model, with equal metrics on all ranks. Raises
-    MissingExtraError without lm_eval, SpecError for a task or a tokenizer that cannot be loaded.
+    MissingExtraError without lm_eval or transformers, SpecError for a task or a tokenizer that cannot be
+    loaded.
     """
     key, names = f"evaluate.{settings.name}.task", settings.task_names
     try:
@@ -47,11 +48,11 @@ def make_task_function(settings: Evaluation, section: DataSection) -> Callable[[
         raise MissingExtraError("lm_eval", package="lm_eval", needed_for=key) from error
     assert section.tokenizer is not None, "a task without a tokenizer is refused by the spec"
     directory, what = locate_tokenizer_file(section.tokenizer).parent, f"{key} cannot be loaded."
-    with ForeignErrorTranslator(lambda got: SpecError(what, got=got, fix="a name that lm-eval ls tasks has")):
+    with ForeignErrorTranslator(lambda got: SpecError(what, got=got, fix="a name from lm-eval ls tasks")):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=section.trust_remote_code
         )
-        # The index of lm_eval's own tasks, of which there are thousands, takes seconds.
+        # Building the index of lm_eval's own tasks, thousands of files, takes seconds.
         manager = tasks.TaskManager(include_defaults=not all(Path(name).is_file() for name in names))
         loaded = manager.load([*names])
 
@@ -77,8 +78,8 @@ def make_task_function(settings: Evaluation, section: DataSection) -> Callable[[
 class ShardedLanguageModel:
     """A sharded model with the methods of lm_eval.api.model.LM, and the results of `lm_eval --model hf`.
 
-    All ranks call each method with equal requests, whose `args` are as in lm_eval, and get all results. See
-    [Note: every rank asks for everything].
+    All ranks call each method with the same requests, whose `args` are as in lm_eval, and get all results.
+    See [Note: all requests on every rank].
 
     tokenizer: as transformers loads it
     """
@@ -100,17 +101,17 @@ class ShardedLanguageModel:
 
     @property
     def prefix_token(self) -> int:
-        """The token in front of a text without context: that which begins texts, or ends them."""
+        """The token in front of a text without context: BOS, or EOS if the tokenizer has no BOS."""
         begin = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if begin is None else begin
 
     def encode(self, text: str) -> Tokens:
-        """Returns the tokens of `text`, with those around it unless it begins with them."""
+        """Returns the tokens of `text`, with special tokens unless it begins with `prefix_token`."""
         begins = text.startswith(self.tokenizer.decode(self.prefix_token))
         return self.tokenizer.encode(text, add_special_tokens=not begins)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Returns (log-probability, whether each token is the most probable one) of each continuation."""
+        """Returns (log-probability, whether all tokens are the most probable ones) of each continuation."""
         return self._score([self._split(*request.args) for request in requests])
 
     def _split(self, context: str, continuation: str) -> tuple[Tokens, Tokens]:
@@ -135,14 +136,15 @@ class ShardedLanguageModel:
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Returns the most probable answer to each prompt, up to the first of the texts in `until`.
+        """Returns the greedy answer to each prompt, cut at each of the texts in `until`.
 
-        Raises TrainError for an answer that is to be sampled, and as `generate` does.
+        Raises TrainError for a task that samples answers, and as `generate` does.
         """
         numbers = dict[int, list[int]]()
         for number, (_, options) in enumerate(request.args for request in requests):
             if options.get("do_sample") or options.get("temperature"):
-                raise TrainError("answers are generated, not sampled.", got=f"generation_kwargs = {options}")
+                got = f"generation_kwargs = {options}"
+                raise TrainError("a task samples its answers; only greedy generation is supported.", got=got)
             most = next((options[key] for key in _NEW_TOKENS_KEYS if key in options), _NEW_TOKENS)
             numbers.setdefault(int(most), []).append(number)
         answers, end = dict[int, str](), self.tokenizer.eos_token_id
@@ -160,11 +162,11 @@ class ShardedLanguageModel:
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        """Scores (context, continuation); of both together, the last `longest` + 1 tokens are used."""
+        """Scores continuations of contexts. Of both together, the last `longest` + 1 tokens are used."""
         if (most := max((len(own) for _, own in pairs), default=0)) > self.longest:
             got = f"{most} tokens, of at most {self.longest}"
             raise TrainError("a continuation does not fit into the model.", got=got)
-        numbers = dict[tuple[int, ...], list[int]]()  # answers of one token share their input
+        numbers = dict[tuple[int, ...], list[int]]()  # one-token answers to a context share their input
         for number, (context, own) in enumerate(pairs):
             numbers.setdefault(tuple((context + own)[-self.longest - 1 : -1]), []).append(number)
         inputs, scores, at = sorted(numbers, key=len, reverse=True), dict[int, tuple[float, bool]](), 0
@@ -176,7 +178,7 @@ class ShardedLanguageModel:
             longest = len(inputs[at])
             share = inputs[at : at + max(1, room // longest) * world_size()]
             rows = share[rank() :: world_size()]
-            # A rank without rows of its own computes another's, as all gather units together.
+            # All ranks gather units together, so a rank without rows computes another rank's.
             padded = [[*row, *[0] * (longest - len(row))] for row in rows or share[-1:]]
             output: Any = self.model(torch.tensor(padded, device=device))
             for row, logits in zip(rows, getattr(output, "logits", output), strict=False):

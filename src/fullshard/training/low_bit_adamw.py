@@ -168,7 +168,7 @@ def find_or_make_adamw_state(optimizer: torch.optim.Optimizer, parameter: Tensor
 
 
 def step_count_of(state: dict[str, Tensor], parameter: Tensor) -> Tensor:
-    """Returns the step count in the state of `parameter`, on its device. Makes it, if there is none."""
+    """Returns the step count in the state of `parameter`, on its device. Creates it if it is missing."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     if state["step"].device != parameter.device:  # of a checkpoint

@@ -9,14 +9,14 @@ rate η and weight decay λ:
     s = 0.2 √max(m, n)      "rms": an update's mean square is that of AdamW's, whose rate and decay then suit
         √max(1, m / n)      "original": Jordan's, for rates near 0.02
 
-NorMuon (arXiv:2510.05491) is Muon with `row_decay` β: rows of O are divided by an average of their size, v of
-m x 1 elements, and the norm of the matrix is kept.
+NorMuon (arXiv:2510.05491) is Muon with `row_decay` β: each row of O is divided by the root of an average of
+its mean square, v of m x 1 elements, and then O is scaled back to its norm:
 
     v ← β v + (1 - β) mean over columns of O²               O ← O / √v · ‖O‖ / ‖O / √v‖
 
 Newton–Schulz needs whole matrices. They travel to owners and back: see [Note: owners] in `spec.dealing`.
 State is sharded like its parameter, so a checkpoint of it is like AdamW's, and loads on any number of ranks.
-State that must be whole (v) travels with its matrix, and may have another number of rows or columns. On the
+State that an owner needs whole (v) travels with its matrix; its last two dims may have other sizes. On the
 CPU matrices are multiplied one by one: in a batch, the last bits depend on what else is in it, and so on the
 number of ranks.
 """
@@ -83,7 +83,7 @@ def rate_factor(shape: Shape, scale: Literal["rms", "original"]) -> float:
 
 
 def normalise_rows(matrix: Tensor, squares: Tensor, *, decay: float) -> None:
-    """Updates NorMuon's v, `squares` (..., m, 1), by O, `matrix` (..., m, n), and then O by v. In place."""
+    """Updates NorMuon's v, in `squares` (..., m, 1), and then O, in `matrix` (..., m, n), in place."""
     norm = matrix.norm(dim=(-2, -1), keepdim=True)
     sums = torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=squares.dtype).square_()
     squares.lerp_(sums.div_(matrix.shape[-1]), 1 - decay)
@@ -94,7 +94,7 @@ def normalise_rows(matrix: Tensor, squares: Tensor, *, decay: float) -> None:
 class _Dealt(NamedTuple):
     """Division of an optimizer's matrices into those that travel to owners, and those that stay.
 
-    waves: those that are sent to owners, by the keys of `_MatrixUpdate.travelling`
+    waves: those that are sent to owners, by the keys of `_MatrixUpdate.owner_tensors`
     alone: indices of the parameters whose matrices are whole where they are
     begins: position of the first element of this rank's part of each parameter
     """
@@ -189,24 +189,24 @@ class MuonAdamW(torch.optim.Optimizer):
                     updates[one.tensor].apply(key, result, index=place(one))
 
     def _update_alone(self, update: "_MatrixUpdate", index: Any) -> None:
-        own = ((key, update.tensor(key)[index]) for key in update.travelling)
+        own = ((key, update.tensor(key)[index]) for key in update.owner_tensors)
         wholes = {key: [one.to(self._dtypes[key], copy=True)] for key, one in own}
         self._update_wholes(wholes)
         for key, (result,) in wholes.items():
             update.apply(key, result, index=index)
 
     def _update_wholes(self, wholes: dict[str, list[Tensor]]) -> None:
-        """Replaces directions by updates, and changes state. The seam of optimizers of whole matrices."""
+        """Replaces each U by O, and updates state, both of whole matrices and in place in `wholes`."""
         wholes[_DIRECTION] = self._orthogonalise(wholes[_DIRECTION])
         for matrix, squares in zip(wholes[_DIRECTION], wholes.get(_SQUARES, ()), strict=False):
             normalise_rows(matrix, squares, decay=self.muon.row_decay)
 
     def _deal(self, updates: "Sequence[_MatrixUpdate]") -> _Dealt:
-        """Returns how these parameters are dealt. Collective when it is first asked for them."""
+        """Returns how these parameters are dealt. Collective on the first call for these parameters."""
         key = tuple(id(one.parameter) for one in updates)
         if key not in self._dealt:
-            keys, follow = updates[0].travelling, partial(deal_state, rank=rank())
-            layouts = {name: gather_layouts([one.travelling[name] for one in updates]) for name in keys}
+            keys, follow = updates[0].owner_tensors, partial(deal_state, rank=rank())
+            layouts = {name: gather_layouts([one.owner_tensors[name] for one in updates]) for name in keys}
             of_parameters = layouts[_DIRECTION]
             cost = partial(newton_schulz_flops, steps=self.muon.steps)
             waves = deal_matrices(of_parameters, rank=rank(), cost=cost)
@@ -235,7 +235,8 @@ class MuonAdamW(torch.optim.Optimizer):
 class _MatrixUpdate:
     """The update of a parameter of kind "muon" in one step, of this rank's part.
 
-    travelling: what owners need whole, by its key: the parameter, as which U is sharded, and state
+    owner_tensors: tensors whose whole matrices owners need, by key: the parameter, which is sharded like U,
+        and state
     """
 
     def __init__(self, optimizer: MuonAdamW, parameter: Tensor, *, group: dict[str, Any]) -> None:
@@ -245,9 +246,9 @@ class _MatrixUpdate:
         if optimizer.muon.row_decay and _SQUARES not in state:
             shape = (*parameter.shape[:-1], 1)
             state[_SQUARES] = empty_sharded_like(parameter, shape, dtype=torch.float32).zero_()
-        self.travelling = {_DIRECTION: parameter}
+        self.owner_tensors = {_DIRECTION: parameter}
         if optimizer.muon.row_decay:
-            self.travelling[_SQUARES] = state[_SQUARES]
+            self.owner_tensors[_SQUARES] = state[_SQUARES]
         self.parameter, self._optimizer, self._group = parameter, optimizer, group
         self.value: Tensor = local_part_of(parameter)
         self._momentum: Tensor = local_part_of(state["momentum_buffer"])
@@ -270,11 +271,11 @@ class _MatrixUpdate:
         return self._direction
 
     def tensor(self, key: str) -> Tensor:
-        """Returns this rank's part of U, or of state that must be whole."""
-        return self.direction() if key == _DIRECTION else local_part_of(self.travelling[key])
+        """Returns this rank's part of U, or of the state `key`."""
+        return self.direction() if key == _DIRECTION else local_part_of(self.owner_tensors[key])
 
     def iterate_whole_matrices(self) -> Iterator[Any]:
-        """Yields the index of each matrix, or on a GPU of a batch of them, all of which this rank has."""
+        """Yields the index of each matrix, or on a GPU of each batch of them. All are whole on this rank."""
         *lead, rows, columns = self.value.shape
         if self.value.is_cuda and lead:
             count = max(1, WAVE_ELEMENTS // max(1, rows * columns))
@@ -283,7 +284,7 @@ class _MatrixUpdate:
             yield from product(*map(range, lead))
 
     def apply(self, key: str, result: Tensor, *, index: Any) -> None:
-        """Sets state, or updates the value by O, at `index`. Keeps it if the step is skipped."""
+        """Sets the state `key`, or updates the value by O, at `index`. A skipped step changes nothing."""
         skip = self._optimizer.found_inf
         if key != _DIRECTION:
             value = self.tensor(key)[index]

@@ -27,7 +27,7 @@ from fullshard.training.state import check_state_can_be_saved
 logger = logging.getLogger("fullshard")
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 EIGHT_BIT = "adamw8bit"
-_OWN = {EIGHT_BIT: import_adamw8bit_class, "adafactor": lambda: Adafactor}
+_LOADERS = {EIGHT_BIT: import_adamw8bit_class, "adafactor": lambda: Adafactor}
 
 
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
@@ -105,8 +105,8 @@ def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    if name.lower() in _OWN:
-        return _OWN[name.lower()]()
+    if name.lower() in _LOADERS:
+        return _LOADERS[name.lower()]()
     dotted = _NAMES.get(name.lower(), name)
     module_name, _, class_name = dotted.rpartition(".")
     module: ModuleType | None = torch.optim if module_name == "torch.optim" else None
@@ -118,7 +118,7 @@ def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise SpecError(
             "optimizer.name names no optimizer.",
             got=repr(name),
-            fix=f"{', '.join([*_NAMES, 'muon', *_OWN])}, or the dotted name of a torch.optim.Optimizer",
+            fix=f"{', '.join([*_NAMES, 'muon', *_LOADERS])}, or the dotted name of a torch.optim.Optimizer",
         )
     return found
 

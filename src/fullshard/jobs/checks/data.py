@@ -104,7 +104,7 @@ def _make_deadline() -> Callable[[], None]:
 
 
 def check_evaluations(trial: DataTrial) -> Finding:
-    """Prepares the data, functions and tasks of [[evaluate]], and looks for results to keep_best."""
+    """Prepares the data, functions and tasks of [[evaluate]], and checks `checkpoint.keep_best`."""
     attempt, names = ErrorCapture(), ", ".join(one.name for one in trial.run.evaluations)
     with attempt:
         build_evaluations(trial.run, trial.data, alive=_make_deadline())

@@ -221,8 +221,8 @@ def model_parallel_seconds(
 def device_context_bytes(plan: Plan, hardware: Hardware) -> int:
     """Returns the device memory that a rank's process takes outside the allocator.
 
-    The group of all ranks has a communicator, and each axis with other groups has one. All-to-alls exchange
-    rows of experts, and gradients that [communication] sums.
+    The group of all ranks has a communicator, and each axis with other groups has one. All-to-alls, of rows
+    of experts and of gradients that [communication] sums, take further memory for each peer.
     """
     world = plan.world_size
     if world == 1:

@@ -5,8 +5,8 @@ shard of a unit has n elements, and W ranks shard it. r: rows that are decoded a
 
 gather    w(n) sent, W w(n) received, W n decoded; and 12 r n bytes of fp32 temporaries of decoding.
 reduce    W w(n) sent in an all-to-all, as many received; 12 r n bytes of temporaries, and 4 n of the sum.
-levels    P ranks of each node sum first: P k n elements are sent within it, and as many received, for k
-          nodes at once (4 Mi elements, or one node); k n sums are encoded. Then as above, for W / P ranks.
+levels    the P ranks of a node sum first, for k nodes at once (4 Mi elements, or one node): P k n elements
+          are sent within the node, as many received, and k n sums encoded. Then as above, for W / P ranks.
 
 Each element is read and written by eager kernels: int8 is encoded with 45 bytes of traffic per element (69
 rounded stochastically) and decoded with 21; bf16 takes 6 and 6. Counted from the operations, not measured.
@@ -33,8 +33,9 @@ class Wires(NamedTuple):
     sent: bytes of all ranks' parts: an all-gather's result, or what a rank sends in an all-to-all
     beside: bytes allocated beside FSDP2's buffers at the highest moment
     traffic: bytes that encoding and decoding read and write
-    near: ranks of each node that sum gradients first; then `sent` is between nodes
-    exchanges, each: number of all-to-alls within a node, and the bytes that a rank sends in one
+    near: number of ranks of a node that sum gradients first; if it is over 1, `sent` counts what leaves nodes
+    exchanges: number of all-to-alls within a node
+    each: bytes that a rank sends in one of `exchanges`
     """
 
     sent: int
@@ -61,7 +62,7 @@ def reduce_wires(
 ) -> Wires | None:
     """Returns the costs of reductions to shards of `n` elements; None if they are sent as FSDP2 does.
 
-    near: ranks of each node that sum gradients first; 1 if all ranks do at once
+    near: number of ranks of a node that sum gradients first; 1 if all ranks sum at once
     """
     size, nodes = _sent_bytes(section, n, dtype=dtype, method="reduce"), ranks // near
     if size is None:

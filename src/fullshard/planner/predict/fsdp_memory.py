@@ -328,7 +328,7 @@ class GradientMemoryReplay:
         unit.whole = 0
         beside = size.reduce_wires.beside if size.reduce_wires else 0
         ledger.reduced += size.reduce_output + beside
-        # A variable of FSDP2's loop keeps the last gradient meanwhile, which is mostly a large matrix.
+        # A loop variable of FSDP2 keeps one unsharded gradient alive meanwhile: assumed to be the largest.
         kept = size.largest_whole if beside else 0
         ledger.update_peaks(taken._replace(gradients=taken.gradients + kept))
         ledger.reduced -= beside

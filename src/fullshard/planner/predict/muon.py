@@ -1,6 +1,6 @@
-"""Bytes and seconds of Muon, and bytes of Adafactor, by which their runs differ from AdamW's.
+"""Differences of Muon and Adafactor from AdamW: bytes of both, and seconds of Muon.
 
-See `spec.dealing`, `training.muon` and `training.adafactor`. Of Muon:
+See `spec.dealing`, `training.muon` and `training.adafactor`. For Muon:
 
 P: elements of Muon's matrices, W: ranks of a replica, b: bytes per element of Newton–Schulz
 
@@ -61,29 +61,30 @@ class _DealtMuon(NamedTuple):
 
 
 def state_bytes_below_adamw(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
-    """Returns by how many bytes Muon's or Adafactor's state on a rank is smaller than AdamW's; else 0."""
+    """Returns AdamW's state less Muon's or Adafactor's, in bytes on a rank; 0 for other optimizers."""
     rank = _rank_in_first_replica(plan, rank)
     if plan.run.optimizer.is_adafactor:
-        elements, kept = _second_moments(spec, plan, rank=rank)
-        return 2 * ITEMSIZE[plan.precision.master] * elements - 4 * kept
+        elements, moments = _second_moments(spec, plan, rank=rank)
+        return 2 * ITEMSIZE[plan.precision.master] * elements - 4 * moments
     if not plan.run.optimizer.is_muon:
         return 0
     layouts = _deal(spec, plan, rank=rank).layouts
     master = ITEMSIZE[plan.precision.master]
     own = [one.boxes[rank % len(one.boxes)].size for one in layouts]
-    kept = 4 * sum(prod(size[:-1]) for size in own) if plan.run.optimizer.muon.row_decay else 0
-    return sum(master * prod(size) + 4 for size in own) - kept
+    row_bytes = 4 * sum(prod(size[:-1]) for size in own) if plan.run.optimizer.muon.row_decay else 0
+    return sum(master * prod(size) + 4 for size in own) - row_bytes
 
 
 def matrix_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
-    """Returns the most bytes of temporaries of Muon's or Adafactor's update on `rank`; 0 for others.
+    """Returns the most bytes of temporaries of Muon's or Adafactor's update on `rank`.
 
-    Adafactor's are the means that move second moments, and a copy of them in an all-reduce.
+    Adafactor's are the new means of squares, and a copy of them in an all-reduce. Returns 0 for other
+    optimizers.
     """
     rank = _rank_in_first_replica(plan, rank)
     if plan.run.optimizer.is_adafactor:
-        _, kept = _second_moments(spec, plan, rank=rank)
-        return 4 * kept * min(2, plan.shard_degree * plan.tensor_parallel)
+        _, moments = _second_moments(spec, plan, rank=rank)
+        return 4 * moments * min(2, plan.shard_degree * plan.tensor_parallel)
     if not plan.run.optimizer.is_muon:
         return 0
     dealt, itemsize = _deal(spec, plan, rank=rank), ITEMSIZE[_dtype(plan)]
@@ -113,16 +114,16 @@ def matrix_temporary_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int
 
 
 def _second_moments(spec: ModelSpec, plan: Plan, *, rank: int) -> tuple[int, int]:
-    """Returns (elements of trained parameters, of Adafactor's second moments). `rank`: in a replica."""
+    """Returns the elements, on `rank` of a replica, of trained parameters and of their second moments."""
     trained = ((one, unit) for unit in spec.units for one in unit.parameters if one.requires_grad)
-    elements = kept = 0
+    elements = moments = 0
     for part, count in Counter(_part_of(one, unit, plan=plan) for one, unit in trained).items():
         boxes = _layout(part).boxes
         size = boxes[rank % len(boxes)].size
         elements += count * prod(size)
         for dims in dims_of_means(part.shape).values():
-            kept += count * prod(n for dim, n in enumerate(size) if dim not in dims)
-    return elements, kept
+            moments += count * prod(n for dim, n in enumerate(size) if dim not in dims)
+    return elements, moments
 
 
 class MuonSeconds(NamedTuple):

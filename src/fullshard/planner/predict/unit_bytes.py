@@ -224,7 +224,7 @@ def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     """Returns the bytes of optimizer state on the device for a rank's own shards of a unit.
 
     - AdamW: 2 · numel in the master dtype, and a 4-byte step count per parameter. Muon and Adafactor: the
-      same, before `state_bytes_below_adamw`.
+      same; `state_bytes_below_adamw` has the difference.
     - AdamW in 8 bits: about 2 bytes per element, and the step counts.
     - SGD: 1 · numel with momentum, 0 without.
     - Offloaded: 0, except the step counts on the CPU, where they always are.

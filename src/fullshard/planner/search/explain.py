@@ -44,10 +44,10 @@ class PlanExplanation(FrozenModel):
     binds: Binding
     because: str  # the share of the kernels, and this cost, as text
     lever: PlanImprovement | None  # the change that gains most, if any is notable
-    compression: PlanImprovement | None = None  # the same of [communication]: no search chooses what rounds
+    compression: PlanImprovement | None = None  # of [communication]; no search chooses it, because it rounds
 
     def lines(self) -> tuple[str, ...]:
-        """Returns the cost, and the changes that gain most, a sentence or two each."""
+        """Returns the cost, and the changes that gain most, in one or two sentences each."""
         frees_memory = self.lever is not None and self.lever.plan is None
         kind = "would free memory" if frees_memory else "best of the other changes tried"
         changes = {kind: self.lever, "would lose precision (docs/communication.md)": self.compression}
@@ -153,7 +153,10 @@ def _iterate_settings(plan: Plan) -> Iterator[tuple[str, str]]:
 def find_best_change(
     plan: Plan, changes: Iterable[Change], *, spec_of: Describe, best: PlanImprovement | None = None
 ) -> PlanImprovement | None:
-    """Returns the change that gains most tokens/s per rank, if notable and more than `best`; else `best`."""
+    """Returns the change that gains most tokens/s per rank, if it is notable and gains more than `best`.
+
+    Otherwise returns `best`. `spec_of` describes the model of a changed run.
+    """
     own = require_prediction(plan).tokens_per_second / plan.world_size
     tiers = (cast("Tier", plan.run.offload.tier),)
     for change, other, machine in changes:
@@ -187,8 +190,10 @@ def _chunked_loss_improvement(plan: Plan) -> PlanImprovement | None:
 
 
 def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Change]:
-    """Yields the changes to try: a pinned microbatch, recompute or sharding left to the planner, compiled
-    blocks, a batch twice as large, and with it twice as many GPUs.
+    """Yields the changes to try.
+
+    These are a pinned microbatch, recompute or sharding left to the planner, compiled blocks, a batch twice
+    as large, and with it twice as many GPUs.
     """
     yield from iterate_runs_with_setting_unpinned(run, hardware)
     if run.run.compile is False and plan.device == "cuda":
@@ -205,7 +210,7 @@ def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Ch
 
 
 def _iterate_compressions(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Change]:
-    """Yields ways to compress communication, if the step waits for it."""
+    """Yields changes of [communication] that compress, if a notable part of the step waits for it."""
     waits, section = next(_iterate_waits(plan))[0], run.communication
     for settings in _COMPRESSIONS if waits >= NOTABLE and section.hook is None else ():
         is_open = all(getattr(section, key) in ("auto", "none", value) for key, value in settings.items())

@@ -17,9 +17,11 @@ class CommunicationSection(value.FrozenModel):
     `gather`: format of gathered parameters; `auto` sends them in the dtype of computing
     `reduce`: format of gradients on their way to the ranks that sum them, in fp32; `auto` sends and sums them
         in the dtype of `precision.mode`. int8 is rounded stochastically.
-    `reduce_within`: gradients are first summed over the ranks of each node, and only these sums are sent to
-        other nodes, as `reduce` says. Within nodes they are sent as with `auto` (`fp32`), or in `bf16`.
-    `ranks_per_node`: of `reduce_within`; `auto`: those of the plan's hardware, else LOCAL_WORLD_SIZE
+    `reduce_within`: sums gradients over the ranks of each node first, and sends only these sums to other
+        nodes, in the format of `reduce`. `fp32` sends gradients within nodes in the dtype of
+        `precision.mode`, `bf16` in bf16.
+    `ranks_per_node`: size of a node for `reduce_within`; `auto`: that of the plan's hardware, otherwise
+        LOCAL_WORLD_SIZE
     `hook`: `package.module:Class` of your own, which gathers and reduces instead
     """
 
@@ -36,13 +38,15 @@ class CommunicationSection(value.FrozenModel):
 
     @property
     def changes_sums(self) -> bool:
-        """True if gradients are summed in fullshard's own collectives, without a hook."""
+        """True if `reduce` or `reduce_within` replaces FSDP2's reduction."""
         return (self.reduce, self.reduce_within) != ("auto", "none")
 
     @model_validator(mode="after")
     def _check_hook_is_alone(self) -> Self:
         if self.hook is not None and (self.gather != "auto" or self.changes_sums):
-            raise ValueError(f'hook = "{self.hook}" gathers and reduces: leave gather and reduce out')
+            raise ValueError(
+                f'hook = "{self.hook}" gathers and reduces: leave out gather, reduce, reduce_within'
+            )
         return self
 
 

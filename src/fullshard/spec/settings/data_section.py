@@ -26,10 +26,10 @@ class DataSourceFields(value.FrozenModel):
         `labels` (-100) and `loss_mask` (0) exclude tokens from training, the 0 of an `attention_mask` is
         padding, and `position_ids` say where documents begin. Dots in the name of a field lead to a nested
         one.
-    `rejected_field`: makes pairs for a loss of preferences: `completion_field` has the chosen answer, and
-        this field the rejected one, as text or messages. In a row without `completion_field`, the prompt's
-        field has the whole chosen text or conversation, and this one the rejected one; the prompt is what
-        both begin with.
+    `rejected_field`: makes pairs, for a preference loss: `completion_field` has the chosen answer, and this
+        field the rejected one, as text or messages. In a row without `completion_field`, the prompt's field
+        has the whole chosen text or conversation, and this field the whole rejected one; the prompt is
+        their common beginning.
     `chat_template_kwargs`: further variables of the chat template, such as { enable_thinking = false }. A row
         may have its own in the field `chat_template_kwargs`, which take precedence.
     `role_field`, `content_field`: names of these fields in a message. ShareGPT: `from` and `value`
@@ -133,7 +133,7 @@ class DataSection(DataSourceFields):
 
     @property
     def row_length(self) -> int:
-        """Tokens that a model computes together: a sequence, or one of the two halves of a pair."""
+        """Tokens in a row of the model's input: a sequence, or one of the two halves of a pair."""
         return self.sequence_length // 2 if self.has_pairs else self.sequence_length
 
     @property
@@ -216,7 +216,9 @@ class DataSection(DataSourceFields):
         if any(source.rejected_field is None for source in self.sources):
             raise ValueError("give a rejected_field to all sources, or to none")
         if self.train_on == "all":
-            raise ValueError('rejected_field needs train_on = "completion", as only answers are compared')
+            raise ValueError(
+                'rejected_field needs train_on = "completion" or "assistant": losses compare answers'
+            )
         if "packing" in self.model_fields_set and self.packing != "none" or self.document_mask:
             raise ValueError('a pair is a sequence: leave out document_mask, and packing or set it to "none"')
         if self.sequence_length % 2:

@@ -27,10 +27,11 @@ class Evaluation(value.FrozenModel):
     `paths`: files or directories as in `data.paths`, prepared as [data] says. The result is the mean loss.
     `call`: `package.module:function`, called on all ranks with the sharded model and the plan. It returns a
         dict of metrics: numbers, equal on all ranks, or (sum, count), which are summed over ranks and divided
-    `task`: `lm_eval:NAME`, or several names with commas: tasks or groups of lm-evaluation-harness (the extra
-        `lm_eval`), or YAML files of tasks. The metrics are `task.metric`, or `task.metric@filter` for a
-        filter of the task.
-    `sequences`: most sequences of `paths`, evenly spread, or most documents of each task, the first; 0 is all
+    `task`: `lm_eval:NAME`, or several names with commas between them: tasks or groups of
+        lm-evaluation-harness (the extra `lm_eval`), or YAML files of tasks. The metrics are `task.metric`, or
+        `task.metric@filter` if the task filters answers.
+    `sequences`: the most sequences of `paths`, evenly spread, or the most documents of each task, from its
+        first; 0 is all
     """
 
     name: str
@@ -52,7 +53,7 @@ class Evaluation(value.FrozenModel):
                 'or task = "lm_eval:NAME"'
             )
         if self.sequences and self.call:
-            raise ValueError(f"{self.name}: sequences = {self.sequences} is for paths, not for call")
+            raise ValueError(f"{self.name}: sequences = {self.sequences} is for paths and task, not for call")
         if self.task and not _TASKS.fullmatch(self.task):
             raise ValueError(
                 f'{self.name}: task = {self.task!r} is not "lm_eval:NAME" or "lm_eval:NAME,NAME"'
@@ -63,7 +64,7 @@ class Evaluation(value.FrozenModel):
 
     @property
     def task_names(self) -> tuple[str, ...]:
-        """The tasks, groups or files of `task`; none without it."""
+        """The tasks, groups or files of `task`; empty without it."""
         return tuple(self.task.removeprefix("lm_eval:").split(",")) if self.task else ()
 
     def result_key(self, metric: str) -> str:

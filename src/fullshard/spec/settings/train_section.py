@@ -98,7 +98,7 @@ class MuonSection(value.FrozenModel):
     `momentum`: part of the momentum that a step keeps
     `nesterov`: whether the gradient counts once more beside the momentum
     `steps`: Newton–Schulz iterations
-    `row_decay`: part that a step keeps of the mean squares by which NorMuon divides rows; 0 is plain Muon
+    `row_decay`: part that a step keeps of NorMuon's average of each row's mean square; 0 is plain Muon
     `scale`: `rms` multiplies the rate by 0.2 √max(m, n), so that a rate of AdamW suits; `original` by
         √max(1, m / n), for rates near 0.02
     `dtype`: of Newton–Schulz, and of what ranks send for it; `auto`: fp32 in a run in fp32, else bf16
