@@ -188,13 +188,16 @@ def test_the_rate_of_a_step_is_that_of_the_rest(ranks: Any) -> None:
     assert shown == rest == 0.5e-2
 
 
-def refused_with_sgd() -> str:
+def refused_with_adagrad() -> str:
     with pytest.raises(SpecError) as raised:
-        sharded(with_groups("optimizer.name=sgd"))
+        sharded(with_groups("optimizer.name=torch.optim.Adagrad"))
     return str(raised.value)
 
 
 def test_betas_of_a_group_are_refused_by_an_optimizer_without(ranks: Any) -> None:
-    said = ranks(1).run(refused_with_sgd)[0]
+    said = ranks(1).run(refused_with_adagrad)[0]
     assert "has betas" in said
-    assert "sgd has none" in said
+    assert "Adagrad has none" in said
+    for name in ("sgd", "adafactor"):
+        with pytest.raises(SpecError, match=f"has betas, which {name} has not"):
+            with_groups(f"optimizer.name={name}")

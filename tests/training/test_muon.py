@@ -1,5 +1,6 @@
 """Muon on shards is Muon on whole matrices, bit for bit, and moves no more than its formula."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from tests.training.given_gradients import (
 )
 from tests.training.runs import local_bits, same_bits, whole
 from tests.training.same_numbers import build
+
+MATRIX = "*.attention.query.weight"
 
 
 def run_of(ranks: int, model: str, strategy: str = "full_shard", **more: Any) -> Run:
@@ -177,6 +180,36 @@ def test_a_resume_on_fewer_ranks_is_bitwise_the_run_without_a_break(
         found = ranks(count).run(resumed, run, ODD, source, target, step)[0]
         source = target
     assert differing(found, updated_by_reference(run_of(1, ODD), ODD, row_decay=row_decay)) == []
+
+
+def state_after_another_kind(first: str, second: str, tmp_path: Path) -> list[tuple[str, set[str]]]:
+    """Trains a step, resumes with another kind of one matrix, and returns its keys of state then."""
+    for number, kind in enumerate((first, second)):
+        group = f"optimizer.groups=[{{match=['{MATRIX}'], kind='{kind}'}}]"
+        state, plan = state_of(run_of(2, DECODER, extra=[group]), DECODER)
+        if number:
+            load(state, tmp_path)
+        set_gradients(state.model, number)
+        state.optimizer.step()
+        state.step = number + 1
+        save(state, tmp_path, plan=plan)
+    names = {name: set(state.optimizer.state[one]) for name, one in state.model.named_parameters()}
+    return [(name, keys) for name, keys in names.items() if fnmatch(name, MATRIX)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "keys"),
+    [
+        ("muon", "adamw", {"exp_avg", "exp_avg_sq", "step"}),
+        ("adamw", "muon", {"momentum_buffer"}),
+    ],
+)
+def test_a_parameter_of_another_kind_resumes_with_state_of_that_kind_alone(
+    first: str, second: str, keys: set[str], ranks: Any, tmp_path: Path
+) -> None:
+    for found in ranks(2).run(state_after_another_kind, first, second, tmp_path):
+        assert found
+        assert all(own == keys for _, own in found)
 
 
 def resumed_from_adamw(tmp_path: Path) -> None:

@@ -241,7 +241,8 @@ class _MatrixUpdate:
 
     def __init__(self, optimizer: MuonAdamW, parameter: Tensor, *, group: dict[str, Any]) -> None:
         state = optimizer.state[parameter]
-        if "momentum_buffer" not in state:
+        if "momentum_buffer" not in state:  # none, or AdamW's, in the checkpoint
+            state.clear()
             state["momentum_buffer"] = torch.zeros_like(parameter)
         if optimizer.muon.row_decay and _SQUARES not in state:
             shape = (*parameter.shape[:-1], 1)
@@ -249,6 +250,8 @@ class _MatrixUpdate:
         self.owner_tensors = {_DIRECTION: parameter}
         if optimizer.muon.row_decay:
             self.owner_tensors[_SQUARES] = state[_SQUARES]
+        else:
+            state.pop(_SQUARES, None)  # of a run before, with `row_decay`
         self.parameter, self._optimizer, self._group = parameter, optimizer, group
         self.value: Tensor = local_part_of(parameter)
         self._momentum: Tensor = local_part_of(state["momentum_buffer"])

@@ -157,6 +157,8 @@ class OptimizerSection(value.FrozenModel):
             raise ValueError(f'[optimizer.muon] needs name = "muon", not "{self.name}"')
         if not self.is_muon and any(group.kind for group in self.groups):
             raise ValueError(f'kind of [[optimizer.groups]] needs name = "muon", not "{self.name}"')
+        if self.name.lower() in ("adafactor", "sgd") and any(group.betas for group in self.groups):
+            raise ValueError(f"a group of [[optimizer.groups]] has betas, which {self.name} has not")
         return self
 
 
