@@ -1,12 +1,15 @@
 """Bytes and seconds of [communication], planned."""
 
+from typing import Any, cast
+
 import pytest
 
+from fullshard.planner.predict.compression import reduce_wires
 from fullshard.planner.predict.memory import bytes_by_unit_kind
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import predict, search
 from fullshard.spec.run import Run
-from fullshard.spec.settings.communication_section import wire_bytes
+from fullshard.spec.settings.communication_section import CommunicationSection, wire_bytes
 from tests.fakes.hardware import cpu_of
 from tests.planner.measured import described, hardware_of_one_byte_per_second, plan_of
 
@@ -71,6 +74,19 @@ def test_each_level_takes_the_seconds_of_its_bytes(within: str, itemsize: int, n
     assert seconds[1] == pytest.approx(
         sum((8 // near - 1) * wire_bytes("int8", n) for n in shards if n), rel=1e-3
     )
+
+
+def test_sums_that_stay_on_one_level_are_planned_as_they_are_sent() -> None:
+    """Checks that one node sends no int8, and nodes of one rank no fp32 if the reduction is in bf16."""
+    levels = CommunicationSection(reduce="int8", reduce_within="fp32")
+    plain = CommunicationSection(reduce_within="fp32")
+    assert reduce_wires(levels, 1000, ranks=4, near=4, dtype="fp32") == reduce_wires(
+        plain, 1000, ranks=4, near=4, dtype="fp32"
+    )
+    for near, dtype, sent in ((4, "fp32", 4000), (4, "bf16", 4000), (1, "fp32", 16000), (1, "bf16", 8000)):
+        wires = reduce_wires(plain, 1000, ranks=4, near=near, dtype=cast(Any, dtype))
+        assert wires is not None
+        assert wires.sent == sent
 
 
 def test_nodes_are_those_of_the_hardware_that_is_planned_on() -> None:

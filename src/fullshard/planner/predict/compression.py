@@ -48,7 +48,7 @@ class Wires(NamedTuple):
 
 def gather_wires(section: CommunicationSection, n: int, *, ranks: int, dtype: Dtype) -> Wires | None:
     """Returns the costs of gathers of shards of `n` elements; None if they are sent as FSDP2 does."""
-    size = _sent_bytes(section, n, dtype=dtype, method="gather")
+    size = _sent_bytes(section, n, kind=section.gather, dtype=dtype, method="gather")
     if size is None:
         return None
     received, decoded = ranks * size, ranks * n * ITEMSIZE[dtype]
@@ -64,12 +64,15 @@ def reduce_wires(
 
     near: number of ranks of a node that sum gradients first; 1 if all ranks sum at once
     """
-    size, nodes = _sent_bytes(section, n, dtype=dtype, method="reduce"), ranks // near
+    kind, nodes = "auto" if near == ranks else section.reduce, ranks // near
+    size = _sent_bytes(section, n, kind=kind, dtype=dtype, method="reduce")
+    if size is None and section.reduce_within != "none":
+        size = n * (ITEMSIZE[dtype] if near == 1 else 4)
     if size is None:
         return None
     sent = nodes * size
     temporary = 0 if section.hook else _TEMPORARY * _elements_at_once(n, nodes)
-    traffic = (69 + 21 if section.reduce == "int8" else 12) * nodes * n
+    traffic = (69 + 21 if kind == "int8" else 12) * nodes * n
     beside = sent + max(sent, temporary) + 4 * n
     if near == 1:
         return Wires(sent, beside, traffic)
@@ -82,14 +85,13 @@ def reduce_wires(
     return Wires(sent, max(beside, inside + sent - sent // exchanges), traffic, near, exchanges, each)
 
 
-def _sent_bytes(section: CommunicationSection, n: int, *, dtype: Dtype, method: str) -> int | None:
+def _sent_bytes(
+    section: CommunicationSection, n: int, *, kind: Literal["auto"] | Format, dtype: Dtype, method: str
+) -> int | None:
     if section.hook is not None:
         hook = _import_hook(section.hook)
         return hook.wire_bytes(n, dtype) if hasattr(hook, method) else None
-    chosen: Literal["auto"] | Format = section.gather if method == "gather" else section.reduce
-    if chosen == "auto":
-        return 4 * n if method == "reduce" and section.reduce_within != "none" else None
-    return wire_bytes(chosen, n)
+    return None if kind == "auto" else wire_bytes(kind, n)
 
 
 def _elements_at_once(n: int, ranks: int) -> int:
