@@ -182,6 +182,11 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         ),
         "data.validation_fraction > 0, or data.validation_paths",
     ),
+    (
+        ("communication.ranks_per_node",),
+        lambda run: run.communication.reduce_within != "none",
+        "communication.reduce_within",
+    ),
 )
 
 
