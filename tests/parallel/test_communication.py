@@ -354,8 +354,9 @@ def test_what_is_no_hook_is_refused(more: list[str], factor: bool, text: str, ra
 
 
 def test_settings_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(SpecError, match="gathers and reduces: leave"):
-        Run.load(overrides=[COUNTING, "communication.gather=int8"])
+    for other in ("gather=int8", "reduce_within=fp32"):
+        with pytest.raises(SpecError, match="gathers and reduces: leave out gather, reduce, reduce_within"):
+            Run.load(overrides=[COUNTING, f"communication.{other}"])
     with pytest.raises(PlanError, match="replicas"):
         Plan.from_run(run_of(*BOTH, "sharding.strategy=no_shard"), world_size=2)
 

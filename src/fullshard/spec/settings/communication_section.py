@@ -18,8 +18,8 @@ class CommunicationSection(value.FrozenModel):
     `reduce`: format of gradients on their way to the ranks that sum them, in fp32; `auto` sends and sums them
         in the dtype of `precision.mode`. int8 is rounded stochastically.
     `reduce_within`: sums gradients over the ranks of each node first, and sends only these sums to other
-        nodes, in the format of `reduce`. `fp32` sends gradients within nodes in the dtype of
-        `precision.mode`, `bf16` in bf16.
+        nodes, in the format of `reduce`. Within nodes, `fp32` sends gradients in the dtype of the
+        reduction, which is bf16 only in the mode `bf16_reduce`; `bf16` sends them in bf16.
     `ranks_per_node`: size of a node for `reduce_within`; `auto`: that of the plan's hardware, otherwise
         LOCAL_WORLD_SIZE
     `hook`: `package.module:Class` of your own, which gathers and reduces instead
