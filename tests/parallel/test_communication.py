@@ -15,7 +15,7 @@ from fullshard.checkpoint import load, save
 from fullshard.distributed.collectives import REDUCTION
 from fullshard.distributed.compression import CompressedCommunication, decode, encode
 from fullshard.errors import PlanError, ShardError, SpecError
-from fullshard.parallel.communication import find_hooks
+from fullshard.parallel.communication import find_hooks, settle_ranks_per_node
 from fullshard.spec.plan import MergedUnitSettings, Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.communication_section import CommunicationSection, wire_bytes
@@ -275,6 +275,38 @@ def test_nodes_are_those_of_the_environment(ranks: Any) -> None:
         assert degrees == {near}
         assert len(messages) == (1 if said else 0)
         assert said in "".join(messages)
+
+
+def messages_of_nodes(more: list[str], per_node: str | None) -> list[str]:
+    del os.environ["LOCAL_WORLD_SIZE"]
+    if per_node is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = per_node
+    run = run_of("sharding.strategy=full_shard", "data.sequence_length=8", *more)
+    with logged() as messages:
+        settle_ranks_per_node(Plan.from_run(run, world_size=dist.get_world_size()))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("more", "per_node", "said"),
+    [
+        (LEVELS, None, []),
+        (LEVELS, "4", []),
+        (LEVELS, "1", ["ranks_per_node = 2: sums within nodes cross hosts, which have 1 ranks"]),
+        (LEVELS[1:2], "4", []),
+        ((*LEVELS[1:], "sharding.tensor_parallel=2"), "4", ["communication.reduce has no effect"]),
+        ((*LEVELS[1:], "sharding.tensor_parallel=2"), "2", ["communication.reduce_within has no effect"]),
+    ],
+)
+def test_a_level_without_effect_is_logged(more: Any, per_node: Any, said: list[str], ranks: Any) -> None:
+    messages = ranks(4).run(messages_of_nodes, list(more), per_node)[0]
+    assert len(messages) == len(said)
+    assert all(text in message for text, message in zip(said, messages, strict=True))
+
+
+def test_nodes_of_unknown_size_are_refused(ranks: Any) -> None:
+    with pytest.raises(ShardError, match=r"ranks per node is not known[\s\S]*communication.ranks_per_node"):
+        ranks(2).run(messages_of_nodes, list(LEVELS[1:]), None)
 
 
 @pytest.mark.parametrize(

@@ -97,18 +97,31 @@ def settle_ranks_per_node(plan: Plan) -> Plan:
     """Returns `plan` with the number of ranks per node, of LOCAL_WORLD_SIZE, if `reduce_within` needs it.
 
     `ranks_per_node` overrides it. If nodes have different numbers of ranks, their greatest common divisor
-    counts. Warns if there is only one level. Collective.
+    counts. Warns if there is only one level, or if nodes of `ranks_per_node` cross hosts. Collective.
+
+    Raises ShardError if neither is set.
     """
     section = plan.run.communication
     if section.reduce_within == "none":
         return plan
-    counts = all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
-    per_node = gcd(*counts) if section.ranks_per_node == "auto" else section.ranks_per_node
-    if rank() == 0 and not 1 < per_node < plan.shard_degree * plan.tensor_parallel:
-        unused = "reduce_within" if per_node == 1 else "reduce"
-        text = "communication.%s has no effect: %d ranks shard, on nodes of %d"
-        logger.warning(text, unused, plan.shard_degree, per_node)
-    return plan.with_ranks_per_node(per_node)
+    counts = all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", "1" if plan.world_size == 1 else "0")))
+    of_host = gcd(*counts) if all(counts) else None
+    if of_host is None and section.ranks_per_node == "auto":
+        raise ShardError(
+            "the number of ranks per node is not known.",
+            got=f'communication.reduce_within = "{section.reduce_within}", no LOCAL_WORLD_SIZE',
+            why="gradients are summed within nodes first",
+            fix="communication.ranks_per_node, or torchrun, which sets LOCAL_WORLD_SIZE",
+        )
+    if rank() == 0 and of_host and section.ranks_per_node != "auto" and of_host % section.ranks_per_node:
+        text = "communication.ranks_per_node = %d: sums within nodes cross hosts, which have %d ranks"
+        logger.warning(text, section.ranks_per_node, of_host)
+    plan = plan.with_ranks_per_node(of_host or 1)
+    near = MergedUnitSettings.for_unit(plan, None, kept=False).near_degree
+    if rank() == 0 and (near == 1 or (near == plan.shard_degree and section.reduce != "auto")):
+        text = "communication.%s has no effect: a node has %d of the %d ranks that shard a parameter"
+        logger.warning(text, "reduce_within" if near == 1 else "reduce", near, plan.shard_degree)
+    return plan
 
 
 def install_hook(
