@@ -50,8 +50,8 @@ def preference_loss(
     with torch.no_grad():  # frozen, and no activation is kept
         before = log_probabilities(reference, batch)
     gained = log_probabilities(model, batch) - before
-    # A pair without labels only fills up the last batch of a validation.
-    counts = (batch["labels"] != -100).any(1)
+    # A pair without labels in both halves does not count: some fill up the last batch of a validation.
+    counts = (batch["labels"] != -100).unflatten(1, (2, -1)).any(2).all(1)
     losses = -F.logsigmoid(beta * (gained[:, 0] - gained[:, 1]))
     return (losses * counts).sum(), counts.sum()
 

@@ -229,7 +229,14 @@ def _pack_training_and_held_out(
     begins, lengths = stream.document_begins_and_lengths()
     documents = lengths
     if section.has_pairs:  # chosen and rejected documents alternate
-        begins, lengths = begins[::2], lengths[::2] + lengths[1::2]
+        mask, most = stream.slice_loss_mask_in_one_store, section.row_length + 1
+        places = zip(begins.tolist(), lengths.tolist(), strict=True)
+        labelled = [n > 1 and bool(np.any(mask(at + 1, at + min(n, most)))) for at, n in places]
+        kept = np.reshape(labelled, (-1, 2)).all(1)  # without a label, an answer would not be compared
+        if not kept.any():
+            raise DataError("no pair has a label in both halves.", fix="a longer data.sequence_length")
+        begins, lengths = begins[::2][kept], (lengths[::2] + lengths[1::2])[kept]
+        documents = documents[::2][kept]
     training, held_out = packing.split_off_held_out(
         begins, lengths, fraction=section.validation_fraction, may_cut=not section.has_pairs
     )
@@ -241,7 +248,7 @@ def _pack_training_and_held_out(
     arrays, tokens = dict[str, token_store.Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
         if section.has_pairs:
-            chosen_lengths = documents[::2][np.searchsorted(begins, spans.begins)]
+            chosen_lengths = documents[np.searchsorted(begins, spans.begins)]
             rows = packing.pack_pairs(spans, chosen_lengths, half=section.row_length)
         else:
             rows = packing.pack_spans(spans, packing=section.packing, sequence_length=section.sequence_length)

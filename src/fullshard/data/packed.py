@@ -18,6 +18,7 @@ from fullshard.spec.plan import Plan
 from fullshard.system.terminal import escape_to_single_line
 
 _MOSTLY_PADDING = "more than half of the token positions are padding; try a shorter data.sequence_length"
+_UNLABELLED = "pairs left out: an answer has no label in its half; try a longer data.sequence_length"
 _RowPieces = tuple[TokenStream, Iterator[Piece]]
 
 
@@ -105,10 +106,12 @@ class PackedData:
 
     @property
     def overlong_masked_document_count(self) -> int:
-        """Number of documents longer than a sequence, in stores with untrained tokens, such as prompts."""
-        longest = self.sequence_length // (1 + self.has_pairs) + 1  # the last token is a label alone
+        """Number of documents, or pairs, that are cut, in stores with untrained tokens, such as prompts."""
+        each = 1 + self.has_pairs
+        longest = self.sequence_length // each + 1  # the last token is a label alone
         masked = [store for store in self.token_stores if store.loss_mask is not None]
-        return sum(int((store.ends - store.begins > longest).sum()) for store in masked)
+        cut = [(store.ends - store.begins > longest).reshape(-1, each).any(1) for store in masked]
+        return sum(map(np.count_nonzero, cut))
 
     @property
     def training_sequences(self) -> int:
@@ -179,6 +182,8 @@ class PackedData:
 
         efficiency: fraction of the places in training rows that hold a token; the others are padding
         """
+        held_out = sum(pool.held_out.row_count for pool in self.pools)
+        unlabelled = self.document_count - self.training_sequences - held_out if self.has_pairs else 0
         efficiency = self.training_token_count / (self.sequence_length * self.training_sequences)
         return {
             "source": " + ".join(store.name for pool in self.pools for store in pool.training_stores),
@@ -194,13 +199,14 @@ class PackedData:
                 *(warning for store in self.token_stores for warning in store.warnings),
                 *self.pattern.rounded_share_messages(),
                 *([_MOSTLY_PADDING] if efficiency < 0.5 else []),
+                *([f"{unlabelled:,} {_UNLABELLED}"] if unlabelled else []),
             ],
             "training tokens": self.training_token_count,
             "training sequences": self.training_sequences,
             "packing": self.packing,
             "efficiency": efficiency,
             "validation tokens": self.validation_tokens,
-            "validation sequences": sum(pool.held_out.row_count for pool in self.pools),
+            "validation sequences": held_out,
             "sequence length": self.sequence_length,
             "vocabulary": self.vocabulary,
             "shares": self.pattern.source_shares,

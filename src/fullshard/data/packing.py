@@ -62,7 +62,7 @@ def split_off_held_out(
     """Returns (training spans, held-out spans) with about `fraction` of the tokens held out.
 
     begins, lengths: of the documents
-    may_cut: whether the tail of a document may be held out
+    may_cut: whether the tail of a document may be held out. If not, at least one of several documents is.
 
     See [Note: what is held out].
     """
@@ -71,6 +71,8 @@ def split_off_held_out(
     order = permute_pseudorandomly(np.arange(len(lengths)), length=len(lengths), key="hold out")
     out = np.zeros(len(lengths), dtype=np.bool_)
     out[order[np.cumsum(lengths[order]) <= budget]] = True
+    if not may_cut and fraction and len(lengths) > 1:
+        out[order[0]] = True
     left = budget - int(lengths[out].sum())
     training, held_out = everything.select_spans(~out), everything.select_spans(out)
     if 2 * left <= budget or not training.token_count or not may_cut:

@@ -11,6 +11,7 @@ ms-swift, xtuner, NeMo, MaxText, open-instruct, and the tokenizers and collators
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product, takewhile
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from fullshard.errors import DataError
 from fullshard.quantities import join_names
 from fullshard.spec.settings.data_section import DataSourceFields
+from fullshard.system.small_files import parse_json
 
 ABSENT = object()
 """Value of a field that a row does not have."""
@@ -111,25 +113,36 @@ def list_unread_content_fields(fields: DataSourceFields) -> list[str]:
 def split_pair(row: Mapping[str, Any], fields: DataSourceFields) -> list[dict[str, Any]]:
     """Returns two rows like `row`, with the chosen and with the rejected answer in `completion_field`.
 
-    See `DataSourceFields.rejected_field`. Raises UntokenizableRecordError unless there are two answers.
+    See `DataSourceFields.rejected_field`. Raises UntokenizableRecordError unless two answers follow a prompt.
     """
-    main, answer, rejected_field = (
-        required_field_names(fields)[0],
-        fields.completion_field,
-        fields.rejected_field,
-    )
-    assert rejected_field is not None, "only pairs are split"
-    prompt, *answers = (look_up_field(row, name) for name in (main, answer, rejected_field))
-    # In axolotl's form, an answer is a single message.
-    chosen, rejected = cast(list[Any], [[one] if isinstance(one, dict) else one for one in answers])
+    answer, rejected_name = fields.completion_field, fields.rejected_field
+    assert rejected_name is not None, "only pairs are split"
+    main = required_field_names(fields)[0]
+    found = [look_up_field(row, name) for name in (main, answer, rejected_name)]
+    if fields.records == "messages":
+        found = [_decode_messages(one, fields) for one in found]
+        for i in (1, 2):
+            if found[i] and isinstance(found[i], str):
+                found[i] = [{fields.role_field: "assistant", fields.content_field: found[i]}]
+    prompt, chosen, rejected = found
     if chosen is ABSENT and isinstance(prompt, str | list) and type(prompt) is type(rejected):
-        alike = sum(
-            1 for _ in takewhile(lambda both: both[0] == both[1], zip(prompt, rejected, strict=False))
-        )
+        alike = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt, rejected, strict=False)))
         prompt, chosen, rejected = prompt[:alike], prompt[alike:], rejected[alike:]
-    if not chosen or not rejected or type(chosen) is not type(rejected) or chosen == rejected:
-        raise UntokenizableRecordError(f"{answer!r} and {rejected_field!r} are not two different answers")
+    are_alike = isinstance(chosen, str | list) and type(chosen) is type(rejected)
+    if not (chosen and rejected and are_alike) or chosen == rejected:
+        raise UntokenizableRecordError(f"{answer!r} and {rejected_name!r} are not two different answers")
+    if isinstance(prompt, list) and any(prompt[-len(one) :] == one for one in (chosen, rejected)):
+        raise UntokenizableRecordError(f"{main!r} ends with the answer of {answer!r} or {rejected_name!r}")
     return [{**row, main: prompt, answer: one} for one in (chosen, rejected)]
+
+
+def _decode_messages(value: Any, fields: DataSourceFields) -> Any:
+    """Returns a list for one message, as in axolotl, and for JSON text of messages; else `value`."""
+    with suppress(ValueError):
+        items: Any = parse_json(value) if isinstance(value, str) else None
+        if isinstance(items, list) and all(isinstance(i, dict) and fields.role_field in i for i in items):
+            return items
+    return [value] if isinstance(value, dict) else value
 
 
 def look_up_field(row: Mapping[str, Any], name: str) -> Any:

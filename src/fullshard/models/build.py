@@ -89,7 +89,7 @@ def decoder_flops_per_token(model: nn.Module, run: Run) -> float | None:
         parameters,
         layers=section.layers,
         d_model=section.d_model,
-        sequence_length=run.data.sequence_length,
+        sequence_length=run.data.row_length,
         gradients=gradient_shares(model),
     )
 
@@ -161,13 +161,14 @@ def check_sequence_length(model: nn.Module, run: Run) -> None:
     rows, unused = getattr(text, _POSITIONS, None), _position_rows_before_first_token(model)
     if not isinstance(rows, int) or rows < 1 or run.data.row_length <= rows - unused:
         return
+    each, halves = (2, ", in both halves") if run.data.has_pairs else (1, "")
     part = "" if text is model.config else "text_config."
     first = f", of which the first {unused} are not used" if unused else ""
     raise SpecError(
-        f"data.sequence_length = {run.data.sequence_length} is longer than the model's positions.",
+        f"data.sequence_length = {run.data.sequence_length} is longer than the model's positions{halves}.",
         got=f"{type(model).__name__.removeprefix('FSDP')}, {_POSITIONS} = {rows}{first}",
-        fix=f"data.sequence_length = {rows - unused}, or model.options.{part}{_POSITIONS} = "
-        f"{run.data.sequence_length + unused}, and the model must learn these positions",
+        fix=f"data.sequence_length = {each * (rows - unused)}, or model.options.{part}{_POSITIONS} = "
+        f"{run.data.row_length + unused}, and the model must learn these positions",
     )
 
 

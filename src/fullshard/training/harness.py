@@ -97,7 +97,7 @@ class ShardedLanguageModel:
 
     @property
     def _trained_length(self) -> int:
-        return self.plan.run.data.sequence_length
+        return self.plan.run.data.row_length
 
     @property
     def prefix_token(self) -> int:

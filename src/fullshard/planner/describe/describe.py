@@ -146,8 +146,8 @@ def _build_spec(
         table.kernels,
         plan=plan,
         gradients=gradient_shares(model),
-        attended=attention_window_share(model, sequence_length=plan.run.data.sequence_length),
-        written_out=attention_flop_per_token(model, sequence_length=plan.run.data.sequence_length),
+        attended=attention_window_share(model, sequence_length=plan.run.data.row_length),
+        written_out=attention_flop_per_token(model, sequence_length=plan.run.data.row_length),
     )
     return ModelSpec(
         name=type(model).__name__,

@@ -229,7 +229,7 @@ def iterate_tensor_degrees(run: Run, *, per_node: int) -> Iterator[int]:
         return
     for degree in divisors(per_node):
         fits = not isinstance(model, DecoderConfig) or can_decoder_be_split(model, degree)
-        if degree > 1 and fits and run.data.sequence_length % (degree * section.context_degree) == 0:
+        if degree > 1 and fits and run.data.row_length % (degree * section.context_degree) == 0:
             yield degree
 
 

@@ -91,10 +91,11 @@ def check_sequence_is_divisible(run: Run) -> None:
     # Two pieces to each rank: see `fullshard.distributed.sequence_parts`.
     pieces = 2 * section.context_degree if section.context_degree > 1 else 1
     parts = section.ranks_per_sequence
-    if length % parts and section.tensor_degree > 1:
-        each = math.lcm(pieces, parts)
+    rows = 2 if run.data.has_pairs else 1  # the halves of a pair are divided one by one
+    if length % (rows * parts) and section.tensor_degree > 1:
+        each = math.lcm(pieces, rows * parts)
         raise PlanError(
-            f"sequences of {length:,} tokens cannot be divided over {parts} ranks.",
+            f"sequences of {run.data.row_length:,} tokens cannot be divided over {parts} ranks.",
             got=f"data.sequence_length = {length}, sharding.tensor_parallel = {section.tensor_parallel}, "
             f"sharding.context_parallel = {section.context_degree}",
             why="the ranks that share a matmul share the sequence between matmuls",
