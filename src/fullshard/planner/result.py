@@ -19,6 +19,7 @@ from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.settings.run_checks import unused_setting_notes
 from fullshard.spec.settings.run_checks import check_own_model_has_data, count_groups
 from fullshard.system.targets import check_output_file, convert_write_errors, make_load_predicate
 from fullshard.system.terminal import escape_control_characters
@@ -95,6 +96,7 @@ class PlanOptions(NamedTuple):
             notes.append(note)
             asked = subject.load_run([*pinned, f"train.global_batch={sequences}"])
         notes += [f"planned as the reference decoder: {text}" for text in subject.differs]
+        notes += unused_setting_notes(asked)
         for note in () if quiet else filter(None, notes):
             print(f"note: {escape_control_characters(note)}", file=sys.stderr)
         degree = asked.sharding.tensor_degree  # before the trace, which would fail without its name

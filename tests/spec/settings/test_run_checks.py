@@ -23,6 +23,7 @@ CASES = [
     ("precision.fp8_min_features=64", "precision.mode=fp8_rowwise"),
     ("schedule.decay_fraction=0.5", "schedule.kind=wsd"),
     ("schedule.min_lr_ratio=0.5", "schedule.kind=linear"),
+    ("ema.validation=true", "ema.decay=0.9"),
     ("communication.ranks_per_node=8", "communication.reduce_within=fp32"),
 ]
 

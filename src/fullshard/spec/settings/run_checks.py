@@ -183,6 +183,7 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
         ),
         "data.validation_fraction > 0, or data.validation_paths",
     ),
+    (("ema.start", "ema.every", "ema.validation"), lambda run: run.ema.decay > 0, "ema.decay"),
     (
         ("communication.ranks_per_node",),
         lambda run: run.communication.reduce_within != "none",
