@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.samples import save_tokenizer
 from tests.fakes.architectures_hf import write_config
 
 PROGRAM = """
@@ -63,7 +64,7 @@ TOKENIZED = ["data.source=text", 'data.paths=["DIRECTORY/config.json"]', "data.t
 )
 def test_a_missing_extra_is_named(cases: list[tuple[str, str, list[str], str]], tmp_path: Path) -> None:
     write_config("llama", tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
+    save_tokenizer(tmp_path)  # one that the worker, which misses nothing, can open
     given = [
         (what, absent, [one.replace("DIRECTORY", str(tmp_path)) for one in settings])
         for what, absent, settings, _ in cases
