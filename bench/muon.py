@@ -21,8 +21,8 @@ RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 def validation_loss(name: str, rate: float, *, seed: int, steps: int, root: Path) -> float:
     """Trains the default model, and returns its last validation loss."""
     directory = root / f"{name}-{rate:g}-{seed}"
-    if (directory / "measurement.json").exists():
-        return read_validation_loss(directory)
+    if (loss := read_validation_loss(directory)) is not None:
+        return loss
     settings = {
         "optimizer.name": name,
         "optimizer.learning_rate": rate,
@@ -35,13 +35,18 @@ def validation_loss(name: str, rate: float, *, seed: int, steps: int, root: Path
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return read_validation_loss(directory)
+    loss = read_validation_loss(directory)
+    assert loss is not None, "a run ends with a validation"
+    return loss
 
 
-def read_validation_loss(directory: Path) -> float:
-    """Returns the last validation loss of the run in `directory`, and prints it."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
+def read_validation_loss(directory: Path) -> float | None:
+    """Returns the last validation loss of the run in `directory`, and prints it; None before its end."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     losses = [loss for line in lines if (loss := json.loads(line).get("validation_loss")) is not None]
+    if not losses:
+        return None
     print(f"{directory.name:16} {losses[-1]:.4f}", flush=True)
     return losses[-1]
 
