@@ -19,8 +19,7 @@ from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec, fp8_summary_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.settings.run_checks import unused_setting_notes
-from fullshard.spec.settings.run_checks import check_own_model_has_data, count_groups
+from fullshard.spec.settings.run_checks import check_own_model_has_data, count_groups, unused_setting_notes
 from fullshard.system.targets import check_output_file, convert_write_errors, make_load_predicate
 from fullshard.system.terminal import escape_control_characters
 
