@@ -132,7 +132,7 @@ def format_difference(plan: Plan, chosen: Plan) -> str:
     """Returns the settings in which `plan` differs: `microbatch 2 instead of 1, recompute none instead …`."""
     pairs = zip(_iterate_settings(plan), _iterate_settings(chosen), strict=True)
     texts = [f"{name}{own} instead of {other}" for (name, own), (_, other) in pairs if own != other]
-    return ", ".join(texts) or "the same settings"
+    return ", ".join(texts) or "all else as here"
 
 
 def _iterate_settings(plan: Plan) -> Iterator[tuple[str, str]]:
