@@ -8,14 +8,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor, shard_offsets
+from fullshard.models.loss import choose_loss
+from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.figures import StepDecision
+from fullshard.training.gradients import update_as_device_decides, update_parameters
+from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
+from tests.training.runs import local_bits, whole
 from tests.training.same_numbers import build, make_run
 
 RATE, DECAY, STEPS = 0.02, 0.1, 3
@@ -77,3 +82,64 @@ def set_gradients(model: nn.Module, step: int) -> None:
 
 def decision(*, found_inf: float, scale: float = 1.0) -> StepDecision:
     return StepDecision(torch.zeros(9), torch.tensor(scale), torch.tensor(found_inf))
+
+
+def state_after_updates(run: Run, model: str) -> TrainState:
+    state, _ = state_of(run, model)
+    for step in range(STEPS):
+        set_gradients(state.model, step)
+        state.optimizer.step()
+    return state
+
+
+def bits_of_skipped_step(run: Run, model: str, found_inf_before: float = 0.0) -> list[str]:
+    """Names of what differs after a step whose gradients are NaN, and which the device skips.
+
+    found_inf_before: 1 if the device skips the step before it too
+    """
+    state, _ = state_of(run, model)
+    set_gradients(state.model, 0)
+    update_as_device_decides(state.optimizer, decision(found_inf=found_inf_before))
+    before = local_bits(state)
+    for parameter in state.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter.detach(), torch.nan)
+    update_as_device_decides(state.optimizer, decision(found_inf=1.0))
+    return [name for name, one in local_bits(state).items() if not torch.equal(one, before[name])]
+
+
+def bits_by_decision(run: Run, model: str, how: str, skips_first: bool = False) -> Tensors:
+    """What this rank holds after an update with gradients scaled by 4, as the "device" or "host" decides.
+
+    skips_first: whether the device first skips a step, which is as if it had not been
+    """
+    state, _ = state_of(run, model)
+    if how == "device" and skips_first:
+        set_gradients(state.model, 1)
+        update_as_device_decides(state.optimizer, decision(found_inf=1.0))
+    set_gradients(state.model, 0)
+    if how == "device":
+        update_as_device_decides(state.optimizer, decision(found_inf=0.0, scale=4.0))
+    else:
+        update_parameters(
+            state.optimizer, [p.grad for p in state.model.parameters() if p.grad is not None], factor=0.25
+        )
+    return local_bits(state)
+
+
+def trained(run: Run, model: str) -> Tensors:
+    state, plan = state_of(run, model)
+    assert not any(step.skipped for step in train(state, plan, loss=choose_loss(run, state.model)))
+    return whole(state.model)
+
+
+def assert_training_does_not_depend_on_ranks_nor_on_microbatches(name: str, ranks: Any) -> None:
+    """In fp32, by a thousandth of what training changes: the optimizers magnify roundings of gradients."""
+    wanted = ranks(1).run(trained, run_of(name, 1, DECODER), DECODER)[0]
+    first = dict(materialize(build(DECODER, run_of(name, 1, DECODER)), seed=0).named_parameters())
+    for count, accumulation in ((2, (4, "last_microbatch")), (3, (1, "every_microbatch"))):
+        run = run_of(name, count, DECODER, accumulation=accumulation)
+        found = ranks(count).run(trained, run, DECODER)[0]
+        for key, one in wanted.items():
+            moved = (one - first[key].detach()).abs().max()
+            assert (found[key] - one).abs().max() <= 1e-3 * moved, key

@@ -13,14 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.checkpoint import load, save
 from fullshard.errors import PlanError, SpecError
-from fullshard.models.loss import choose_loss
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.adafactor import Adafactor
-from fullshard.training.gradients import update_as_device_decides, update_parameters
 from fullshard.training.groups import make_parameter_groups
-from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from tests.training import given_gradients
 from tests.training.given_gradients import (
@@ -31,12 +28,15 @@ from tests.training.given_gradients import (
     RATE,
     STEPS,
     Tensors,
-    decision,
+    assert_training_does_not_depend_on_ranks_nor_on_microbatches,
+    bits_by_decision,
+    bits_of_skipped_step,
     gradients,
     set_gradients,
+    state_after_updates,
     state_of,
 )
-from tests.training.runs import local_bits, same_bits, whole
+from tests.training.runs import same_bits, whole
 from tests.training.same_numbers import build
 
 TOLERANCE = 1e-5  # of what a parameter moved, and of a second moment: sums of ranks have other orders
@@ -60,10 +60,7 @@ def moments_of(state: TrainState) -> Tensors:
 
 def updated_here(run: Run, model: str) -> tuple[Tensors, Tensors]:
     """(parameters, second moments) after STEPS updates with given gradients."""
-    state, _ = state_of(run, model)
-    for step in range(STEPS):
-        set_gradients(state.model, step)
-        state.optimizer.step()
+    state = state_after_updates(run, model)
     return whole(state.model), moments_of(state)
 
 
@@ -225,60 +222,19 @@ def test_a_checkpoint_has_the_bits_of_the_second_moments(ranks: Any, tmp_path: P
         assert same_bits(found, before)
 
 
-def bits_of_skipped_steps(first: bool) -> list[str]:
-    """Names of what differs after a step whose gradients are NaN, and which the device skips."""
-    state, _ = state_of(run_of(2, ODD), ODD)
-    set_gradients(state.model, 0)
-    update_as_device_decides(state.optimizer, decision(found_inf=float(first)))
-    before = local_bits(state)
-    for parameter in state.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.full_like(parameter.detach(), torch.nan)
-    update_as_device_decides(state.optimizer, decision(found_inf=1.0))
-    return [name for name, one in local_bits(state).items() if not torch.equal(one, before[name])]
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_a_step_that_the_device_skips_leaves_every_bit(first: bool, ranks: Any) -> None:
-    assert ranks(2).run(bits_of_skipped_steps, first) == [[], []]
-
-
-def bits_by_decision(how: str) -> Tensors:
-    state, _ = state_of(run_of(2, ODD), ODD)
-    if how == "device":  # after a skipped first step, which is as if it had not been
-        set_gradients(state.model, 1)
-        update_as_device_decides(state.optimizer, decision(found_inf=1.0))
-    set_gradients(state.model, 0)
-    if how == "device":
-        update_as_device_decides(state.optimizer, decision(found_inf=0.0, scale=4.0))
-    else:
-        update_parameters(
-            state.optimizer, [p.grad for p in state.model.parameters() if p.grad is not None], factor=0.25
-        )
-    return local_bits(state)
+@pytest.mark.parametrize("found_inf_before", [0.0, 1.0])
+def test_a_step_that_the_device_skips_leaves_every_bit(found_inf_before: float, ranks: Any) -> None:
+    assert ranks(2).run(bits_of_skipped_step, run_of(2, ODD), ODD, found_inf_before) == [[], []]
 
 
 def test_host_and_device_decide_alike(ranks: Any) -> None:
-    device, host = (ranks(2).run(bits_by_decision, how)[1] for how in ("device", "host"))
+    run = run_of(2, ODD)
+    device, host = (ranks(2).run(bits_by_decision, run, ODD, how, True)[1] for how in ("device", "host"))
     assert same_bits(device, host)
 
 
-def trained(run: Run, model: str) -> Tensors:
-    state, plan = state_of(run, model)
-    assert not any(step.skipped for step in train(state, plan, loss=choose_loss(run, state.model)))
-    return whole(state.model)
-
-
 def test_training_does_not_depend_on_ranks_nor_on_microbatches(ranks: Any) -> None:
-    """In fp32, by a thousandth of what training changes: Adafactor magnifies roundings of small gradients."""
-    wanted = ranks(1).run(trained, run_of(1, DECODER), DECODER)[0]
-    first = dict(materialize(build(DECODER, run_of(1, DECODER)), seed=0).named_parameters())
-    for count, accumulation in ((2, (4, "last_microbatch")), (3, (1, "every_microbatch"))):
-        run = run_of(count, DECODER, accumulation=accumulation)
-        found = ranks(count).run(trained, run, DECODER)[0]
-        for name, one in wanted.items():
-            moved = (one - first[name].detach()).abs().max()
-            assert (found[name] - one).abs().max() <= 1e-3 * moved, name
+    assert_training_does_not_depend_on_ranks_nor_on_microbatches("adafactor", ranks)
 
 
 @pytest.mark.parametrize(
