@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fullshard.data import packing, token_store
 from fullshard.data.batches import TrainingData
@@ -227,16 +228,11 @@ def _pack_training_and_held_out(
     """Returns (row arrays of both parts, number of tokens per part). See `_build_shuffle_pool`."""
     section = run.data
     begins, lengths = stream.document_begins_and_lengths()
-    documents = lengths
+    chosen_lengths = lengths
     if section.has_pairs:  # chosen and rejected documents alternate
-        mask, most = stream.slice_loss_mask_in_one_store, section.row_length + 1
-        places = zip(begins.tolist(), lengths.tolist(), strict=True)
-        labelled = [n > 1 and bool(np.any(mask(at + 1, at + min(n, most)))) for at, n in places]
-        kept = np.reshape(labelled, (-1, 2)).all(1)  # without a label, an answer would not be compared
-        if not kept.any():
-            raise DataError("no pair has a label in both halves.", fix="a longer data.sequence_length")
+        kept = _find_labelled_pairs(stream, half=section.row_length)
+        chosen_lengths = lengths[::2][kept]
         begins, lengths = begins[::2][kept], (lengths[::2] + lengths[1::2])[kept]
-        documents = documents[::2][kept]
     training, held_out = packing.split_off_held_out(
         begins, lengths, fraction=section.validation_fraction, may_cut=not section.has_pairs
     )
@@ -248,13 +244,28 @@ def _pack_training_and_held_out(
     arrays, tokens = dict[str, token_store.Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
         if section.has_pairs:
-            chosen_lengths = documents[np.searchsorted(begins, spans.begins)]
-            rows = packing.pack_pairs(spans, chosen_lengths, half=section.row_length)
+            chosen = chosen_lengths[np.searchsorted(begins, spans.begins)]
+            rows = packing.pack_pairs(spans, chosen, half=section.row_length)
         else:
             rows = packing.pack_spans(spans, packing=section.packing, sequence_length=section.sequence_length)
         arrays |= {f"{part}-{name}": array for name, array in rows.items()}
         tokens[part] = packing.count_tokens_in_row_arrays(rows)
     return arrays, {"tokens": tokens}
+
+
+def _find_labelled_pairs(stream: token_store.TokenStream, *, half: int) -> NDArray[np.bool_]:
+    """Returns which pairs have a label in both halves: without one, an answer would not be compared.
+
+    half: tokens of half a row. Raises DataError if none has.
+    """
+    begins, lengths = (array.tolist() for array in stream.document_begins_and_lengths())
+    mask = stream.slice_loss_mask_in_one_store
+    places = zip(begins, lengths, strict=True)
+    labelled = np.array([n > 1 and bool(np.any(mask(at + 1, at + min(n, half + 1)))) for at, n in places])
+    kept = labelled[::2] & labelled[1::2]
+    if not kept.any():
+        raise DataError("no pair has a label in both halves.", fix="a longer data.sequence_length")
+    return kept
 
 
 def _check_sequence_length(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]) -> None:

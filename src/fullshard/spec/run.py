@@ -376,9 +376,9 @@ class Run(FrozenModel):
             raise ValueError(f"evaluate: the name {twice[0]!r} is used twice")
         if any(one.paths for one in self.evaluate):
             self.data.check_prepares_other_paths()
-        if self.data.tokenizer is None and any(one.task for one in self.evaluate):
-            raise ValueError("evaluate: a task needs a tokenizer: set data.tokenizer")
         has_task = any(one.task for one in self.evaluate)
+        if has_task and self.data.tokenizer is None:
+            raise ValueError("evaluate: a task needs a tokenizer: set data.tokenizer")
         axes = {"tensor_parallel": has_task, "context_parallel": has_task or self.data.has_pairs}
         for axis in (name for name, needs_one in axes.items() if needs_one):
             if getattr(self.sharding, axis) not in ("auto", 1):

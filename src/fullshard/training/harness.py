@@ -170,7 +170,7 @@ class ShardedLanguageModel:
         for number, (context, own) in enumerate(pairs):
             numbers.setdefault(tuple((context + own)[-self.longest - 1 : -1]), []).append(number)
         inputs, scores, at = sorted(numbers, key=len, reverse=True), dict[int, tuple[float, bool]](), 0
-        # Training has room for so many rows of logits, which are not computed in parts here.
+        # The plan has memory for the logits of one loss chunk, or without chunks of one microbatch.
         chunk = self.plan.run.train.loss_chunk
         room = chunk if isinstance(chunk, int) and chunk else self.plan.microbatch * self._trained_length
         device = next(self.model.parameters()).device

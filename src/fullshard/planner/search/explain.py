@@ -81,11 +81,14 @@ def explain_plan(
         retraced = (other.recompute.mode, other.run.compile) != (run.recompute.mode, run.run.compile)
         return describe(other) if describe is not None and retraced else spec
 
-    changes, best = _iterate_changes(plan, hardware, run=run), _chunked_loss_improvement(plan)
-    lever = find_best_change(plan, changes, spec_of=spec_of, best=best)
-    changes, because = _iterate_compressions(plan, hardware, run=run), f"{because}; {text}"
-    compression = find_best_change(plan, changes, spec_of=spec_of)
-    return PlanExplanation(binds=binds, because=because, lever=lever, compression=compression)
+    changes = _iterate_changes(plan, hardware, run=run)
+    compressions = _iterate_compressions(plan, hardware, run=run)
+    return PlanExplanation(
+        binds=binds,
+        because=f"{because}; {text}",
+        lever=find_best_change(plan, changes, spec_of=spec_of, best=_chunked_loss_improvement(plan)),
+        compression=find_best_change(plan, compressions, spec_of=spec_of),
+    )
 
 
 def _percent(part: float) -> str:

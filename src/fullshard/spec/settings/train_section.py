@@ -150,7 +150,7 @@ class OptimizerSection(value.FrozenModel):
         return self.name.lower() == "adafactor"
 
     @model_validator(mode="after")
-    def _check_muon(self) -> Self:
+    def _check_settings_suit_name(self) -> Self:
         if self.is_muon and self.options:
             raise ValueError(f"options = {self.options}: the settings of muon are in [optimizer.muon]")
         if not self.is_muon and self.muon != MuonSection():
