@@ -254,7 +254,7 @@ def _pack_training_and_held_out(
 
 
 def _find_labelled_pairs(stream: token_store.TokenStream, *, half: int) -> NDArray[np.bool_]:
-    """Returns which pairs have a label in both halves: without one, an answer would not be compared.
+    """Returns True for each pair with a label in both halves: without one, an answer would not be compared.
 
     half: tokens of half a row. Raises DataError if none has.
     """
