@@ -109,7 +109,7 @@ def bits_of_skipped_step(run: Run, model: str, found_inf_before: float = 0.0) ->
 
 
 def bits_by_decision(run: Run, model: str, how: str, skips_first: bool = False) -> Tensors:
-    """What this rank holds after an update with gradients scaled by 4, as the "device" or "host" decides.
+    """The bits of this rank after an update with gradients scaled by 4, as the "device" or "host" decides.
 
     skips_first: whether the device first skips a step, which is as if it had not been
     """
