@@ -96,6 +96,19 @@ def test_results_are_those_of_the_validation_and_are_recorded(
     }
 
 
+def test_an_evaluation_is_of_the_averages_or_of_the_trained_weights(
+    ranks: Any, tmp_path: Path, data: tuple[str, ...]
+) -> None:
+    held = f'paths=["{tmp_path}/held.jsonl"], sequences=4'
+    evaluate = f'evaluate=[{{name="kept", {held}, weights="ema"}}, {{name="trained", {held}}}]'
+    average = ("ema.decay=0.9", "ema.validation=true")
+    settings = ("train.steps=4", "train.validate_every=4", "optimizer.learning_rate=0.01")
+    printed, _ = ranks(2).run(train_run, str(tmp_path / "run"), *data, *settings, *average, evaluate)
+    last = lines_of(tmp_path / "run")[-1]
+    assert last["kept.loss"] == last["validation_loss"] > last["trained.loss"]
+    assert "sequences, of the averages; at the end" in printed
+
+
 def test_metrics_of_tasks_are_recorded_and_name_the_best_checkpoint(ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     tokenizer, task = save_tokenizer(tmp_path / "tokenizer"), save_tasks(tmp_path, documents=3)
@@ -158,6 +171,7 @@ def test_the_best_checkpoint_is_kept_through_pruning_and_resume(
         (['evaluate=[{name="a", call="b:c", paths=["d"]}]'], SpecError, "either paths"),
         (['evaluate=[{name="a", call="b:c", sequences=3}]'], SpecError, "sequences = 3 is for paths"),
         (['evaluate=[{name="a", call="b:c", at_end=false}]'], SpecError, "never evaluated"),
+        (['evaluate=[{name="a", call="b:c", weights="ema"}]'], SpecError, "set ema.decay"),
         (['evaluate=[{name="a.b", call="b:c"}]'], SpecError, "a letter, then letters"),
         (['evaluate=[{name="a", call="b:c"}, {name="a", call="b:d"}]'], SpecError, "'a' is used twice"),
         (['evaluate=[{name="validation", call="b:c"}]'], SpecError, "name of the validation"),

@@ -126,7 +126,8 @@ def evaluation_lines(evaluations: Sequence[RunEvaluation]) -> list[str]:
             most = f", at most {settings.sequences:,} sequences" if settings.sequences else ""
             tokens = format_count(one.data.validation_tokens)
             what = f"loss of {tokens} tokens in {', '.join(settings.paths)}{most}"
-        lines.append(f"evaluation {settings.name}: {what}; {', '.join(when)}")
+        weights = ", of the averages" if settings.weights == "ema" else ""
+        lines.append(f"evaluation {settings.name}: {what}{weights}; {', '.join(when)}")
     return lines
 
 
@@ -144,7 +145,7 @@ def evaluate_and_note_results(
         enter()
         hook = state.model.register_forward_pre_hook(enter)
         try:
-            averages = one.settings.name == VALIDATION and plan.run.ema.validation
+            averages = one.settings.weights == "ema"
             with averaged_weights(state) if averages else nullcontext():
                 results = one.compute_results(state.model, plan, loss=loss)
         finally:

@@ -323,8 +323,13 @@ class Run(FrozenModel):
         section, train = self.data, self.train
         if not (section.source == "python" or section.validation_fraction or section.has_validation_files):
             return self.evaluate
-        every, most = train.validate_every, train.validate_sequences
-        return (Evaluation.model_construct(name=VALIDATION, every=every, sequences=most), *self.evaluate)
+        validation = Evaluation.model_construct(
+            name=VALIDATION,
+            every=train.validate_every,
+            sequences=train.validate_sequences,
+            weights="ema" if self.ema.validation and self.ema.decay else "model",
+        )
+        return (validation, *self.evaluate)
 
     @property
     def best_result(self) -> BestResult | None:
@@ -374,6 +379,8 @@ class Run(FrozenModel):
             raise ValueError(f"evaluate: {VALIDATION!r} is the name of the validation: train.validate_every")
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"evaluate: the name {twice[0]!r} is used twice")
+        if not self.ema.decay and (averaged := [one.name for one in self.evaluate if one.weights == "ema"]):
+            raise ValueError(f'evaluate: {averaged[0]}: weights = "ema" needs averages: set ema.decay')
         if any(one.paths for one in self.evaluate):
             self.data.check_prepares_other_paths()
         has_task = any(one.task for one in self.evaluate)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
@@ -30,6 +30,7 @@ class Evaluation(value.FrozenModel):
     `task`: `lm_eval:NAME`, or several names with commas between them: tasks or groups of
         lm-evaluation-harness (the extra `lm_eval`), or YAML files of tasks. The metrics are `task.metric`, or
         `task.metric@filter` if the task filters answers.
+    `weights`: `ema` computes with the averages that [ema] keeps, in place of the trained parameters
     `sequences`: the most sequences of `paths`, evenly spread, or the most documents of each task, from its
         first; 0 is all
     """
@@ -41,6 +42,7 @@ class Evaluation(value.FrozenModel):
     paths: tuple[value.PathText, ...] = ()
     call: str | None = None
     task: str | None = None
+    weights: Literal["model", "ema"] = "model"
     sequences: value.Count = 0
 
     @model_validator(mode="after")
