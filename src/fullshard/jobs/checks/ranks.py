@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import all_gather_object, raise_on_all_ranks
-from fullshard.errors import CheckpointError, SpecError
+from fullshard.errors import CheckpointError
 from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, make_eager_fp32_cpu_run
-from fullshard.launch.detect import detect_hardware
 from fullshard.models.build import build_model
 from fullshard.parallel.mesh import RankInfo, process_group
 from fullshard.quantities import format_bytes
@@ -48,7 +47,7 @@ _OWN = ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _PROBE_BYTES, _PROBES = 4 << 20, 4
 _TIMEOUT_SECONDS = 120.0
 _MOST_PAIRS = 28  # of 8 ranks
-_LEAST_OF_CATALOG, _LEAST_OF_MEDIAN = 0.5, 1 / 3
+_LEAST_OF_MEDIAN = 1 / 3
 _STEPS, _RANDOM_STEPS, _RATE = 2, 4, 0.1
 # fp32 sums of gradients in another order differ by 1e-6 of a parameter after two steps.
 _LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
@@ -79,23 +78,16 @@ def run_checks_on_ranks(
     hosts = all_gather_object(socket.gethostname())
     settings = all_gather_object(_rank_settings(run, environment))
     pairs = _measure_pair_rates(ranks.device, world_size=ranks.world_size)
-    known = _catalog_link_rate(ranks) if len(set(hosts)) == 1 else None
     found = {
-        "links": check_links(pairs, hosts=hosts, catalog_bytes_per_second=known),  # NVIDIA/nccl#428
+        "links": check_links(pairs, hosts=hosts),  # NVIDIA/nccl#428
         "same_settings": check_same_settings(settings, hosts=hosts),  # NVIDIA/nccl#286
         "sharded_step": check_sharded_step(run, ranks=ranks),  # NovaSky-AI/SkyRL#1709
     }
     return tuple(one.model_copy(update={"check": name, "group": "ranks"}) for name, one in found.items())
 
 
-def check_links(
-    pairs: Sequence[PairRate], *, hosts: Sequence[str], catalog_bytes_per_second: float | None = None
-) -> Finding:
-    """Compares the rates between pairs of ranks with each other, and with the catalog on GPUs.
-
-    hosts: host name of each rank
-    catalog_bytes_per_second: rate of a link between GPUs of one host, by the catalog or calibration
-    """
+def check_links(pairs: Sequence[PairRate], *, hosts: Sequence[str]) -> Finding:
+    """Compares the rates between pairs of ranks with each other. `hosts`: host name of each rank."""
     if not pairs:
         return Finding.skipped("a single rank has no link")
     slowest = min(pairs, key=lambda pair: pair.bytes_per_second)
@@ -107,13 +99,6 @@ def check_links(
             f"{format_bytes(usual)}/s",
             why="all ranks wait for the slowest pair",
             fix=f"a look at cable, switch or NUMA placement of {hosts[one]} and {hosts[other]}",
-        )
-    catalog = catalog_bytes_per_second
-    if catalog and usual < _LEAST_OF_CATALOG * catalog:
-        return Finding.warning(
-            f"GPUs exchange {format_bytes(usual)}/s (median), by the catalog {format_bytes(catalog)}/s",
-            why="the plan's step is too fast",
-            fix="fullshard calibrate, after a look at NCCL's variables and nvidia-smi topo -m",
         )
     return Finding.ok(f"{len(pairs)} pairs of ranks, {format_bytes(usual)}/s (median)")
 
@@ -138,15 +123,6 @@ def _exchange(data: Tensor, *, peer: int, sends_first: bool) -> None:
         (dist.send if sends else dist.recv)(data, peer)
     if data.is_cuda:
         torch.cuda.synchronize(data.device)
-
-
-def _catalog_link_rate(ranks: RankInfo) -> float | None:
-    if ranks.device.type != "cuda":
-        return None
-    try:
-        return detect_hardware("cuda", ranks=ranks.world_size).within.bytes_per_second
-    except SpecError:
-        return None
 
 
 def check_same_settings(settings: Sequence[Mapping[str, str]], *, hosts: Sequence[str]) -> Finding:
