@@ -34,7 +34,7 @@ from fullshard.parallel.communication import install_hook, set_hooks, settle_ran
 from fullshard.parallel.fp8 import Fp8Choice, check_fp8_device, choose_fp8_linears, convert_linears_to_fp8
 from fullshard.parallel.materialize import replace_parameters_by_meta
 from fullshard.parallel.mesh import build_mesh, split_inner_axis
-from fullshard.parallel.model_parallel import SplitDims, compute_with_local_parts, split_over_inner_axis
+from fullshard.parallel.model_parallel import SplitDims, split_over_inner_axis
 from fullshard.parallel.model_parameters import TORCH_DTYPE, persistent_buffers
 from fullshard.parallel.recompute import apply_activation_offload, apply_recompute
 from fullshard.parallel.unit_events import install_unit_recording_and_checks
@@ -258,7 +258,8 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
     if dtypes.cast_inputs:
         fsdp.cast_recomputed_inputs(modules, TORCH_DTYPE[dtypes.param])
     if plan.tensor_parallel > 1 or (plan.expert_parallel > 1 and unit.has_experts):
-        compute_with_local_parts(engine_module)
+        for parameter in fsdp.engine_parameters(engine_module):  # See [Note: DTensors are storage]
+            fsdp.compute_with_plain_tensor(parameter)
     if not settings.gathers_in_backward:
         engine_module.set_unshard_in_backward(False)
     if plan.device == "cpu":

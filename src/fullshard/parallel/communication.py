@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.agreement import all_gather_object, rank
-from fullshard.distributed.collectives import DirectAllGather
+from fullshard.distributed.collectives import DirectAllGather, EmptyBuffers
 from fullshard.distributed.compression import (
-    CommunicationHook,
     CompressedCommunication,
     UnitCommunication,
     gather_rows,
@@ -35,17 +34,12 @@ _COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)  # units of several
 _ATTRIBUTE = "_fullshard_communication"  # of the model: {unit's name: hook}
 
 
-class _Allocates:
-    """The part of FSDP2's protocol that says where buffers lie."""
-
+class _Hooked(EmptyBuffers):
     def __init__(self, hook: UnitCommunication) -> None:
         self._hook = hook
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
-
-class HookedAllGather(_Allocates):
+class HookedAllGather(_Hooked):
     """All-gather by a hook's `gather`; units that are not of one floating-point dtype are sent as is."""
 
     def __call__(  # FSDP2's signature; the input already lies in its place in the output
@@ -64,7 +58,7 @@ class HookedAllGather(_Allocates):
         return None
 
 
-class HookedReduceScatter(_Allocates):
+class HookedReduceScatter(_Hooked):
     """Reduce-scatter of a unit by a hook's `reduce`, whose sum is divided if FSDP2 asks for the average."""
 
     def __call__(  # FSDP2's signature
@@ -141,26 +135,20 @@ def install_hook(
         hook = CompressedCommunication(section, near=settings.near_degree, seed=seed % 2**63)
         gathers, reduces = section.gather != "auto", section.changes_sums
     else:
-        hook = import_hook(section.hook)
+        hook = cast(Callable[[], Any], import_callable(section.hook, key="communication.hook"))()
+        methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(hook, name, None))}
+        if not methods & {"gather", "reduce"} or "wire_bytes" not in methods:
+            raise SpecError(
+                f"communication.hook = {section.hook!r} is not a hook.",
+                got=f"an object with {', '.join(sorted(methods)) or 'none of its methods'}",
+                fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
+            )
         gathers, reduces = hasattr(hook, "gather"), hasattr(hook, "reduce")
     if gathers:
         unit.set_custom_all_gather(cast(Any, HookedAllGather(hook)))
     if reduces:
         unit.set_custom_reduce_scatter(cast(Any, HookedReduceScatter(hook)))
     return hook
-
-
-def import_hook(dotted: str) -> CommunicationHook:
-    """Returns an instance of the class `package.module:Class`. Raises SpecError unless it is a hook."""
-    made = cast(Callable[[], Any], import_callable(dotted, key="communication.hook"))()
-    methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(made, name, None))}
-    if not methods & {"gather", "reduce"} or "wire_bytes" not in methods:
-        raise SpecError(
-            f"communication.hook = {dotted!r} is not a hook.",
-            got=f"an object with {', '.join(sorted(methods)) or 'none of its methods'}",
-            fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
-        )
-    return made
 
 
 def set_hooks(model: nn.Module, hooks: Mapping[str, UnitCommunication]) -> None:

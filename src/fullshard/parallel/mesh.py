@@ -93,7 +93,8 @@ def process_group(
     kind = choose_device_type(device)
     own_device = torch.device("cpu")
     if kind == "cuda":
-        _use_expandable_segments()
+        if torch.version.cuda is not None and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            set_allocator_settings(EXPANDABLE_SEGMENTS)
         gpu = torch.cuda.current_device() if dist.is_initialized() or torch.cuda.is_initialized() else None
         if gpu is None or not dist.is_initialized():
             gpu = choose_gpu(visible=torch.cuda.device_count(), current=gpu)
@@ -146,13 +147,6 @@ def choose_gpu(environment: Mapping[str, str] = os.environ, *, visible: int, cur
         ranks = int(environment.get("LOCAL_WORLD_SIZE", (local_rank or 0) + 1))
         raise too_few_gpus_error(ranks, gpus=visible, got=f"LOCAL_RANK = {local_rank}")
     return local_rank or 0
-
-
-def _use_expandable_segments() -> None:
-    """Makes the allocator grow its segments, in a process whose environment does not configure it."""
-    if torch.version.cuda is None or any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        return
-    set_allocator_settings(EXPANDABLE_SEGMENTS)
 
 
 def _make_rank_info(local_rank: int, device: torch.device) -> RankInfo:

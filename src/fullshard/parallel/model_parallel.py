@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.distributed.sequence_parts import SequencePart
@@ -38,7 +37,6 @@ from fullshard.parallel.tensor_parallel import divide_matmuls_and_return_split_d
 from fullshard.parallel.units import Unit
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import Plan
-from fullshard.torch_private.fsdp import compute_with_plain_tensor, engine_parameters
 
 
 def use_context_parallel(model: nn.Module, plan: Plan, *, rank: int, group: str = "") -> None:
@@ -162,9 +160,3 @@ def split_over_inner_axis(model: nn.Module, unit: Unit, *, split: SplitDims, mes
         made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         unit.parameters[name] = made[id(parameter)]
     replace_by_id(model, made)
-
-
-def compute_with_local_parts(unit: FSDPModule) -> None:
-    """Makes the modules of `unit` compute with local tensors. See [Note: DTensors are storage]."""
-    for parameter in engine_parameters(unit):
-        compute_with_plain_tensor(parameter)

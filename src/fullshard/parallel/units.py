@@ -79,9 +79,21 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
     chosen = _choose_units(model, section, predicate=predicate)
     _make_units_disjoint(paths, chosen)
     units = [*_sort_units_innermost_first(paths, chosen), Unit(ROOT, (model,))]
-    _assign_parameters_to_units(model, units)
+    owners = _innermost_unit_by_module_path(dict(model.named_modules()), units[:-1])
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 0:  # scalars stay whole, and are in no unit
+            unit = owners[name.rpartition(".")[0]] or units[-1]
+            unit.parameters[name] = parameter
     units = [unit for unit in units if unit.parameters or unit.is_root]
-    _set_overrides(units, section.overrides)
+    for override in section.overrides:
+        own = [unit for unit in units if any(fnmatchcase(n, override.match) for n in unit.name.split("+"))]
+        for unit in own:
+            unit.override = override
+        if not own:
+            raise ShardError(
+                f"sharding.units.overrides: no unit matches {override.match!r}.",
+                fix=f"one of {', '.join(unit.name for unit in units[:6])}",
+            )
     recomputed = {m for b in find_recompute_and_compile_blocks(model, units=units) for m in b.modules()}
     for unit in units:
         unit.is_embedding = _is_single_embedding(unit) and unit.modules[0] not in recomputed
@@ -150,7 +162,15 @@ def _choose_units(model: nn.Module, section: UnitSection, *, predicate: Predicat
     if section.min_parameters is not None:
         return _choose_units_by_min_size(model, section.min_parameters)
     if section.names:
-        named = _find_matching_modules(model, section.names)
+        modules, patterns = called_modules_with_parameters(model), section.names
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in modules):
+                raise ShardError(
+                    f"no module that is called matches {pattern!r}.",
+                    got=f"sharding.units.names = {list(patterns)}",
+                    fix=f"names like {', '.join(list(modules)[:4])} (* stands for anything)",
+                )
+        named = {key: m for key, m in modules.items() if any(_is_outermost_match(key, p) for p in patterns)}
         return _make_unit_per_module(named, what="sharding.units.names")
     return _choose_units_by_block(model)
 
@@ -222,18 +242,6 @@ def _choose_units_by_min_size(model: nn.Module, min_parameters: int) -> list[Uni
 
     make_units_bottom_up("", model)
     return units
-
-
-def _find_matching_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    modules = called_modules_with_parameters(model)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            raise ShardError(
-                f"no module that is called matches {pattern!r}.",
-                got=f"sharding.units.names = {list(patterns)}",
-                fix=f"names like {', '.join(list(modules)[:4])} (* stands for anything)",
-            )
-    return {name: m for name, m in modules.items() if any(_is_outermost_match(name, p) for p in patterns)}
 
 
 def _is_outermost_match(name: str, pattern: str) -> bool:
@@ -366,26 +374,3 @@ def _units_inside_each_unit(paths: NamedModules, units: Sequence[Unit]) -> dict[
             found |= new
             left += new
     return inside
-
-
-def _assign_parameters_to_units(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Adds each parameter to the innermost unit of its module. Scalars, which stay whole, are in no unit."""
-    owners = _innermost_unit_by_module_path(dict(model.named_modules()), units[:-1])
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 0:
-            unit = owners[name.rpartition(".")[0]] or units[-1]
-            unit.parameters[name] = parameter
-
-
-# Overrides #
-def _set_overrides(units: Sequence[Unit], overrides: Sequence[UnitOverride]) -> None:
-    """Sets each unit's override, the last that matches. Raises ShardError for one that matches no unit."""
-    for override in overrides:
-        own = [unit for unit in units if any(fnmatchcase(n, override.match) for n in unit.name.split("+"))]
-        for unit in own:
-            unit.override = override
-        if not own:
-            raise ShardError(
-                f"sharding.units.overrides: no unit matches {override.match!r}.",
-                fix=f"one of {', '.join(unit.name for unit in units[:6])}",
-            )
