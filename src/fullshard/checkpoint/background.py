@@ -42,7 +42,7 @@ from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES
 from fullshard.torch_private.groups import find_default_timeout
 
-_NICENESS = 10  # of the writing thread; see `_lower_thread_priority`
+_NICENESS = 10  # of the writing thread
 
 
 @runtime_checkable
@@ -179,7 +179,8 @@ class BackgroundSaver:
                     self._staging.copy_shards(mine)
                 finally:
                     copy_ended.set()
-            _lower_thread_priority()
+            if sys.platform == "linux":  # threads that compute go first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             self._staging.wait_for_copies()
             path = self._saving.save_snapshot(mine, group=self._group)
         except CheckpointError as failed:
@@ -266,9 +267,3 @@ class _StagingBuffers:
 
 def _aligned_bytes(size_bytes: int) -> int:
     return page_aligned_bytes(size_bytes, 1) if size_bytes >= LARGE_BYTES else -(-size_bytes // 64) * 64
-
-
-def _lower_thread_priority() -> None:
-    """Lowers the priority of this thread below that of threads that compute (Linux only)."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

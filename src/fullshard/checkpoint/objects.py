@@ -100,7 +100,15 @@ class ObjectLocation:
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
         """Puts the manifest. Raises CheckpointError if a file is missing or another job saved the step."""
         draft = _as_object_files(draft)
-        _check_files_stored(draft, manifest)
+        sizes = draft.file_sizes_bytes()
+        for name, file in manifest.files.items():
+            if sizes.get(name) != file.size_bytes:
+                raise CheckpointError(
+                    f"{draft}/{name} was not stored.",
+                    got=f"{sizes[name]} bytes" if name in sizes else "no such object",
+                    why=f"{file.size_bytes} bytes were sent, and the store said that it had them",
+                    fix="save again; another store, if that continues",
+                )
         _put_manifest(draft, data=manifest.model_copy(update={"attempt": draft.attempt}).encode())
         return self._step_files(manifest.step)
 
@@ -175,18 +183,6 @@ def _committed_attempt(files: ObjectFiles) -> str | None:
         return attempt_id_in_manifest(files.store.read_object(f"{files.url}/{MANIFEST}"))
     except FileNotFoundError:
         return None
-
-
-def _check_files_stored(draft: ObjectFiles, manifest: Manifest) -> None:
-    sizes = draft.file_sizes_bytes()
-    for name, file in manifest.files.items():
-        if sizes.get(name) != file.size_bytes:
-            raise CheckpointError(
-                f"{draft}/{name} was not stored.",
-                got=f"{sizes[name]} bytes" if name in sizes else "no such object",
-                why=f"{file.size_bytes} bytes were sent, and the store said that it had them",
-                fix="save again; another store, if that continues",
-            )
 
 
 def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:

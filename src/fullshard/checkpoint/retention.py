@@ -5,14 +5,11 @@ long it continues and however often it restarts.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
-
-from pydantic import JsonValue
 
 from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import read_manifest_and_check_sizes
+from fullshard.checkpoint.manifest import Manifest, read_manifest_and_check_sizes
 from fullshard.checkpoint.results import find_best_step
 from fullshard.errors import CheckpointError
 from fullshard.spec.settings.evaluate_section import BestResult
@@ -35,25 +32,15 @@ def prune_checkpoints(
     if not keep:
         return
     try:
-        whole = list(_iterate_whole(place, step))
-        good = [(number, values) for number, _, values in whole if values is not None]
+        whole = list[tuple[int, CheckpointFiles, Manifest]]()
+        for number, files in place.list_checkpoints():
+            with suppress(CheckpointError):
+                if number <= step:
+                    whole.append((number, files, read_manifest_and_check_sizes(files)))
+        good = [(number, one.values) for number, _, one in whole if not one.why_avoided]
         kept = {step, *(number for number, _ in good[:keep]), find_best_step(good, best)}
         for number, files, _ in whole:
             if number not in kept and not (keep_every and number % keep_every == 0):
                 place.remove_checkpoint(files)
     except (OSError, CheckpointError) as error:
         logger.warning("old checkpoints in %s could not be removed: %s", place, error)
-
-
-def _iterate_whole(
-    place: CheckpointLocation, last: int
-) -> Iterator[tuple[int, CheckpointFiles, Mapping[str, JsonValue] | None]]:
-    """Yields (step, files, values) of the complete checkpoints up to the step `last`, the newest first.
-
-    The values are None for one to avoid.
-    """
-    for number, files in place.list_checkpoints():
-        if number <= last:
-            with suppress(CheckpointError):
-                manifest = read_manifest_and_check_sizes(files)
-                yield number, files, None if manifest.why_avoided else manifest.values

@@ -240,7 +240,9 @@ def _pack_training_and_held_out(
         place = stream.store_bounds[len(stream.stores) - validation_store_count]
         training, held_out = (training.select_spans(part) for part in (begins < place, begins >= place))
     if section.packing == "concat":
-        training = packing.shuffle_spans(training, seed=run.run.seed)
+        order, key = np.arange(len(training.begins)), f"shuffle {run.run.seed}"
+        order = packing.permute_pseudorandomly(order, length=len(order), key=key)
+        training = training.select_spans(order)
     arrays, tokens = dict[str, token_store.Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
         if section.has_pairs:

@@ -260,16 +260,12 @@ def _build_batch(data: PackedData, rows: Sequence[_RowPieces], *, plan: Plan) ->
         ends.append(_fill_batch_row_and_return_ends(row, stream, pieces=pieces))
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     if data.document_mask:
-        tensors["document_ends"] = _pad_document_ends_to_power_of_two(ends, length=data.sequence_length)
+        entries = 1 << (max(map(len, ends)) - 1).bit_length()  # a power of two
+        padded = [[*own, *[data.sequence_length] * (entries - len(own))] for own in ends]
+        tensors["document_ends"] = torch.tensor(padded, dtype=torch.int32)
     if plan.device == "cuda":
         return {name: tensor.pin_memory() for name, tensor in tensors.items()}
     return tensors
-
-
-def _pad_document_ends_to_power_of_two(ends: Sequence[Sequence[int]], *, length: int) -> Tensor:
-    """Returns (rows, entries), int32: each row's `ends`, then `length`; a power of two of entries."""
-    entries = 1 << (max(map(len, ends)) - 1).bit_length()
-    return torch.tensor([[*row, *[length] * (entries - len(row))] for row in ends], dtype=torch.int32)
 
 
 def _fill_batch_row_and_return_ends(
@@ -289,7 +285,7 @@ def _fill_batch_row_and_return_ends(
         labels[at : at + length - 1] = tokens[at + 1 : at + length]
         if label != NO_LABEL:
             labels[at + length - 1] = stream.slice_tokens_in_one_store(label, label + 1)[0]
-        if stream.has_loss_mask:
+        if any(store.loss_mask is not None for store in stream.stores):
             _ignore_untrained_labels(labels[own], stream, begin=begin, label=label)
         if "documents" in row:
             row["documents"][own] = document - 1

@@ -87,12 +87,6 @@ def split_off_held_out(
     return training, TokenSpans(np.append(held_out.begins, tail), np.append(held_out.lengths, left))
 
 
-def shuffle_spans(spans: TokenSpans, *, seed: int) -> TokenSpans:
-    """Returns the spans in an order that depends only on their number and the seed."""
-    count = len(spans.begins)
-    return spans.select_spans(permute_pseudorandomly(np.arange(count), length=count, key=f"shuffle {seed}"))
-
-
 @dataclass(frozen=True)
 class ConcatenatedRows:
     """Rows of the packing `concat`: spans are joined, and every S + 1 tokens are a row and its last label.

@@ -366,10 +366,6 @@ class TokenStream:
         store, base = self._find_store_and_its_begin(begin)
         return None if store.loss_mask is None else store.loss_mask[begin - base : end - base]
 
-    @property
-    def has_loss_mask(self) -> bool:
-        return any(store.loss_mask is not None for store in self.stores)
-
     def document_begins_and_lengths(self) -> tuple[Integers, Integers]:
         """Returns (first place of each document, its number of tokens), as arrays in memory."""
         pairs = zip(self.stores, self.store_bounds, strict=False)

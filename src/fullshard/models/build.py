@@ -29,14 +29,6 @@ def build_model(run: Run) -> nn.Module:
     if isinstance(section, PythonModel):
         return insert_adapters(build_python_model(section), run.adapter)
     model = huggingface.build_hf_model(section)
-    _check_no_balance_loss_with_document_mask(model, run)
-    if run.data.document_mask and section.attention == "auto":
-        set_document_attention_if_supported(model)
-    return insert_adapters(model, run.adapter, own_dtype=huggingface.weight_dtype_in_config(section))
-
-
-def _check_no_balance_loss_with_document_mask(model: nn.Module, run: Run) -> None:
-    """Raises SpecError if a mixture's own balance loss would be given a mask of documents."""
     attention = str(getattr(model.config, "_attn_implementation", ""))
     if run.data.document_mask and huggingface.adds_balance_loss(model) and not attention.startswith("flash"):
         raise SpecError(
@@ -45,6 +37,9 @@ def _check_no_balance_loss_with_document_mask(model: nn.Module, run: Run) -> Non
             why="it would take the mask of documents for one of padding",
             fix="model.options.output_router_logits = false, or data.document_mask = false",
         )
+    if run.data.document_mask and section.attention == "auto":
+        set_document_attention_if_supported(model)
+    return insert_adapters(model, run.adapter, own_dtype=huggingface.weight_dtype_in_config(section))
 
 
 def build_python_model(section: PythonModel) -> nn.Module:

@@ -118,9 +118,6 @@ class _Targets(NamedTuple):
     labels: Tensor
     weights: Tensor | None
 
-    def slice_rows(self, part: slice) -> "_Targets":
-        return _Targets(self.labels[part], None if self.weights is None else self.weights[part])
-
 
 def _logits_of(output: Any, model: nn.Module, *, labels: Tensor) -> Tensor:
     """Returns the logits in a model's output. Raises TrainError without any, as in (logits, loss)."""
@@ -191,7 +188,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(bool(inputs)):
                 logits = work.logits_of(chunk)
             edge = get_gradient_edge(logits) if inputs else None
-            targets = work.targets.slice_rows(part)
+            labels, weights = work.targets
+            targets = _Targets(labels[part], None if weights is None else weights[part])
             loss, gradient = _loss_and_gradient(logits, targets, part=work.part, wanted=bool(inputs))
             total += loss
             del logits

@@ -187,7 +187,9 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
     config: the config of `data`, without options. Raises SpecError for an option that it does not have, and
     for one that another setting replaces.
     """
-    changed = _without_derived_lists(data, config=config)
+    lists = _keys_of_per_layer_lists(data, getattr(config, _LAYERS, None))
+    made = type(config).from_dict({key: value for key, value in data.items() if key not in lists})
+    changed = {k: v for k, v in data.items() if k not in lists or getattr(made, k, None) != v}
     own_names: Mapping[str, str] = getattr(config, "attribute_map", {})
     for option, value in section.options.items():
         if option in _SET_ELSEWHERE:
@@ -223,13 +225,6 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
 def _keys_of_per_layer_lists(data: Mapping[str, Any], layers: Any) -> set[str]:
     """Returns the keys of lists with an entry for each of `layers` layers."""
     return {key for key, value in data.items() if isinstance(value, list) and len(value) == layers > 1}
-
-
-def _without_derived_lists(data: Mapping[str, Any], *, config: Any) -> dict[str, Any]:
-    """Returns `data` without the lists with an entry per layer that the config makes itself."""
-    lists = _keys_of_per_layer_lists(data, getattr(config, _LAYERS, None))
-    made = type(config).from_dict({key: value for key, value in data.items() if key not in lists})
-    return {k: v for k, v in data.items() if k not in lists or getattr(made, k, None) != v}
 
 
 def _cut_or_drop_per_layer_lists(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ tensor. They ask for `is_meta` first, and the call is recorded in place of its o
 import hashlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -231,20 +231,16 @@ class _MakeEmptyOnMeta(TorchFunctionMode):
         elif func == _IS_META and self.tape is not None:
             self.tape.record_initialiser_call(inspect.currentframe().f_back)  # pyright: ignore[reportOptionalMemberAccess]
         elif func in _TABLES and given.get("device") != "meta":
-            self._refuse_too_large_new_tensor(func, args, given=given)
+            planned = func(*args, **{**given, "device": "meta"})
+            self.table_bytes += planned.nbytes
+            if planned.nbytes > _MOST_TABLE_BYTES or self.table_bytes > _MOST_TABLES_BYTES:
+                raise SpecError(
+                    "the model has a table that is too large.",
+                    got=f"{list(planned.shape)}: {format_bytes(planned.nbytes)}",
+                    why=f"a model is constructed with its tables: {_MOST_TABLE_BYTES >> 30} GiB at most, and "
+                    f"{_MOST_TABLES_BYTES >> 30} GiB of all",
+                )
         return func(*args, **given)
-
-    def _refuse_too_large_new_tensor(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
-        """Raises SpecError if `func` would make too large a tensor beside earlier ones; runs it on meta."""
-        planned = func(*args, **{**given, "device": "meta"})
-        self.table_bytes += planned.nbytes
-        if planned.nbytes > _MOST_TABLE_BYTES or self.table_bytes > _MOST_TABLES_BYTES:
-            raise SpecError(
-                "the model has a table that is too large.",
-                got=f"{list(planned.shape)}: {format_bytes(planned.nbytes)}",
-                why=f"a model is constructed with its tables: {_MOST_TABLE_BYTES >> 30} GiB at most, and "
-                f"{_MOST_TABLES_BYTES >> 30} GiB of all",
-            )
 
 
 def _replace_parameters_by_meta(model: nn.Module) -> None:

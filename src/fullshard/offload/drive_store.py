@@ -260,21 +260,17 @@ def check_generation_and_reset_store(store: DriveStore, generation: Generation) 
         # After an error, the stream gives its buffers back before another generation is read.
         with closing(store.stream_read_only(verify=True)) as stream:
             for segment, parts in ((one, parts) for group, parts in stream for one in group.segments):
-                _check_numbers(parts, segment)
+                for key, part in parts._asdict().items():
+                    role = TRAINED if key == "master" else key
+                    found = find_unusable_number(part[segment.slice_in_group], role=role)
+                    if found is not None:
+                        raise DamagedOffloadError(
+                            f"{key} of {segment.name} cannot be trained on.",
+                            got=f"{found:g} in it",
+                            why="an update with such numbers makes the weights useless",
+                        )
     finally:
         store.swap_newest_slot(None)
-
-
-def _check_numbers(parts: MasterAndMoments, segment: ShardSegment) -> None:
-    for key, part in parts._asdict().items():
-        role = TRAINED if key == "master" else key
-        found = find_unusable_number(part[segment.slice_in_group], role=role)
-        if found is not None:
-            raise DamagedOffloadError(
-                f"{key} of {segment.name} cannot be trained on.",
-                got=f"{found:g} in it",
-                why="an update with such numbers makes the weights useless",
-            )
 
 
 def _read_parameter_part(

@@ -145,7 +145,7 @@ def adamw_with_stochastic_rounding(
         gradient.is_cuda
         and _has_triton()
         and seed.begin % 2 == 0
-        and all(map(_has_kernel_dtype_and_layout, tensors))
+        and all(one.dtype in (torch.bfloat16, torch.float32) and one.is_contiguous() for one in tensors)
     ):
         from fullshard.offload.rounding_kernel import launch_update
 
@@ -202,10 +202,6 @@ def round_stochastically(exact: Tensor, *, out: Tensor, halfwords: Tensor) -> No
         return
     bits = halfwords.add(exact.view(torch.int32)).bitwise_and_(-(1 << 16))
     out.copy_(torch.where(exact.isfinite(), bits.view(torch.float32), exact))
-
-
-def _has_kernel_dtype_and_layout(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float32) and tensor.is_contiguous()
 
 
 @cache

@@ -7,7 +7,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -185,7 +185,13 @@ class RereadingTensor(torch.Tensor):
             shape = torch.empty(one.shape, device="meta").view(*args[1:] or (one.shape,)).shape
             return make_lazy_tensor(shape, one.dtype, read=lambda: one.read().view(shape))
         kwargs = kwargs or {}
-        written = tree_leaves(_written_arguments(func, args, kwargs=kwargs))
+        written = tree_leaves(
+            [
+                args[place] if place < len(args) else kwargs.get(argument.name)
+                for place, argument in enumerate(schema(func).arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+        )
         if any(isinstance(leaf, RereadingTensor) for leaf in written):
             raise TypeError(f"{func} would change a tensor that is on a drive")
         if func is torch.ops.aten._to_copy.default and kwargs.keys() <= _OF_A_MOVE:
@@ -193,15 +199,6 @@ class RereadingTensor(torch.Tensor):
             return args[0].read().to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         read = tree_map_only(RereadingTensor, lambda one: one.read(), (args, kwargs))
         return func(*read[0], **read[1])
-
-
-def _written_arguments(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments that the torch operation `func` writes to."""
-    return [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(schema(func).arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
 
 
 def make_lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> RereadingTensor:

@@ -122,7 +122,9 @@ def export_hf(
         if part is config or {"dtype", "torch_dtype"} & part.keys():
             part["dtype"] = dtype_name
         part.pop("torch_dtype", None)
-    beside = _read_files_to_copy(run)
+    with os_errors_as_checkpoint_errors("a file of the tokenizer or the model cannot be copied."):
+        paths = _list_files_to_copy(run)
+        beside = {name: read_bytes(path, most_bytes=_MOST_BYTES) for name, path in paths.items()}
     if known.generation_config is not None:
         beside.setdefault(_GENERATION, known.generation_config)
     add_end_tokens(config, beside, ends=find_end_tokens(run))
@@ -387,12 +389,6 @@ def add_end_tokens(config: dict[str, Any], beside: dict[str, bytes], *, ends: Ma
             before,
             ", ".join(f"{ends[token]} with {token}" for token in added),
         )
-
-
-def _read_files_to_copy(run: Run | None) -> dict[str, bytes]:
-    with os_errors_as_checkpoint_errors("a file of the tokenizer or the model cannot be copied."):
-        paths = _list_files_to_copy(run)
-        return {name: read_bytes(path, most_bytes=_MOST_BYTES) for name, path in paths.items()}
 
 
 def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
