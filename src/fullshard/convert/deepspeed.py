@@ -38,7 +38,15 @@ def convert_deepspeed(state: ConversionState) -> None:
         if state.get(f"{part}.device") == "nvme" and isinstance(path, str):
             state.record_setting(f"{part}.nvme_path", "offload.path", value=path)
     _convert_schedule(state)
-    _set_optimizer_defaults(state)
+    name = state.settings.get("optimizer.name", "")
+    defaults = load_table("deepspeed", "defaults").get(name, {})
+    if name == "adamw" and is_true_yes_on(state.get("optimizer.params.torch_adam")):
+        defaults = defaults | {"weight_decay": 1e-2}
+    for param, value in defaults.items():
+        if f"optimizer.params.{param}" not in state.leaves:
+            target = "optimizer.learning_rate" if param.endswith("lr") else f"optimizer.{param}"
+            why = "DeepSpeed's default, which the file leaves as it is"
+            state.set_default_of_other_tool(target, value, why=why)
     convert_tracker_switches(state, "{}.enabled")
     rules = load_rules("deepspeed")
     apply_rules(state, rules)
@@ -168,19 +176,6 @@ def _convert_optimizer(state: ConversionState) -> None:
         state.infer_setting("optimizer.muon.scale", "original", origin="DeepSpeed's Muon")
     rules = load_rules("deepspeed").items()
     apply_rules(state, {name: rule for name, rule in rules if name.startswith("optimizer.")})
-
-
-def _set_optimizer_defaults(state: ConversionState) -> None:
-    """Sets what `optimizer.params` and the scheduler leave out to the defaults of the optimizer's class."""
-    name = state.settings.get("optimizer.name", "")
-    defaults = load_table("deepspeed", "defaults").get(name, {})
-    if name == "adamw" and is_true_yes_on(state.get("optimizer.params.torch_adam")):
-        defaults = defaults | {"weight_decay": 1e-2}
-    for param, value in defaults.items():
-        if f"optimizer.params.{param}" not in state.leaves:
-            target = "optimizer.learning_rate" if param.endswith("lr") else f"optimizer.{param}"
-            why = "DeepSpeed's default, which the file leaves as it is"
-            state.set_default_of_other_tool(target, value, why=why)
 
 
 def _convert_schedule(state: ConversionState) -> None:

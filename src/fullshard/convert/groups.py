@@ -31,7 +31,9 @@ def convert_groups(state: ConversionState, *, tool: str, default_rate: float) ->
     if factor is None and not named:
         return
     # axolotl's groups of embeddings come first, and do not decay.
-    embeddings = [f"*{name}*" for name in _trained_embeddings(state)]
+    has_adapter = "adapter.rank" in state.settings  # which is set first
+    saved = cast(Sequence[Any], state.get("lora_modules_to_save") or []) if has_adapter else _EMBEDDINGS
+    embeddings = [f"*{name}*" for name in _EMBEDDINGS if name in saved]
     groups = [_Group(match=embeddings, lr_factor=factor or 1.0, weight_decay=0.0)] if embeddings else []
     groups += [
         _Group(match=[f"*{one}*" for one in names], lr_factor=_factor(own, rate)) for names, own in named
@@ -81,10 +83,3 @@ def _read_modules_with_rates(state: ConversionState) -> list[tuple[list[str], fl
 
 def _factor(rate: float, of: float) -> float:
     return float(f"{rate / of:.6g}")
-
-
-def _trained_embeddings(state: ConversionState) -> list[str]:
-    if "adapter.rank" not in state.settings:  # which is set first
-        return list(_EMBEDDINGS)
-    saved = cast(Sequence[Any], state.get("lora_modules_to_save") or [])
-    return [name for name in _EMBEDDINGS if name in saved]

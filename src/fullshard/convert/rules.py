@@ -388,7 +388,15 @@ def apply_rules(state: ConversionState, rules: Rules) -> None:
             if rule.not_needed:
                 state.record_not_needed(key, rule.not_needed)
             elif rule.unsupported:
-                _apply_unsupported_rule(state, key, rule=rule)
+                value = state.get(key)
+                switch = state.get(_key_of_switch(key, rule))
+                is_off = is_one_of_same_type(value, (None, *rule.unless))
+                if not (is_true_yes_on(switch) if rule.switch else not is_off):
+                    state.record_not_needed(key, "as it is here")
+                elif rule.misses and value == AUTO:
+                    state.record_auto_value(key, rule.misses)
+                else:
+                    state.record_unsupported(key, rule.unsupported, misses=rule.misses)
             else:
                 _apply_rule_with_setting(state, key, rule=rule)
 
@@ -404,18 +412,6 @@ def convert_tracker_switches(state: ConversionState, switch_pattern: str) -> Non
 def list_exact_keys(rules: Iterable[str]) -> list[str]:
     """Returns the keys of `rules` that are not patterns, which are suggested for misspelled keys."""
     return [key for key in rules if not {*"*?"} & {*key}]
-
-
-def _apply_unsupported_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
-    value = state.get(key)
-    switch = state.get(_key_of_switch(key, rule))
-    is_off = is_one_of_same_type(value, (None, *rule.unless))
-    if not (is_true_yes_on(switch) if rule.switch else not is_off):
-        state.record_not_needed(key, "as it is here")
-    elif rule.misses and value == AUTO:
-        state.record_auto_value(key, rule.misses)
-    else:
-        state.record_unsupported(key, rule.unsupported, misses=rule.misses)
 
 
 def _key_of_switch(key: str, rule: KeyRule) -> str:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from fullshard.convert.rules import (
     ConversionState,
-    Rules,
     apply_rules,
     convert_betas,
     convert_tracker_switches,
@@ -29,7 +28,12 @@ _FLOAT8 = ("float8", "quantize.linear.float8")
 def convert_torchtitan(state: ConversionState) -> None:
     """Records a verdict on every key of a torchtitan config."""
     rules = load_rules("torchtitan")
-    _rename_older_keys(state, rules)
+    # Keys of 2024 and early 2025; most are now in another section.
+    state.rename_keys(load_table("torchtitan", "other_names"))
+    older = [key for key in state.leaves if key.partition(".")[0] in ("training", "experimental")]
+    names = {key: f"parallelism.{key.partition('.')[2]}" for key in older}
+    known = {key: name for key, name in names.items() if any(fnmatchcase(name, rule) for rule in rules)}
+    state.rename_keys(known)
     for key in ("training.seq_len", "training.steps"):
         state.checked_positive_integer(key)
     _convert_data_parallel_degrees(state)
@@ -46,15 +50,6 @@ def convert_torchtitan(state: ConversionState) -> None:
     for target, value in load_table("torchtitan", "defaults").items():
         state.set_default_of_other_tool(target, value, why=why)
     state.record_unknown_keys(list_exact_keys(rules))
-
-
-def _rename_older_keys(state: ConversionState, rules: Rules) -> None:
-    """Gives keys of 2024 and early 2025 their present names; most are now in another section."""
-    state.rename_keys(load_table("torchtitan", "other_names"))
-    older = [key for key in state.leaves if key.partition(".")[0] in ("training", "experimental")]
-    names = {key: f"parallelism.{key.partition('.')[2]}" for key in older}
-    known = {key: name for key, name in names.items() if any(fnmatchcase(name, rule) for rule in rules)}
-    state.rename_keys(known)
 
 
 def _convert_data_parallel_degrees(state: ConversionState) -> None:

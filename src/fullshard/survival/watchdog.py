@@ -301,7 +301,10 @@ class _Watchdog:
                 print(f"\n{escape_control_characters(text)}", file=sys.stderr, flush=True)
             with suppress(RuntimeError):
                 self._board.publish_verdict(error)
-                self._wait_for_readers()
+                # The other ranks must have read it, because the store may end with this process.
+                deadline, others = time.monotonic() + _LEAVE_SECONDS, self._board.world_size - 1
+                while self._board.count_verdict_readers() < others and time.monotonic() < deadline:
+                    time.sleep(self._tick / 2)
         with suppress(OSError):  # a full disk must not keep a hanging rank alive
             for receiver in watchdog_exit_receivers():
                 receiver(error)
@@ -337,12 +340,6 @@ class _Watchdog:
                     return error
                 time.sleep(self._tick / 2)
         return None
-
-    def _wait_for_readers(self) -> None:
-        """Waits until the other ranks have read the verdict, because the store may end with this process."""
-        deadline, others = time.monotonic() + _LEAVE_SECONDS, self._board.world_size - 1
-        while self._board.count_verdict_readers() < others and time.monotonic() < deadline:
-            time.sleep(self._tick / 2)
 
 
 def _clamp(value: float, bounds: tuple[float, float]) -> float:
