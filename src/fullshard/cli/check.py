@@ -130,8 +130,7 @@ def _run_rank_checks(plan: "Plan") -> "Sequence[Finding]":
     ranks = min(plan.world_size, _CPU_RANKS) if plan.device == "cpu" else plan.world_size
     with temporary_private_directory() as directory:
         own = {"dir": directory, "ranks": ranks, "restarts": 0, "device": plan.device}
-        setup = plan.run.run.model_copy(update=own)
-        run = plan.run.model_copy(update={"run": setup})
+        run = plan.run.with_settings({"run": own})
         exit_code = perform_request(LaunchRequest(run=run, job="fullshard.jobs.checks.ranks:run_rank_checks"))
         path = Path(directory, FILE_NAME)
         if exit_code == 0 and path.exists():

@@ -60,8 +60,8 @@ class RunEvaluation:
 
     def _iterate_batches(self, plan: Plan) -> Iterator[Any]:
         assert self.data is not None, "an evaluation has data or a function"
-        train = plan.run.train.model_copy(update={"validate_sequences": self.settings.sequences})
-        reading = plan.model_copy(update={"run": plan.run.model_copy(update={"train": train})})
+        run = plan.run.with_settings({"train": {"validate_sequences": self.settings.sequences}})
+        reading = plan.model_copy(update={"run": run})
         for batch in self.data.validation(rank=plan.data_rank(rank()), plan=reading.for_data):
             yield cut_sequences(batch, plan)
 

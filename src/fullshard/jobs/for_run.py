@@ -132,7 +132,8 @@ def _check_plan_and_match_ranks(plan: Plan, ranks: int, *, device: DeviceType) -
     """
     if plan.device != device:
         raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
-    if plan.world_size != ranks and not environment.is_started_by_torchelastic():
+    may_change = environment.is_started_by_torchrun() and "TORCHELASTIC_RUN_ID" in os.environ
+    if plan.world_size != ranks and not may_change:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks.",
             got=f"{ranks} ranks",
@@ -239,7 +240,7 @@ def _find_plan_without_recompute(run: Run, hardware: Hardware, *, model: "Module
     """
     if run.recompute.mode != "auto":
         return None
-    plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
+    plain = run.with_settings({"recompute": {"mode": "none"}})
     spec = _describe_on(hardware, plain, model=model)
     is_open = run.sharding.expert_parallel == "auto"
     if is_open and any(parallel_degrees.iterate_expert_degrees(hardware, spec.expert_count_gcd)):
@@ -266,8 +267,7 @@ def _with_resolved_precision(run: Run, device: DeviceType) -> Run:
         import torch
 
         bf16 = torch.cuda.is_bf16_supported()
-    precision = run.precision.model_copy(update={"mode": "bf16" if bf16 else "fp32"})
-    return run.model_copy(update={"precision": precision})
+    return run.with_settings({"precision": {"mode": "bf16" if bf16 else "fp32"}})
 
 
 def _print_on_rank_0(text: str) -> None:

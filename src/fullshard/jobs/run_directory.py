@@ -123,10 +123,6 @@ class LaunchId:
         agents = frozenset[str]().union(*(one.agents for one in launches))
         return replace(launches[0], agents=agents, world_size=len(launches))
 
-    def make_record(self) -> LastAttemptRecord:
-        agents, jobs = tuple(sorted(self.agents)), tuple(sorted(self.jobs))
-        return LastAttemptRecord(agents=agents, jobs=jobs, world_size=self.world_size)
-
     def find_earlier_attempt(self, path: Path) -> LastAttemptRecord | None:
         """Returns the record at `path` if an attempt of this launch wrote it, or else None.
 
@@ -219,7 +215,9 @@ def open_run_directory(
             aside = None if resume or before else set_aside_earlier_run(root, offload_path=offload_path)
         make_run_directory(root)  # the lock moved with the directory that was set aside
         with hold_run_lock(root):
-            launch.make_record().save(root / run_files.LAUNCH)
+            agents, jobs = tuple(sorted(launch.agents)), tuple(sorted(launch.jobs))
+            record = LastAttemptRecord(agents=agents, jobs=jobs, world_size=launch.world_size)
+            record.save(root / run_files.LAUNCH)
             yield RunDirectory(root, saved_to or root / run_files.CHECKPOINTS, aside, before)
 
 

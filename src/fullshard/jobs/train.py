@@ -32,7 +32,7 @@ from fullshard.parallel.compile import find_compiled_forwards
 from fullshard.parallel.mesh import process_group
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
-from fullshard.spec.records.measurement import Measurement, PeakBytes, StepSeconds
+from fullshard.spec.records.measurement import Measurement, PeakBytes
 from fullshard.spec.records.run_files import MEASUREMENT, PLAN
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
@@ -68,19 +68,13 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
                 resume=resume,
                 started=command_started,
             )
-            interrupted = _train_save_and_return_if_interrupted(job)
+            # Signals are only noted until everything is saved, because ranks must agree on how to react.
+            with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_sigint=True) as job.signals:
+                interrupted = _train_and_return_if_interrupted(job)
+                save_and_report_end(job, interrupted=interrupted)
+                close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
-
-
-def _train_save_and_return_if_interrupted(job: TrainJob) -> bool:
-    """Trains, and saves at the end. Returns True if a signal ended training early."""
-    # Signals are only noted until everything is saved, because ranks must agree on how to react.
-    with record_signals(signal.SIGTERM, signal.SIGINT, raise_second_sigint=True) as job.signals:
-        interrupted = _train_and_return_if_interrupted(job)
-        save_and_report_end(job, interrupted=interrupted)
-        close_offloaded_state(job.state.model, plan=job.plan, finished=not interrupted)
-    return interrupted
 
 
 def _train_and_return_if_interrupted(job: TrainJob) -> bool:
@@ -91,18 +85,14 @@ def _train_and_return_if_interrupted(job: TrainJob) -> bool:
         with suppress(TrainError):  # its figures may be what failed
             _record_pending_step(job)
         if job.state.counts.skipped_in_a_row:
-            raise _add_checkpoint_before_skips(error, job) from error
+            job.checkpoints.wait_for_saves()
+            before = job.checkpoints.last or (f"step {job.first_step - 1}" if job.first_step > 1 else None)
+            start = f"--resume starts at {before}, from before the skipped steps" if before else ""
+            fix = f"{error.fix}; {start or 'nothing was saved'}"
+            raise TrainError(error.what, got=error.got, why=error.why, fix=fix) from error
         raise
     _record_pending_step(job)
     return interrupted
-
-
-def _add_checkpoint_before_skips(error: TrainError, job: TrainJob) -> TrainError:
-    """Returns `error`, which ended a run in skipped steps, with the checkpoint that a restart begins with."""
-    job.checkpoints.wait_for_saves()
-    before = job.checkpoints.last or (f"step {job.first_step - 1}" if job.first_step > 1 else None)
-    start = f"--resume starts at {before}, from before the skipped steps" if before else "nothing was saved"
-    return TrainError(error.what, got=error.got, why=error.why, fix=f"{error.fix}; {start}")
 
 
 def _run_steps_and_return_if_interrupted(job: TrainJob) -> bool:
@@ -317,12 +307,15 @@ def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:
 def _make_measurement(job: TrainJob) -> Measurement:
     offloaded = find_offloaded_state(job.state.model)
     compiled = find_compiled_forwards(job.state.model)
+    section, seconds = job.plan.run.offload, job.pace.step_seconds
+    place = f" in {rank_offload_directory(job.plan, rank=0).parent}" if section.is_on_drive else ""
+    fastest = min(job.profiled, key=lambda step: step.total, default=None)
     return Measurement(
         directory=str(job.directory.root),
         strategy=job.plan.strategy,
         world_size=job.plan.world_size,
         device=job.matmul_peak.device,
-        offload=_offload_target_text(job.plan),
+        offload=f"{section.tier}{place}" if section.offloads_optimizer else None,
         drive=None if offloaded is None else offloaded.settings.traffic.median_step_bytes(),
         first_step=job.first_step,
         pace=job.pace,
@@ -335,22 +328,8 @@ def _make_measurement(job: TrainJob) -> Measurement:
         flops_per_token=flops_per_token(job.plan, job.state.model),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,
-        step_seconds=_profile_scaled_to_mean_step(job),
+        step_seconds=None if fastest is None or seconds is None else fastest.scaled_to(seconds),
         startup_seconds=job.startup_seconds,
         compilation=job.compiler.compilation_of_blocks(compiled) if compiled else None,
         checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
     )
-
-
-def _profile_scaled_to_mean_step(job: TrainJob) -> StepSeconds | None:
-    """Returns the mean step time, split into parts in proportion to the fastest profiled step's parts."""
-    seconds = job.pace.step_seconds
-    if seconds is None or not job.profiled:
-        return None
-    return min(job.profiled, key=lambda step: step.total).scaled_to(seconds)
-
-
-def _offload_target_text(plan: Plan) -> str | None:
-    section = plan.run.offload
-    place = f" in {rank_offload_directory(plan, rank=0).parent}" if section.is_on_drive else ""
-    return f"{section.tier}{place}" if section.offloads_optimizer else None

@@ -17,11 +17,6 @@ def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     return all(name in environment for name in _TORCHRUN)
 
 
-def is_started_by_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if a torchrun agent started this rank, and may restart it with fewer or more ranks."""
-    return is_started_by_torchrun(environment) and "TORCHELASTIC_RUN_ID" in environment
-
-
 def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns True if this process is one of several tasks of a SLURM job step.
 

@@ -315,9 +315,14 @@ def _run_attempts(request: LaunchRequest, *, ranks: int) -> int:
             )
             for text in conclusion.messages:
                 _print_to_stderr(text)
-            _record_conclusion(conclusion, events, attempts=attempts)
+            if conclusion.fault is not None:
+                rank, failure = conclusion.fault
+                events.record_fault(failure, rank=rank)
+            elif conclusion.messages:  # its ranks were ended without time to save
+                events.record("stop", {"saved": False})
             if conclusion.exit_code is not None:
                 return conclusion.exit_code
+            events.record("restart", {"count": attempts.done, "allowed": attempts.restarts})
             wait_before_restart(conclusion.pause_seconds, signals=signals)
             request = request.model_copy(update={"command_started": time.time()})
 
@@ -330,17 +335,6 @@ def wait_before_restart(
     while left > 0 and signals.first_signal is None:
         sleep(min(left, _POLL_SECONDS))
         left -= _POLL_SECONDS
-
-
-def _record_conclusion(conclusion: RestartOrEnd, events: LaunchEventLog, *, attempts: RestartBudget) -> None:
-    """Records the failure of an attempt, its restart, or that its ranks were ended without time to save."""
-    if conclusion.fault is not None:
-        rank, failure = conclusion.fault
-        events.record_fault(failure, rank=rank)
-    elif conclusion.messages:
-        events.record("stop", {"saved": False})
-    if conclusion.exit_code is None:
-        events.record("restart", {"count": attempts.done, "allowed": attempts.restarts})
 
 
 class _LocalRanks:
@@ -367,8 +361,13 @@ class _LocalRanks:
             try:
                 store = start_store_on_loopback()  # lives as long as this attempt
                 address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
+                program = ("-P", "-m", "fullshard.launch.rank", str(self._directory), str(os.getpid()))
                 for rank in range(ranks):
-                    self._start_rank(address | _rank_variables(rank, ranks=ranks, launch=launch))
+                    variables = os.environ | address | _rank_variables(rank, ranks=ranks, launch=launch)
+                    process = subprocess.Popen(
+                        [sys.executable, *program], env=variables, start_new_session=True
+                    )
+                    self._processes.append(process)
             except (OSError, RuntimeError) as error:
                 got = f"{type(error).__name__}: {error}"
                 raise errors.LaunchError(f"{ranks} ranks could not be started.", got=got) from error
@@ -391,13 +390,6 @@ class _LocalRanks:
             for rank, process in enumerate(self._processes)
         ]
 
-    def _start_rank(self, variables: dict[str, str]) -> None:
-        program = ("-P", "-m", "fullshard.launch.rank", str(self._directory), str(os.getpid()))
-        process = subprocess.Popen(
-            [sys.executable, *program], env=os.environ | variables, start_new_session=True
-        )
-        self._processes.append(process)
-
     def _list_running_ranks(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
@@ -412,7 +404,10 @@ class _LocalRanks:
         if self._signals.is_interrupted_twice:
             self.ended_at_once = True
             self._sigkill_ranks()
-        failed_at = self._first_failure_time()
+        endings = {rank: self._load_saved_outcome(rank) for rank in range(len(self._processes))}
+        times = [ending.failure.at for ending in endings.values() if ending and ending.failure]
+        times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
+        failed_at = min(times, default=None)
         if failed_at is not None and time.time() > failed_at + _GRACE_SECONDS:
             self._sigkill_ranks()
 
@@ -429,13 +424,6 @@ class _LocalRanks:
             self._ended_by_us.add(rank)
             with suppress(ProcessLookupError):
                 os.killpg(self._processes[rank].pid, signal.SIGKILL)  # a rank leads a session of its children
-
-    def _first_failure_time(self) -> float | None:
-        """Returns the time of the first failure so far, in seconds since the epoch, or None."""
-        endings = {rank: self._load_saved_outcome(rank) for rank in range(len(self._processes))}
-        times = [ending.failure.at for ending in endings.values() if ending and ending.failure]
-        times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
-        return min(times, default=None)
 
     def _load_saved_outcome(self, rank: int) -> ProcessOutcome | None:
         return ProcessOutcome.load(self._directory / f"rank-{rank}.json")

@@ -5,8 +5,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, SpecError
-from fullshard.planner.result import PlanRequest, find_fastest_fitting_plan
+from fullshard.planner.result import PlanRequest, search_degrees
 from fullshard.planner.search.candidates import require_prediction
+from fullshard.planner.search.search import require_best
 from fullshard.quantities import format_bytes, format_count
 from fullshard.report.plan import (
     TrainingBudget,
@@ -78,7 +79,8 @@ def plan_machines(
         question = None
         try:
             question = build_request(name)
-            best = find_fastest_fitting_plan(question)
+            found = search_degrees(question).found
+            best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
         except PlanError as error:
             rows.append(MachineRow(name, reason=" ".join(str(error).split()), question=question))
         else:

@@ -200,14 +200,8 @@ def check_output_replaceable(path: Path, *, force: bool) -> None:
     check_output_file(path, is_kind=make_load_predicate(Plan.load), force=force, streams=True)
 
 
-def find_fastest_fitting_plan(question: PlanRequest) -> Plan:
-    """Returns the fastest plan that fits. Raises PlanError, with changes that would fit, if none does."""
-    found = search_degrees(question).found
-    return require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
-
-
 def search_and_explain(question: PlanRequest) -> PlanResult:
-    """Finds and explains the fastest plan that fits. Raises PlanError as `find_fastest_fitting_plan` does."""
+    """Finds and explains the fastest plan that fits. Raises PlanError, with changes that would, if none."""
     searched = search_degrees(question)
     run, spec, found = searched
     best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)

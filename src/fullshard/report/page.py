@@ -38,10 +38,11 @@ def render_page(run: RunRecord, *others: RunRecord) -> str:
 
 
 def _run_sections(run: RunRecord) -> str:
+    rows = comparison_rows(compare_run(run))
     head = f"<h1>{escape_html(str(run.directory))}</h1>"
     head += f'<p class="verdict">{escape_html(verdict(run))}<p>{escape_html(setup_and_incidents_text(run))}'
     found = [
-        ("Predicted and measured", _comparison_table(run)),
+        ("Predicted and measured", html_table(HEADER, rows) if rows else ""),
         ("Events", _event_table(run)),
         ("The plan", "" if run.plan is None else _plan_section(run.plan)),
     ]
@@ -53,12 +54,6 @@ def is_report_page(path: Path) -> bool:
     """Returns whether the file at `path` is a page that `render_page` made, and which may be replaced."""
     with path.open("rb") as file:
         return _GENERATOR.encode() in file.read(1000)
-
-
-def _comparison_table(run: RunRecord) -> str:
-    """Returns bytes at the peak and seconds of a step, predicted and measured; "" if nothing is known."""
-    rows = comparison_rows(compare_run(run))
-    return html_table(HEADER, rows) if rows else ""
 
 
 def _event_table(run: RunRecord) -> str:

@@ -174,25 +174,24 @@ def plan_table_rows(chosen: Plan, others: Iterable[Plan]) -> list[tuple[str, ...
     predicted = [(plan, plan.prediction) for plan in others if plan.prediction is not None and plan != chosen]
     predicted.sort(key=lambda one: _plan_sort_key(one[1]))
     rows = [(chosen, chosen.prediction), *predicted]
-    return [_plan_table_row(plan, prediction, chosen=chosen.prediction) for plan, prediction in rows]
+    return [
+        (
+            str(plan.strategy),
+            f"{plan.replicate_degree}×{plan.shard_degree}",
+            f"{plan.microbatch}×{plan.accumulation}",
+            recompute_text(plan.run).removesuffix(" block"),
+            format_bytes(prediction.required_device_bytes),
+            format_count(prediction.tokens_per_second),
+            _extra_time_or_missing_bytes_text(prediction, chosen=chosen.prediction),
+        )
+        for plan, prediction in rows
+    ]
 
 
 def _plan_sort_key(prediction: Prediction) -> tuple[int, float]:
     if prediction.fits_in_memory:
         return (0, -prediction.tokens_per_second)
     return (1, prediction.required_device_bytes)
-
-
-def _plan_table_row(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tuple[str, ...]:
-    return (
-        str(plan.strategy),
-        f"{plan.replicate_degree}×{plan.shard_degree}",
-        f"{plan.microbatch}×{plan.accumulation}",
-        recompute_text(plan.run).removesuffix(" block"),
-        format_bytes(prediction.required_device_bytes),
-        format_count(prediction.tokens_per_second),
-        _extra_time_or_missing_bytes_text(prediction, chosen=chosen),
-    )
 
 
 def _extra_time_or_missing_bytes_text(prediction: Prediction, *, chosen: Prediction) -> str:

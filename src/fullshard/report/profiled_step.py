@@ -226,7 +226,12 @@ def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
     if trace.is_on_gpu and not trace.device:
         why = "CUPTI gave none, because another profiler uses it, or the container may not"
         raise SpecError("the profile has no work of the GPU.", why=why)
-    parts = _find_phases(trace.host, thread=whole.thread)
+    names = {RANGE_PREFIX + part: part for part in (*_PHASES, *_OTHER_PARTS)}
+    parts = [
+        Work(one.begin, one.end, names[one.name])
+        for one in trace.host
+        if one.thread == whole.thread and one.is_range and one.name in names
+    ]
     if trace.device:
         end = max(whole.end, *(one.end for one in trace.device))
         compute, others = _device_works(trace, whole, parts=parts)
@@ -248,15 +253,6 @@ def profiled_step(trace: KernelTrace, *, step: int, rank: int) -> ProfiledStep:
         begin_ns=trace.base_ns + round(whole.begin * 1000),
         spans=tuple(sorted(made, key=lambda span: (span.begin, -span.end))),
     )
-
-
-def _find_phases(host: Iterable[HostOperation], *, thread: object) -> list[Work]:
-    names = {RANGE_PREFIX + part: part for part in (*_PHASES, *_OTHER_PARTS)}
-    return [
-        Work(one.begin, one.end, names[one.name])
-        for one in host
-        if one.thread == thread and one.is_range and one.name in names
-    ]
 
 
 def _host_works(host: Sequence[HostOperation], *, parts: Sequence[Work]) -> list[Work]:

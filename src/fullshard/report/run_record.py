@@ -3,7 +3,6 @@
 import errno
 import math
 import os
-import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.measurement import Measurement
 from fullshard.spec.records.run_files import EVENTS, MEASUREMENT, METRICS, PLAN
+from fullshard.spec.settings.evaluate_section import RESULT
 from fullshard.system.small_files import parse_json_line, read_last_lines
 
 Points: TypeAlias = Sequence[tuple[float, float]]
@@ -48,9 +48,6 @@ _NAMES = (
 LONGEST_LINE_BYTES = 1 << 16
 _MOST_BYTES, _MOST_LINES = 1 << 30, 2_000_000
 _LARGEST_FIGURE = 1e100
-_RESULT = re.compile(
-    r"[A-Za-z][A-Za-z0-9_-]{0,39}\.[A-Za-z0-9_./@-]{1,60}"
-)  # a name of `Evaluation.result_key`
 _MOST_RESULTS = 64
 _LARGEST_STEP = 2**53  # which a float holds exactly
 
@@ -99,7 +96,7 @@ def read_steps(path: Path) -> StepColumns:
         if 0 < step <= _LARGEST_STEP:
             found[step] = array("d", [_figure_or_nan(fields.get(name)) for name in _NAMES])
         if 0 <= step <= _LARGEST_STEP:
-            results[step] = {key: _figure_or_nan(fields[key]) for key in fields if _RESULT.fullmatch(key)}
+            results[step] = {key: _figure_or_nan(fields[key]) for key in fields if RESULT.fullmatch(key)}
             if not results[step]:
                 del results[step]
     steps = sorted(found)

@@ -190,8 +190,8 @@ class Plan(FrozenModel):
         section = self.run.communication
         if section.reduce_within == "none" or section.ranks_per_node != "auto":
             return self
-        section = section.model_copy(update={"ranks_per_node": count})
-        return self.model_copy(update={"run": self.run.model_copy(update={"communication": section})})
+        run = self.run.with_settings({"communication": {"ranks_per_node": count}})
+        return self.model_copy(update={"run": run})
 
     @classmethod
     def from_run(

@@ -1,7 +1,7 @@
 """Run: the user's settings, read from a `run.toml`. Every default is defined on its field."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -312,6 +312,11 @@ class Run(FrozenModel):
         data = self.model_dump(mode="json")
         names = [_apply_cli_override(data, override) for override in overrides]
         return self.parse(data, source="the run", overridden=names)
+
+    def with_settings(self, sections: Mapping[str, Mapping[str, object]]) -> Self:
+        """Returns a copy with other values, unchecked, such as `{"recompute": {"mode": "none"}}`."""
+        updated = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=updated)
 
     @property
     def tokens_per_step(self) -> int:

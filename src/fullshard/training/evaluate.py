@@ -24,6 +24,7 @@ from fullshard.models.chunked_loss import IGNORED_LABEL
 from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.spec.plan import Plan
+from fullshard.spec.settings.evaluate_section import METRIC
 from fullshard.training.between_steps import evaluation_mode
 from fullshard.training.step import move_batch_to_device
 
@@ -31,7 +32,6 @@ EvaluationFunction = Callable[[nn.Module, Plan], Mapping[str, Any]]
 """Function of a `call` or `task`: the sharded model and the plan -> metrics, see `metrics_of_function`."""
 
 _AGREED_BATCHES = 8  # batches on which ranks agree at once, and which they hold until then
-_METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./@-]{0,119}")
 _Figure = tuple[float, float | None]  # a number and None, or a sum and its count
 
 
@@ -121,7 +121,7 @@ def _check_metrics(metrics: object, name: str) -> dict[str, _Figure]:
         raise _metrics_error(name, got=type(metrics).__name__ if metrics else "nothing")
     found: dict[str, _Figure] = {}
     for key, value in cast(Mapping[Any, Any], metrics).items():
-        if not isinstance(key, str) or not _METRIC.fullmatch(key):
+        if not isinstance(key, str) or not re.fullmatch(METRIC, key):
             raise _metrics_error(name, got=f"the name {key!r}"[:200])
         pair = cast(tuple[Any, ...], value) if isinstance(value, tuple) else (value,)
         numbers = [_float_or_none(one) for one in pair]

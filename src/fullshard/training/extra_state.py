@@ -19,7 +19,6 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.errors import CheckpointError
 from fullshard.offload.adamw import StreamingAdamW
@@ -48,15 +47,6 @@ def encode_extra_state(model: nn.Module) -> tuple[dict[str, JsonValue], dict[str
         name: _encode(module.get_extra_state(), name=f"{PREFIX}{name}", tensors=tensors)
         for name, module in _modules_with_extra_state(model)
     }, tensors
-
-
-def empty_extra_state_tensors_to_fill(saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-    """Returns empty tensors for those of `saved` that are extra state."""
-    return {
-        name: torch.empty(info.shape, dtype=info.torch_dtype)
-        for name, info in saved.items()
-        if name.startswith(PREFIX)
-    }
 
 
 def set_extra_state(model: nn.Module, values: JsonValue, *, received: Mapping[str, Tensor]) -> None:

@@ -57,14 +57,6 @@ def list_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Op
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def clear_gradients(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Clears the gradients of `parameters`, and those of offloaded parameters."""
-    for parameter in parameters:
-        parameter.grad = None
-    if isinstance(optimizer, StreamingAdamW) and optimizer.gradients is not None:
-        optimizer.gradients.clear()
-
-
 def refuse_parameters_outside_model(loss: Loss, model: nn.Module) -> Loss:
     """Returns `loss`; its first call raises TrainError if it depends on trained parameters outside `model`.
 

@@ -108,9 +108,12 @@ def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[d
     groups = dict[Hashable, dict[str, Any]]()
     matched_groups = sorted(match_groups(model, section), key=lambda one: not one.is_rest)
     for number, matched in enumerate(matched_groups):
-        own = _torch_options(matched.settings, section)
+        settings = matched.settings
+        own: dict[str, Any] = {} if settings.betas is None else {"betas": settings.betas}
+        if settings.lr_factor != 1:
+            own |= {"lr": section.learning_rate * settings.lr_factor, FACTOR: settings.lr_factor}
         for name, parameter in matched.parameters.items():
-            decay = matched.settings.weight_decay
+            decay = settings.weight_decay
             if decay is None:
                 decays = name not in excluded and _has_decay_by_default(model, name, parameter=parameter)
                 decay = section.weight_decay if decays else 0.0
@@ -164,14 +167,6 @@ def _group_line(
         *([f"betas {list(settings.betas)}"] if settings.betas and kind != "Muon" else []),
     ]
     return "group " + ", ".join(parts)
-
-
-def _torch_options(settings: OptimizerGroup, section: OptimizerSection) -> dict[str, Any]:
-    """Returns the entries of a torch group that differ from the optimizer's defaults."""
-    options: dict[str, Any] = {}
-    if settings.lr_factor != 1:
-        options |= {"lr": section.learning_rate * settings.lr_factor, FACTOR: settings.lr_factor}
-    return options if settings.betas is None else options | {"betas": settings.betas}
 
 
 def _unmatched_pattern_error(pattern: str, model: nn.Module) -> SpecError:

@@ -40,7 +40,8 @@ def make_task_function(settings: Evaluation, section: DataSection) -> Callable[[
     MissingExtraError without lm_eval or transformers, SpecError for a task or a tokenizer that cannot be
     loaded.
     """
-    key, names = f"evaluate.{settings.name}.task", settings.task_names
+    key = f"evaluate.{settings.name}.task"
+    names = (settings.task or "").removeprefix("lm_eval:").split(",")
     try:
         evaluator, tasks = import_quietly("lm_eval.evaluator"), import_quietly("lm_eval.tasks")
         transformers = import_quietly("transformers")
@@ -54,7 +55,7 @@ def make_task_function(settings: Evaluation, section: DataSection) -> Callable[[
         )
         # Building the index of lm_eval's own tasks, thousands of files, takes seconds.
         manager = tasks.TaskManager(include_defaults=not all(Path(name).is_file() for name in names))
-        loaded = manager.load([*names])
+        loaded = manager.load(names)
 
     def evaluate(model: nn.Module, plan: Plan) -> Mapping[str, float]:
         for seed in (random.seed, np.random.seed, torch.manual_seed):

@@ -48,7 +48,14 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     >>> optimizer = fs.build_optimizer(model, plan)  # after `fs.shard`, which replaces the parameters
     >>> state = fs.TrainState(model, optimizer, data=data)
     """
-    _check_sharded_and_reshard(model)
+    if not list_units(model):
+        raise ShardError(
+            f"{type(model).__name__} is not sharded.",
+            why="fullshard.shard replaces parameters, and the optimizer would hold the old ones",
+            fix="model = fullshard.shard(model, plan), then the optimizer",
+        )
+    reshard_unsharded_units(model)  # an optimizer of gathered parameters would never update the shards
+    check_parameters_not_replaced(model)
     section = plan.run.optimizer
     groups = make_parameter_groups(model, section)
     if not groups:
@@ -78,18 +85,6 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
             why=str(error).partition("\n")[0],
             fix="other optimizer.options, or another optimizer.name",
         ) from error
-
-
-def _check_sharded_and_reshard(model: nn.Module) -> None:
-    """Raises ShardError unless `model` is sharded, and has the same parameters since. Reshards its units."""
-    if not list_units(model):
-        raise ShardError(
-            f"{type(model).__name__} is not sharded.",
-            why="fullshard.shard replaces parameters, and the optimizer would hold the old ones",
-            fix="model = fullshard.shard(model, plan), then the optimizer",
-        )
-    reshard_unsharded_units(model)  # an optimizer of gathered parameters would never update the shards
-    check_parameters_not_replaced(model)
 
 
 def _make_trial_parameter_group(group: dict[str, Any]) -> dict[str, Any]:
@@ -163,20 +158,16 @@ def _build_own_optimizer(
     if plan.run.offload.offloads_optimizer:
         return build_streaming_adamw(model, groups, plan=plan)
     if plan.run.optimizer.is_muon:
-        return _build_muon(groups, plan)
+        section = plan.run.optimizer
+        return MuonAdamW(
+            groups,
+            lr=section.learning_rate,
+            betas=section.betas,
+            eps=section.eps,
+            muon=section.muon,
+            dtype=TORCH_DTYPE[section.muon.dtype_beside(plan.precision.param)],
+        )
     return _build_stochastic_adamw(groups, plan) if plan.precision.stochastic_rounding else None
-
-
-def _build_muon(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
-    section = plan.run.optimizer
-    return MuonAdamW(
-        groups,
-        lr=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-        muon=section.muon,
-        dtype=TORCH_DTYPE[section.muon.dtype_beside(plan.precision.param)],
-    )
 
 
 def _build_stochastic_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:

@@ -196,7 +196,7 @@ def set_next_row_and_describe_changes(state: TrainState, plan: Plan) -> list[str
     means for the rows of the data. The next call has nothing to report. Collective.
     """
     before, batch = state.trained_with, plan.run.train.global_batch
-    if before.has_same_plan_and_data(plan, state.data):
+    if before.source is not None and before.source[0] is plan and before.source[1] is state.data:
         return []
     # Rank 0's, since paths may differ between nodes, and a checkpoint has one value for all ranks.
     now = run_on_rank_zero(

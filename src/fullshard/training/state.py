@@ -196,7 +196,8 @@ class TrainState:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         tensors |= extra_state.empty_rank_states_to_fill(self.model, saved)
         tensors |= averages_to_load(self.average, saved)
-        return tensors | extra_state.empty_extra_state_tensors_to_fill(saved)
+        of_modules = {name: info for name, info in saved.items() if name.startswith(extra_state.PREFIX)}
+        return tensors | {k: torch.empty(v.shape, dtype=v.torch_dtype) for k, v in of_modules.items()}
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
@@ -324,10 +325,6 @@ class TrainedWith:
     validation_digest: str | None = None
     is_loaded: bool = False
     source: tuple[Any, Any] | None = None
-
-    def has_same_plan_and_data(self, plan: Any, data: Any) -> bool:
-        """Returns whether these are the settings of `plan`, and of `data`, the same objects as before."""
-        return self.source is not None and self.source[0] is plan and self.source[1] is data
 
     @classmethod
     def from_values(cls, values: Mapping[str, JsonValue]) -> Self:

@@ -40,6 +40,7 @@ from fullshard.distributed.unit_order import UnitEvents, find_unit_order_recorde
 from fullshard.errors import TrainError
 from fullshard.models.experts import Router
 from fullshard.models.loss import Loss, loss_sum_and_count
+from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.apply import explain_ungathered_parameters
 from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.spec.plan import Plan
@@ -51,7 +52,6 @@ from fullshard.torch_private.tensors import tree_leaves, tree_map_only
 from fullshard.training import figures
 from fullshard.training.gradients import (
     average_scalar_gradients,
-    clear_gradients,
     host_waits_before_each_update,
     list_gradients,
     local_gradient_norms,
@@ -143,7 +143,10 @@ def _clear_gradients_and_balance_experts(
     state: TrainState, plan: Plan, *, parameters: Sequence[nn.Parameter], decision: figures.StepDecision
 ) -> None:
     """Clears the gradients of `parameters`. Changes the biases of experts unless the step is skipped."""
-    clear_gradients(parameters, state.optimizer)
+    for parameter in parameters:
+        parameter.grad = None
+    if isinstance(state.optimizer, StreamingAdamW) and state.optimizer.gradients is not None:
+        state.optimizer.gradients.clear()
     torch.clear_autocast_cache()
     section = plan.run.model
     if isinstance(section, DecoderConfig) and section.balance_bias_rate:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fullshard.errors import PlanError, ShardError
-from fullshard.planner.search.candidates import require_prediction, run_with_settings
+from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.parallel_degrees import (
     DegreeSearch,
     choose_first_not_notably_slower,
@@ -212,7 +212,7 @@ def assert_as_fast_as_any_degree(answer: DegreeSearch, run: Run, *, hardware: Ha
     assert best is not None
     assert best.tensor_parallel == answer.spec.tensor_parallel
     for tensor in (1, 2, 4, 8):
-        pinned = run_with_settings(run, {"sharding": {"tensor_parallel": tensor, "context_parallel": 1}})
+        pinned = run.with_settings({"sharding": {"tensor_parallel": tensor, "context_parallel": 1}})
         try:
             one = search_parallel_degrees(Describing(), pinned, hardware=hardware).found.best
         except PlanError:

@@ -47,11 +47,6 @@ class MachineAccess:
             return sorted(one.name for one in (self.root / path).iterdir())
         return []
 
-    def read_meminfo_available_bytes(self) -> int | None:
-        """Returns the bytes of memory that new processes can have; None if they are unknown."""
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", self.read("proc/meminfo") or "", re.MULTILINE)
-        return None if found is None else int(found[1]) * 1024
-
 
 @dataclass(frozen=True)
 class RunContext:
@@ -77,14 +72,6 @@ class RunContext:
         """Number of ranks on this machine: torchrun's number if it started this process, else all."""
         given = self.machine.environment.get("LOCAL_WORLD_SIZE", "")
         return int(given) if given.isdecimal() and int(given) else self.plan.world_size
-
-    @property
-    def checkpoint_directory(self) -> Path | None:
-        """The directory of the checkpoints; None on an object store."""
-        own = self.run.checkpoint.dir
-        if own is not None and "://" in own:
-            return None
-        return Path(own) if own is not None else Path(self.run.run.dir, "checkpoints")
 
     @property
     def checkpoint_bytes(self) -> int | None:
@@ -171,7 +158,8 @@ def check_memory_and_quota(context: RunContext) -> Finding:
     machine, prediction = context.machine, context.plan.prediction
     limit_text = machine.read("sys/fs/cgroup/memory.max") or ""
     limit = int(limit_text) if limit_text.isdecimal() else None
-    free = machine.read_meminfo_available_bytes()
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", machine.read("proc/meminfo") or "", re.MULTILINE)
+    free = None if found is None else int(found[1]) * 1024
     known = [one for one in (limit, free) if one is not None]
     if prediction is not None and known:
         own = prediction.host_bytes_per_rank
@@ -198,9 +186,10 @@ def check_memory_and_quota(context: RunContext) -> Finding:
 
 def check_checkpoint_space(context: RunContext) -> Finding:
     """Compares the free space with the checkpoints that the run keeps, and one more."""
-    directory, size = context.checkpoint_directory, context.checkpoint_bytes
-    if directory is None:
+    own, size = context.run.checkpoint.dir, context.checkpoint_bytes
+    if own is not None and "://" in own:
         return Finding.skipped("checkpoints are on an object store")
+    directory = Path(own) if own is not None else Path(context.run.run.dir, "checkpoints")
     if size is None:
         return Finding.skipped("the size of a checkpoint is not predicted for this run")
     section, steps = context.run.checkpoint, context.run.train.step_count

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.jobs.checks.model_trial import IGNORED, ModelTrial
+from fullshard.models.loss import next_token_loss
 from fullshard.quantities import join_names
 from fullshard.spec.records.finding import Finding
 from fullshard.torch_private.tensors import BatchNorm
@@ -37,7 +38,7 @@ def check_first_loss(trial: ModelTrial) -> Finding:
             fix="smaller initial values, or a look at divisions and logarithms in forward",
         )
     batch = trial.token_batch()
-    if batch is None or not trial.has_default_loss:
+    if batch is None or getattr(trial.loss, "func", trial.loss) is not next_token_loss:
         return Finding.ok(
             f"first loss {loss:.3f} of {trial.description}; nothing is known to compare it with"
         )
@@ -100,7 +101,9 @@ def check_row_independence(trial: ModelTrial) -> Finding:
         return Finding.skipped("the loss counts labels of -100")
     others = {name: torch.cat((one[:1], one[1:].roll(1, 0))) for name, one in batch.items()}
     noise = {
-        name: _reverse_other_rows(one) for name, one in others.items() if name not in ("labels", "documents")
+        name: torch.cat((one[:1], one[1:].flip(1)))
+        for name, one in others.items()
+        if one.ndim > 1 and name not in ("labels", "documents")
     }
     moved = _relative_loss_change(
         trial, model, batches=[{**batch, "labels": labels}, {**others, **noise, "labels": labels}]
@@ -120,11 +123,6 @@ def check_row_independence(trial: ModelTrial) -> Finding:
         why="rows are separate samples: results depend on the microbatch and on the number of ranks",
         fix="a look for sums, means or attention over dim 0",
     )
-
-
-def _reverse_other_rows(tensor: Tensor) -> Tensor:
-    """Returns `tensor` with the second dim of all rows except the first reversed, if it has one."""
-    return tensor if tensor.ndim < 2 else torch.cat((tensor[:1], tensor[1:].flip(1)))
 
 
 def _loss_leaves_out_masked_labels(trial: ModelTrial, model: nn.Module, *, batch: dict[str, Tensor]) -> bool:

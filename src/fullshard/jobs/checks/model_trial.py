@@ -13,7 +13,7 @@ from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import ShardError
 from fullshard.models.build import build_model, count_vocabulary_rows
 from fullshard.models.huggingface import build_hf_config
-from fullshard.models.loss import Loss, choose_loss, next_token_loss
+from fullshard.models.loss import Loss, choose_loss
 from fullshard.parallel.materialize import materialize
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
@@ -51,10 +51,6 @@ class ModelTrial:
     @property
     def is_from_transformers(self) -> bool:
         return isinstance(self.run.model, HuggingFaceModel)
-
-    @property
-    def has_default_loss(self) -> bool:
-        return getattr(self.loss, "func", self.loss) is next_token_loss
 
     def token_batch(self) -> dict[str, Tensor] | None:
         """Returns a batch of `tokens` and `labels` (rows, sequence); None for other kinds of batches."""
@@ -180,8 +176,7 @@ def random_token_batch(run: Run, number: int, *, vocabulary: int) -> dict[str, T
 
 def make_eager_fp32_cpu_run(run: Run, *, rows: int, microbatch: int) -> Run:
     """Returns `run` with these batches, in eager fp32 on the CPU, without what some rank counts forbid."""
-    plain = run.sharding.model_copy(update={"shard_degree": None})
-    return run.model_copy(update={"sharding": plain}).with_overrides(
+    return run.with_settings({"sharding": {"shard_degree": None}}).with_overrides(
         [
             f"train.global_batch={rows}",
             f"train.microbatch={microbatch}",

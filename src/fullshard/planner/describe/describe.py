@@ -35,7 +35,6 @@ from fullshard.planner.describe import recordings
 from fullshard.planner.describe.emulation import CompiledPrograms, emulate_cuda_kernels
 from fullshard.planner.describe.extrapolation import KernelIndex
 from fullshard.planner.describe.trace import LossFunction, disable_packing_detection, training_mode
-from fullshard.planner.search.candidates import run_with_settings
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import (
     Kernel,
@@ -103,33 +102,21 @@ def describe(
     """
     traced_plan, device = _plan_and_device_to_trace(plan, device_type)
     _check_not_sharded(model)
-    recorder = _build_recorder(model, traced_plan, loss=loss, batch=batch, units=units, device=device)
+    section = traced_plan.run.sharding.units
+    given = find_units(model, section, predicate=units)
+    blocks = find_recompute_and_compile_blocks(model, units=given)
+    divided = recordings.divided_dims(model, given, plan=traced_plan, device=device)
+    fp8 = choose_fp8_linears(model, given, plan=traced_plan, blocks=blocks, divided=divided)
+    count, programs = len(blocks), CompiledPrograms()
+    recorder = recordings.SettingsRecorder(
+        model, traced_plan, loss, batch, units, device, fp8, given, divided, count, programs
+    )
     check_recomputed_block_count(traced_plan.run.recompute, recorder.blocks)
     settings = _settings_to_trace(plan, device, blocks=recorder.blocks)
     kernels = emulate_cuda_kernels(attention_kernel) if device == "cuda" else nullcontext()
     with disable_packing_detection(), training_mode(model), kernels:
         found, untraced = _record_all_settings(recorder, settings)
     return _build_spec(recorder, found, untraced=untraced)
-
-
-def _build_recorder(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    loss: LossFunction,
-    batch: Any,
-    units: Predicate | None,
-    device: DeviceType,
-) -> recordings.SettingsRecorder:
-    section = plan.run.sharding.units
-    given = find_units(model, section, predicate=units)
-    blocks = find_recompute_and_compile_blocks(model, units=given)
-    divided = recordings.divided_dims(model, given, plan=plan, device=device)
-    fp8 = choose_fp8_linears(model, given, plan=plan, blocks=blocks, divided=divided)
-    count, programs = len(blocks), CompiledPrograms()
-    return recordings.SettingsRecorder(
-        model, plan, loss, batch, units, device, fp8, given, divided, count, programs
-    )
 
 
 def _build_spec(
@@ -290,7 +277,7 @@ def _plan_and_device_to_trace(plan: Plan | Run, device_type: DeviceType | None) 
         "sharding": {"strategy": Strategy.FULL_SHARD, "shard_degree": None},
         "offload": {"tier": "none"},
     }
-    return Plan.from_run(run_with_settings(run, sections), world_size=ranks, device=device), device
+    return Plan.from_run(run.with_settings(sections), world_size=ranks, device=device), device
 
 
 def _flops_and_parameters_per_token(

@@ -137,9 +137,8 @@ def _make_batch_unless_default(plan: Plan | Run, model: "Module") -> Any:
     run = plan.run if isinstance(plan, Plan) else plan
     rows = plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1
     if run.data.source == "python":
-        alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})
-        ranks = run.sharding.ranks_per_sequence
-        own = Plan.from_run(run.model_copy(update={"train": alone}), world_size=ranks)
+        alone = run.with_settings({"train": {"microbatch": rows, "global_batch": rows}})
+        own = Plan.from_run(alone, world_size=run.sharding.ranks_per_sequence)
         return next(iter(build_data(run).microbatches(0, rank=0, plan=own.for_data)))
     if choose_loss(run, model) is model_computed_loss:
         return _example_meta_batch(model, run, rows=rows)

@@ -43,7 +43,15 @@ class _CudaAttention:
 
     def __init__(self, preferred: AttentionKernel) -> None:
         self._preferred: AttentionKernel = preferred
-        self._efficient_takes_groups = _efficient_attention_supports_grouped_queries()
+        # Whether the memory-efficient kernel takes fewer key/value heads than query heads depends on torch.
+        with torch.device("meta"):
+            many, few, rows = torch.empty(1, 2, 8, 8), torch.empty(1, 1, 8, 8), torch.empty(1, 2, 8)
+            state = [torch.empty((), dtype=torch.int64)] * 2
+        wanted = [True, True, True, False]
+        gradients = _ATEN._scaled_dot_product_efficient_attention_backward(
+            many, many, few, few, None, many, rows, *state, 0.0, wanted
+        )
+        self._efficient_takes_groups = gradients[1].shape == few.shape
 
     def __call__(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
         self,
@@ -86,18 +94,6 @@ def _cudnn_supports_head_widths(query: Tensor, value: Tensor, *, kernel: Attenti
     """Returns whether cuDNN's kernel is for heads of these widths, multiples of 8 (`sdp_utils.cpp`, 2.11)."""
     most = {"flash": 0, "cudnn": 128, "cudnn_256": 256}[kernel]
     return all(width <= most and width % 8 == 0 for width in (query.shape[-1], value.shape[-1]))
-
-
-def _efficient_attention_supports_grouped_queries() -> bool:
-    """Returns whether this torch's memory-efficient kernel is for fewer key/value heads than query heads."""
-    with torch.device("meta"):
-        many, few, rows = torch.empty(1, 2, 8, 8), torch.empty(1, 1, 8, 8), torch.empty(1, 2, 8)
-        state = [torch.empty((), dtype=torch.int64)] * 2
-    wanted = [True, True, True, False]
-    gradients = _ATEN._scaled_dot_product_efficient_attention_backward(
-        many, many, few, few, None, many, rows, *state, 0.0, wanted
-    )
-    return gradients[1].shape == few.shape
 
 
 def _cuda_rms_norm(  # signature: aten::rms_norm

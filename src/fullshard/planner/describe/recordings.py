@@ -26,7 +26,6 @@ from fullshard.parallel.units import (
 from fullshard.planner.describe import extrapolation, trace
 from fullshard.planner.describe.emulation import CompiledBlocks, CompiledPrograms
 from fullshard.planner.describe.operations import PhaseRecord, distinct_storage_bytes, list_tensors
-from fullshard.planner.search.candidates import run_with_settings
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.train_section import RecomputeSection
@@ -155,7 +154,7 @@ class SettingsRecorder:
         `kept` only if it differs. If the trace changes structure with the microbatch, or the batch lacks this
         dim, the only one is of the plan's own microbatch. Compiled blocks may have the eager recordings.
         """
-        run = run_with_settings(self.plan.run, {"run": {"compile": compiled}})
+        run = self.plan.run.with_settings({"run": {"compile": compiled}})
         plan = self.plan.model_copy(update={"run": run.model_copy(update={"recompute": recompute})})
         eager = self._eager.get(recompute, []) if compiled else []
         equal = [one for one in (own.as_compiled(plan) for own in eager) if one is not None]

@@ -62,7 +62,7 @@ from typing import Literal, NamedTuple, cast
 
 from fullshard.errors import PlanError
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, Link
-from fullshard.spec.model import ModelSpec, SharedAxis, TracePhase
+from fullshard.spec.model import ModelSpec, TracePhase
 from fullshard.spec.plan import ITEMSIZE, Plan
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -203,7 +203,11 @@ def model_parallel_seconds(
     spec: ModelSpec, phases: Sequence[TracePhase], *, plan: Plan, hardware: Hardware
 ) -> tuple[float, ...]:
     """Returns the seconds of the collectives among ranks that share work, in each phase."""
-    groups = _layouts_by_axis(plan, hardware)
+    per_node, tensor, context = hardware.ranks_per_node, plan.tensor_parallel, plan.context_parallel
+
+    layout = partial(shard_group_layout, per_node=per_node, world_size=plan.world_size)
+    experts = layout(plan.expert_parallel)
+    groups = {"tensor": layout(tensor), "context": layout(context, distance=tensor), "expert": experts}
     received = fullest_rank_rows_over_mean(spec, plan)
 
     def seconds(kernel_index: int) -> float:
@@ -236,12 +240,3 @@ def device_context_bytes(plan: Plan, hardware: Hardware) -> int:
     if plan.run.communication.changes_sums:
         peers += min(plan.shard_degree, max(1, hardware.ranks_per_node // plan.tensor_parallel)) - 1
     return hardware.context_bytes + count * hardware.communicator_bytes + peers * hardware.peer_bytes
-
-
-def _layouts_by_axis(plan: Plan, hardware: Hardware) -> dict[SharedAxis, CollectiveLayout]:
-    """Returns the placement on nodes of the ranks of each axis. Those that share matmuls are adjacent."""
-    per_node, tensor, context = hardware.ranks_per_node, plan.tensor_parallel, plan.context_parallel
-
-    layout = partial(shard_group_layout, per_node=per_node, world_size=plan.world_size)
-    experts = layout(plan.expert_parallel)
-    return {"tensor": layout(tensor), "context": layout(context, distance=tensor), "expert": experts}

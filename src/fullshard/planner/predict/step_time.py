@@ -292,7 +292,11 @@ class StepTimePredictor:
 
     def _time_terms(self, plan: Plan, streams: fsdp_time.StreamClocks) -> TimeTerms:
         units = self.unit_costs(plan)
-        sent = _sum_model_parallel_ticks(self._first_and_later_works(plan), accumulation=plan.accumulation)
+        sent = sum(
+            sent * turns * times
+            for work, times in zip(self._first_and_later_works(plan), (1, plan.accumulation - 1), strict=True)
+            for sent, turns in zip(work.sent, work.program.repeats, strict=True)
+        )
         kernels = max(0, streams.computed - streams.idle - sent)
         recompute = min(self._extra_recompute_ticks(plan), kernels)
         busy = streams.computed + streams.copied - streams.idle
@@ -369,15 +373,4 @@ def _sum_compute_ticks(work: simulate.MicrobatchWork, *, serial: bool) -> int:
     return sum(
         (length - sent + (launched if serial else 0)) * turns
         for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.repeats, strict=True)
-    )
-
-
-def _sum_model_parallel_ticks(
-    works: tuple[simulate.MicrobatchWork, simulate.MicrobatchWork], *, accumulation: int
-) -> int:
-    """Returns the ticks per step in which computing waits for ranks that share work with it."""
-    return sum(
-        sent * turns * times
-        for work, times in zip(works, (1, accumulation - 1), strict=True)
-        for sent, turns in zip(work.sent, work.program.repeats, strict=True)
     )

@@ -15,7 +15,7 @@ longer), or that cannot fit: the bytes of its shards and of its microbatch, with
 Compiling takes time before the first step, of which each step of the run bears its share.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
@@ -104,7 +104,7 @@ def iterate_candidates(
 
 def _iterate_with_tier(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: Tier) -> Iterator[Candidate]:
     per_node, split = hardware.ranks_per_node, run.sharding.tensor_degree
-    run = run_with_settings(run, {"offload": {"tier": tier}, "sharding": {"tensor_parallel": split}})
+    run = run.with_settings({"offload": {"tier": tier}, "sharding": {"tensor_parallel": split}})
     world = hardware.world_size // split
     node = per_node // split if per_node % split == 0 else 1
     meshes = list(_iterate_sharding_choices(run, world, node=node))
@@ -113,14 +113,21 @@ def _iterate_with_tier(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: T
         divided = [m for m in meshes if groups[m] % experts == 0 or experts % groups[m] == 0]
         meshes = divided or meshes[:1]
     # Building a plan with all pinned settings raises early if they are impossible.
-    pinned = run_with_settings(run, {"sharding": _sharding_settings(meshes[0])})
+    pinned = run.with_settings({"sharding": _sharding_settings(meshes[0])})
     plan = Plan.from_run(pinned, world_size=hardware.world_size, device=hardware.device)
     if plan.expert_parallel > 1 and (
         not spec.expert_count_gcd or spec.expert_count_gcd % plan.expert_parallel
     ):
         key = f"experts of {spec.name}"
         raise indivisible_experts_error(spec.expert_count_gcd, ranks=plan.expert_parallel, key=key)
-    _check_chip_has_fp8(plan, hardware)
+    known = hardware.chip.flops_per_second
+    if plan.precision.fp8 is not None and hardware.device == "cuda" and known and "fp8" not in known:
+        raise PlanError(
+            f"{hardware.chip.name} has no fp8 matmuls.",
+            got=f'precision.mode = "{plan.run.precision.mode}"',
+            why=f"its dtypes are {', '.join(known)}",
+            fix='precision.mode = "bf16"',
+        )
     sizes = {trace.microbatch for trace in spec.traces}  # None: any size
     for mesh in meshes:
         batches = list(_iterate_microbatch_splits(run, mesh, groups=world // run.sharding.context_degree))
@@ -130,23 +137,6 @@ def _iterate_with_tier(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: T
             pairs = _recompute_and_compile_choices(spec, run, microbatch=batch.microbatch, hardware=hardware)
             for recompute, compiled in pairs:
                 yield Candidate(mesh, batch, recompute, compiled, double, tier)
-
-
-def _check_chip_has_fp8(plan: Plan, hardware: Hardware) -> None:
-    known = hardware.chip.flops_per_second
-    if plan.precision.fp8 is not None and hardware.device == "cuda" and known and "fp8" not in known:
-        raise PlanError(
-            f"{hardware.chip.name} has no fp8 matmuls.",
-            got=f'precision.mode = "{plan.run.precision.mode}"',
-            why=f"its dtypes are {', '.join(known)}",
-            fix='precision.mode = "bf16"',
-        )
-
-
-def run_with_settings(run: Run, sections: Mapping[str, Mapping[str, object]]) -> Run:
-    """Returns `run` with other values in some of its sections, such as `{"recompute": {"mode": "none"}}`."""
-    updated = {name: getattr(run, name).model_copy(update=values) for name, values in sections.items()}
-    return run.model_copy(update=updated)
 
 
 def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
@@ -159,7 +149,7 @@ def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
         "run": {"compile": candidate.compiled},
     }
     plan = Plan.from_run(
-        run_with_settings(run, settings).model_copy(update={"recompute": candidate.recompute}),
+        run.with_settings(settings).model_copy(update={"recompute": candidate.recompute}),
         world_size=hardware.world_size,
         device=hardware.device,
         bf16_hardware=hardware.device == "cuda" and "bf16" in hardware.chip.flops_per_second,
@@ -167,7 +157,7 @@ def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     if run.offload.update != "auto":
         return plan
     update = {"update": choose_update_device(plan, hardware)}
-    return plan.model_copy(update={"run": run_with_settings(plan.run, {"offload": update})})
+    return plan.model_copy(update={"run": plan.run.with_settings({"offload": update})})
 
 
 def _sharding_settings(mesh: ShardingChoice) -> dict[str, object]:
@@ -184,7 +174,8 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         strategies = _ORDER if section.shard_degree is None else _HYBRID
         if run.communication.is_set:  # which is for ranks that shard
             strategies = [one for one in strategies if one is not Strategy.NO_SHARD]
-    proper = _group_sizes_that_follow_nodes(world, node=node)
+    sizes = (size for size in reversed(divisors(world)) if size not in (1, world))
+    proper = [size for size in sizes if size % node == 0 or node % size == 0]
     for strategy in strategies:
         if strategy not in _HYBRID:
             yield ShardingChoice(strategy, 1 if strategy is Strategy.NO_SHARD else world)
@@ -193,12 +184,6 @@ def _iterate_sharding_choices(run: Run, world: int, *, node: int) -> Iterator[Sh
         else:
             degrees = proper if proper or section.strategy == "auto" else [world]
             yield from (ShardingChoice(strategy, degree) for degree in degrees)
-
-
-def _group_sizes_that_follow_nodes(ranks: int, *, node: int) -> list[int]:
-    """Returns the sizes of equal groups of `ranks`, without 1 and all, that follow nodes of `node` ranks."""
-    sizes = (size for size in reversed(divisors(ranks)) if size not in (1, ranks))
-    return [size for size in sizes if size % node == 0 or node % size == 0]
 
 
 def _iterate_microbatch_splits(run: Run, mesh: ShardingChoice, *, groups: int) -> Iterator[MicrobatchSplit]:
@@ -277,10 +262,10 @@ class CandidateCosts:
     ) -> None:
         """Lists the candidates of `run` with their bounds on time. Raises PlanError if there are none."""
         if run.train.loss_chunk == "auto":  # a plan says what was traced
-            run = run_with_settings(run, {"train": {"loss_chunk": spec.loss_chunk}})
+            run = run.with_settings({"train": {"loss_chunk": spec.loss_chunk}})
         axes = ("context_parallel", "tensor_parallel", "expert_parallel")
         traced = {axis: getattr(spec, axis) for axis in axes if getattr(run.sharding, axis) == "auto"}
-        run = run_with_settings(run, {"sharding": traced})
+        run = run.with_settings({"sharding": traced})
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = max(1, int(hardware.device_bytes_limit * (1 - run.memory_margin)))

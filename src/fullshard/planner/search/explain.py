@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, cast
 
 from fullshard.errors import PlanError
-from fullshard.planner.search.candidates import require_prediction, run_with_settings
+from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import SearchResult, iterate_runs_with_setting_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.plan import HOST_WORK, recompute_text
@@ -200,8 +200,8 @@ def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Ch
     """
     yield from iterate_runs_with_setting_unpinned(run, hardware)
     if run.run.compile is False and plan.device == "cuda":
-        yield "run.compile = true", run_with_settings(run, {"run": {"compile": True}}), hardware
-    twice = run_with_settings(run, {"train": {"global_batch": 2 * run.train.global_batch}})
+        yield "run.compile = true", run.with_settings({"run": {"compile": True}}), hardware
+    twice = run.with_settings({"train": {"global_batch": 2 * run.train.global_batch}})
     yield f"{2 * run.tokens_per_step:,} tokens a step, twice as many", twice, hardware
     if plan.device == "cuda" and (hardware.across is not None or hardware.nodes == 1):
         spread = hardware.across is not None
@@ -219,4 +219,4 @@ def _iterate_compressions(plan: Plan, hardware: Hardware, *, run: Run) -> Iterat
         is_open = all(getattr(section, key) in ("auto", "none", value) for key, value in settings.items())
         if is_open and (hardware.nodes > 1 or "reduce_within" not in settings):
             change = " and ".join(f'communication.{key} = "{value}"' for key, value in settings.items())
-            yield change, run_with_settings(run, {"communication": settings}), hardware
+            yield change, run.with_settings({"communication": settings}), hardware

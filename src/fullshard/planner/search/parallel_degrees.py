@@ -106,7 +106,7 @@ class _DegreeSearcher(NamedTuple):
         found: list[DegreeSearch] = []
         for own, spec in questions.values():
             only_resident = not tiers and own.offload.tier == "auto"
-            run = candidates.run_with_settings(own, {"offload": {"tier": "none"}}) if only_resident else own
+            run = own.with_settings({"offload": {"tier": "none"}}) if only_resident else own
             with suppress(PlanError):  # other settings of the run cannot be combined with this number
                 searched = DegreeSearch(own, spec, search(spec, self.hardware, run, tiers=tiers))
                 found += [] if searched.found.best is None else [searched]
@@ -204,7 +204,7 @@ def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
 
 
 def _with_degree(run: Run, axis: str, *, degree: int) -> Run:
-    return candidates.run_with_settings(run, {"sharding": {axis: degree}})
+    return run.with_settings({"sharding": {axis: degree}})
 
 
 def iterate_context_degrees(hardware: Hardware, run: Run) -> Iterator[int]:

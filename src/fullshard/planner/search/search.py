@@ -223,7 +223,7 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
         )
     largest, count = max(prediction.memory.terms().items(), key=lambda term: term[1])
     changes = chain(iterate_runs_with_setting_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
-    no_margin = candidates.run_with_settings(run, {"plan": {"memory_margin": 0.0}})
+    no_margin = run.with_settings({"plan": {"memory_margin": 0.0}})
     without_margin = [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
     ways = [
         _first_fitting_change_text(spec, without_margin),
@@ -316,7 +316,7 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
         batch = -(-run.train.global_batch // ranks) * ranks
         if batch % (ranks * (run.train.microbatch or 1)) == 0:
             grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
-            wider = candidates.run_with_settings(run, {"train": {"global_batch": batch}})
+            wider = run.with_settings({"train": {"global_batch": batch}})
             yield f"{more.world_size} ranks{grown}", wider, more
 
 
@@ -330,7 +330,7 @@ def iterate_runs_with_setting_unpinned(run: Run, hardware: Hardware) -> Iterator
         (is_sharding_pinned, 'sharding.strategy = "auto"', {"sharding": free}),
     ):
         if is_pinned:
-            yield change, candidates.run_with_settings(run, settings), hardware
+            yield change, run.with_settings(settings), hardware
 
 
 def _format_plan_with_cost(plan: Plan) -> str:

@@ -60,10 +60,6 @@ class CatalogChip(FrozenModel):
         shared_fields = self.model_dump(include=set(Chip.model_fields))
         return Chip(memory_bytes=self.memory_gib * 1024**3, **shared_fields)
 
-    def has_normalized_name(self, key: str) -> bool:
-        """Returns True if `key`, a `normalized_chip_name`, is a name, alias or device name of the chip."""
-        return key in {normalized_chip_name(name) for name in (self.name, *self.aliases, *self.device_names)}
-
 
 @cache
 def read_machine_tables(name: str) -> Mapping[str, Any]:
@@ -303,7 +299,8 @@ def _rates_summary(entry: CatalogChip, rates: Rates, *, kernel: AttentionKernel)
 
 def _find_chip(name: str, text: str) -> CatalogChip:
     key, chips = normalized_chip_name(name), read_catalog_chips()
-    found = next((chip for chip in chips if chip.has_normalized_name(key)), None)
+    named = ((chip, (chip.name, *chip.aliases, *chip.device_names)) for chip in chips)
+    found = next((chip for chip, names in named if key in map(normalized_chip_name, names)), None)
     if found is not None:
         return found
     known = {normalized_chip_name(alias): chip.name for chip in chips for alias in (chip.name, *chip.aliases)}

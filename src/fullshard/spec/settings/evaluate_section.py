@@ -11,8 +11,11 @@ from fullshard.spec import value
 VALIDATION = "validation"
 """Name of the evaluation that `train.validate_every` and [data] describe."""
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_KEPT = re.compile(r"(?:(highest|lowest) +)?([A-Za-z][A-Za-z0-9_-]*)(?:\.([A-Za-z0-9_./@-]+))?")
+_NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
+METRIC = r"[A-Za-z0-9][A-Za-z0-9_./@-]{0,119}"
+RESULT = re.compile(rf"{_NAME}\.{METRIC}")
+"""Name of a result of [[evaluate]], see `Evaluation.result_key`."""
+_KEPT = re.compile(rf"(?:(highest|lowest) +)?({_NAME})(?:\.({METRIC}))?")
 _TASKS = re.compile(r"lm_eval:([^\s,]+(?:,[^\s,]+)*)")
 
 
@@ -47,7 +50,7 @@ class Evaluation(value.FrozenModel):
 
     @model_validator(mode="after")
     def _check_name_and_kind(self) -> Self:
-        if not _NAME.fullmatch(self.name):
+        if not re.fullmatch(_NAME, self.name):
             raise ValueError(f"name = {self.name!r} is not a letter, then letters, digits, _ or -")
         if sum(map(bool, (self.paths, self.call, self.task))) != 1:
             raise ValueError(
@@ -63,11 +66,6 @@ class Evaluation(value.FrozenModel):
         if not (self.every or self.at_start or self.at_end):
             raise ValueError(f"{self.name} is never evaluated: set every, at_start or at_end")
         return self
-
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        """The tasks, groups or files of `task`; empty without it."""
-        return tuple(self.task.removeprefix("lm_eval:").split(",")) if self.task else ()
 
     def result_key(self, metric: str) -> str:
         """Returns the name of a result: `name.metric`; `validation_loss` of the validation."""
