@@ -1,4 +1,4 @@
-"""The checks that the ranks of `fullshard check` make together: of links, settings and a sharded step."""
+"""The checks that the ranks of `fullshard check` make together: of settings and a sharded step."""
 
 import hashlib
 import importlib.metadata
@@ -7,15 +7,10 @@ import math
 import os
 import platform
 import socket
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +19,6 @@ from fullshard.errors import CheckpointError
 from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, make_eager_fp32_cpu_run
 from fullshard.models.build import build_model
 from fullshard.parallel.mesh import RankInfo, process_group
-from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import CheckReport, Finding
 from fullshard.spec.run import Run
@@ -44,22 +38,12 @@ _PACKAGES = ("torch", "transformers", "numpy", "torchao", "peft")
 _COMPARED = ("NCCL_", "TORCH_", "GLOO_", "CUDA_LAUNCH", "PYTORCH_", "OMP_NUM_THREADS", "FULLSHARD_")
 # These differ between ranks or hosts by design.
 _OWN = ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-_PROBE_BYTES, _PROBES = 4 << 20, 4
 _TIMEOUT_SECONDS = 120.0
-_MOST_PAIRS = 28  # of 8 ranks
-_LEAST_OF_MEDIAN = 1 / 3
 _STEPS, _RANDOM_STEPS, _RATE = 2, 4, 0.1
 # fp32 sums of gradients in another order differ by 1e-6 of a parameter after two steps.
 _LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
 _SGD = OptimizerSection(name="sgd", learning_rate=_RATE, weight_decay=0.0, clip_norm=0.0)
 _CONSTANT_RATE = ScheduleSection(kind="constant", warmup_steps=0)
-
-
-class PairRate(NamedTuple):
-    """The rate at which two ranks exchange data, in bytes per second."""
-
-    ranks: tuple[int, int]
-    bytes_per_second: float
 
 
 def run_rank_checks(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
@@ -77,52 +61,11 @@ def run_checks_on_ranks(
     """Returns what the checks of ranks find, on every rank. Collective."""
     hosts = all_gather_object(socket.gethostname())
     settings = all_gather_object(_rank_settings(run, environment))
-    pairs = _measure_pair_rates(ranks.device, world_size=ranks.world_size)
     found = {
-        "links": check_links(pairs, hosts=hosts),  # NVIDIA/nccl#428
         "same_settings": check_same_settings(settings, hosts=hosts),  # NVIDIA/nccl#286
         "sharded_step": check_sharded_step(run, ranks=ranks),  # NovaSky-AI/SkyRL#1709
     }
     return tuple(one.model_copy(update={"check": name, "group": "ranks"}) for name, one in found.items())
-
-
-def check_links(pairs: Sequence[PairRate], *, hosts: Sequence[str]) -> Finding:
-    """Compares the rates between pairs of ranks with each other. `hosts`: host name of each rank."""
-    if not pairs:
-        return Finding.skipped("a single rank has no link")
-    slowest = min(pairs, key=lambda pair: pair.bytes_per_second)
-    usual = statistics.median(pair.bytes_per_second for pair in pairs)
-    one, other = slowest.ranks
-    if len(pairs) > 2 and slowest.bytes_per_second < _LEAST_OF_MEDIAN * usual:
-        return Finding.warning(
-            f"ranks {one} and {other} exchange {format_bytes(slowest.bytes_per_second)}/s, the median pair "
-            f"{format_bytes(usual)}/s",
-            why="all ranks wait for the slowest pair",
-            fix=f"a look at cable, switch or NUMA placement of {hosts[one]} and {hosts[other]}",
-        )
-    return Finding.ok(f"{len(pairs)} pairs of ranks, {format_bytes(usual)}/s (median)")
-
-
-def _measure_pair_rates(device: torch.device, *, world_size: int) -> list[PairRate]:
-    """Returns rates of the first 28 pairs of ranks, one after another: each the best of four exchanges."""
-    rates: list[PairRate] = []
-    own, data = dist.get_rank(), torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    for one, other in list(combinations(range(world_size), 2))[:_MOST_PAIRS]:
-        best = float("inf")
-        if own in (one, other):
-            for _ in range(_PROBES):
-                started = time.perf_counter()
-                _exchange(data, peer=other if own == one else one, sends_first=own == one)
-                best = min(best, time.perf_counter() - started)
-        rates.append(PairRate((one, other), 2 * _PROBE_BYTES / min(all_gather_object(best))))
-    return rates
-
-
-def _exchange(data: Tensor, *, peer: int, sends_first: bool) -> None:
-    for sends in (sends_first, not sends_first):
-        (dist.send if sends else dist.recv)(data, peer)
-    if data.is_cuda:
-        torch.cuda.synchronize(data.device)
 
 
 def check_same_settings(settings: Sequence[Mapping[str, str]], *, hosts: Sequence[str]) -> Finding:
