@@ -103,6 +103,7 @@ def test_measured_and_planned_speeds_differ_only_as_the_steps_do(ranks, tmp_path
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     planned, pace = Plan.load(tmp_path / "run" / "plan.json").run.tokens_per_step, made.pace
     assert pace.tokens == pace.timed_steps * planned
+    assert made.has_own_loss == (kind == "mean")
     assert (pace.trained_share is None) if kind == "mean" else ((pace.trained_share or 1) < 0.7)
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         step = json.loads(line)

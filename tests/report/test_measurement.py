@@ -40,6 +40,11 @@ def test_rows_of_a_measurement():
     } <= set(measurement_rows(whole()))
 
 
+def test_a_loss_of_the_users_own_has_no_unit():
+    rows = dict(measurement_rows(whole().model_copy(update={"has_own_loss": True})))
+    assert rows["validation"] == "loss 2.4000"
+
+
 def test_unmeasured_figures_have_no_line():
     bare = measurement(peak=None, peak_bytes=None, world_size=1)
     labels = [label for label, _ in measurement_rows(bare)]

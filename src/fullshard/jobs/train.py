@@ -324,6 +324,7 @@ def _make_measurement(job: TrainJob) -> Measurement:
         first_loss=job.first_loss,
         last_loss=job.last.loss if job.last else None,
         validation_loss=job.results.get("validation_loss"),
+        has_own_loss=job.plan.run.train.loss is not None,
         results=job.results,
         flops_per_token=flops_per_token(job.plan, job.state.model),
         peak=job.matmul_peak,

@@ -325,7 +325,8 @@ def _loss_rows(m: Measurement) -> Iterator[tuple[str, str]]:
     if m.first_loss is not None and m.last_loss is not None:
         yield "loss", f"{m.first_loss:.4f} in the first step, {m.last_loss:.4f} in the last"
     if m.validation_loss is not None:
-        yield "validation", f"{m.validation_loss:.4f} nats a token"
+        text = "loss {:.4f}" if m.has_own_loss else "{:.4f} nats a token"
+        yield "validation", text.format(m.validation_loss)
     own = {key: value for key, value in m.results.items() if "." in key and value is not None}
     for line in results_text(own):
         label, _, text = line.partition(" ")

@@ -275,7 +275,7 @@ class Measurement(FrozenModel):
     drive: bytes that rank 0 moved in the median step, from its update to the next
     first_step: number of the first step of this command (1 for a new run)
     repeated_steps: steps that a rollback undid; `pace` also counts them
-    first_loss, last_loss, validation_loss: nats per token
+    first_loss, last_loss, validation_loss: nats per token, except for `has_own_loss`: with `train.loss`
     results: the last result of each evaluation, by name, with that of the validation
     flops_per_token: see `model_flops_per_token`
     step_seconds: mean timed step of `pace`, divided into causes as in the least disturbed profiled step on
@@ -297,6 +297,7 @@ class Measurement(FrozenModel):
     first_loss: FiniteOrNone = None
     last_loss: FiniteOrNone = None
     validation_loss: FiniteOrNone = None
+    has_own_loss: bool = False
     results: Mapping[str, FiniteOrNone] = Field(default_factory=dict[str, FiniteOrNone])
     flops_per_token: Annotated[float, Field(gt=0)] | None = None
     peak: MatmulPeak | None = None
