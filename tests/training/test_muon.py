@@ -253,7 +253,7 @@ def test_all_other_parameters_are_updated_as_by_adamw(ranks: Any) -> None:
 def kinds_of(model: nn.Module, *groups: dict[str, Any]) -> dict[str, str]:
     section = OptimizerSection.model_validate({"name": "muon", "groups": groups})
     return {
-        name: "muon" if name in group.muon else "adamw"
+        name: "muon" if name in group.matrices else "adamw"
         for group in match_groups(model, section)
         for name in group.parameters
     }
@@ -330,7 +330,7 @@ def test_groups_that_muon_cannot_have_are_refused(groups: list[dict[str, Any]], 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["optimizer.name=muon", "offload.tier=optimizer:cpu"], "Muon needs whole matrices"),
+        (["optimizer.name=muon", "offload.tier=optimizer:cpu"], "muon and soap need whole matrices"),
         (["optimizer.name=muon", "precision.mode=bf16_pure"], "rounds its updates stochastically"),
         (["optimizer.name=muon", "optimizer.options={momentum=0.9}"], r"in \[optimizer.muon\]"),
         (["optimizer.muon.steps=6"], 'needs name = "muon"'),

@@ -149,7 +149,7 @@ def _spec_error_from_validation(
     reason, fix = " or: ".join(map(_reason_text, same)), None
     names = [name for one in same for name in _accepted_names(one)]
     if all(map(_accepted_names, same)):
-        reason, fix = f"it is one of {', '.join(names)}", _similar_names_text(str(first["input"]), names)
+        reason, fix = f"it is one of {', '.join(names)}", similar_names_text(str(first["input"]), names)
     elif names:  # names, or another value
         others = (_reason_text(one) for one in same if not _accepted_names(one))
         reason = " or ".join((f"it is {', '.join(names)}", *(text.removeprefix("it is ") for text in others)))
@@ -195,7 +195,7 @@ def _shortened_repr(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text):,} characters)"
 
 
-def _similar_names_text(text: str, names: Sequence[str]) -> str | None:
+def similar_names_text(text: str, names: Sequence[str]) -> str | None:
     """Returns the names that contain `text`, else similar names, joined by "or"; None if no name is close."""
     key = text.lower()
     near = [name for name in names if key and key in name.lower()]

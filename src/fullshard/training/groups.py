@@ -3,7 +3,7 @@
 import difflib
 import logging
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -16,22 +16,23 @@ from fullshard.parallel.hidden_matrices import find_fused_matrices, find_hidden_
 from fullshard.quantities import count_text, format_count, join_names
 from fullshard.spec.settings.train_section import OptimizerGroup, OptimizerSection
 from fullshard.training.learning_rates import FACTOR
-from fullshard.training.muon import KIND
+from fullshard.training.whole_matrices import KIND
 
 logger = logging.getLogger("fullshard")
 _REST = OptimizerGroup(match=("*",))
+_TITLES = {"muon": "Muon", "soap": "SOAP"}
 
 
 @dataclass(frozen=True)
 class MatchedGroup:
     """A group of [[optimizer.groups]], or the rest, with its trained parameters by name.
 
-    muon: names of those that Muon updates
+    matrices: names of those that Muon or SOAP updates
     """
 
     settings: OptimizerGroup
     parameters: Mapping[str, nn.Parameter]
-    muon: frozenset[str] = frozenset()
+    matrices: frozenset[str] = frozenset()
 
     @property
     def is_rest(self) -> bool:
@@ -44,53 +45,55 @@ def match_groups(model: nn.Module, section: OptimizerSection) -> list[MatchedGro
 
     A parameter belongs to the first group of which a pattern matches its name, that of
     `model.named_parameters()` and of checkpoints. Raises SpecError for a pattern that matches no trained
-    parameter, or only those of earlier groups, and for parameters that Muon cannot update.
+    parameter, or only those of earlier groups, and for parameters that Muon or SOAP cannot update.
 
     >>> [(group.settings.match, len(group.parameters)) for group in match_groups(model, plan.run.optimizer)]
     [(('*norm*',), 9), (('*',), 30)]
     """
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    matrices = find_hidden_matrices(model) if section.is_muon else {}
+    matrices = find_hidden_matrices(model).keys() if section.matrix_kind else set[str]()
     found = list[MatchedGroup]()
     for settings in section.groups:
         own = {name: parameter for name, parameter in left.items() if settings.matches(name)}
         for pattern in settings.match:
             if not any(fnmatchcase(name, pattern) for name in own):
                 raise _unmatched_pattern_error(pattern, model)
-        found.append(MatchedGroup(settings, own, muon=_muon_names(settings, own, matrices=matrices)))
+        names = _matrix_names(settings, own, matrices=matrices, kind=section.matrix_kind)
+        found.append(MatchedGroup(settings, own, matrices=names))
         left = {name: parameter for name, parameter in left.items() if name not in own}
-    found += [MatchedGroup(_REST, left, muon=frozenset(left.keys() & matrices.keys()))] if left else []
-    if section.is_muon and not any(group.muon for group in found):
+    found += [MatchedGroup(_REST, left, matrices=frozenset(left.keys() & matrices))] if left else []
+    if (kind := section.matrix_kind) and not any(group.matrices for group in found):
         raise SpecError(
-            "Muon has no matrix to update.",
-            got=f'optimizer.name = "muon", {type(model).__name__}',
+            f"{_TITLES[kind]} has no matrix to update.",
+            got=f'optimizer.name = "{kind}", {type(model).__name__}',
             why="it updates weights of linear modules and experts in repeated blocks, unless a group says so",
-            fix='[[optimizer.groups]] with kind = "muon", or optimizer.name = "adamw"',
+            fix=f'[[optimizer.groups]] with kind = "{kind}", or optimizer.name = "adamw"',
         )
     return found
 
 
-def _muon_names(
-    settings: OptimizerGroup, own: Mapping[str, nn.Parameter], *, matrices: Mapping[str, nn.Parameter]
+def _matrix_names(
+    settings: OptimizerGroup, own: Mapping[str, nn.Parameter], *, matrices: Set[str], kind: str | None
 ) -> frozenset[str]:
-    """Returns the names in `own`, the group's parameters, that Muon updates. `matrices`: those by default."""
-    if settings.kind != "muon":
-        muon = frozenset(own.keys() & matrices.keys()) if settings.kind is None else frozenset[str]()
+    """Returns the names in `own`, the group's parameters, of matrices. `matrices`: those by default."""
+    if settings.kind in (None, "adamw"):
+        names = frozenset(own.keys() & matrices) if settings.kind is None else frozenset[str]()
     elif others := [name for name, one in own.items() if one.ndim != 2 and name not in matrices]:
+        shape = list(own[others[0]].shape)
         raise SpecError(
-            "Muon updates matrices and stacks of experts alone.",
-            got=f'kind = "muon" for {join_names(others, most=3)}, of shape {list(own[others[0]].shape)}',
+            f"{_TITLES[settings.kind]} updates matrices and stacks of experts alone.",
+            got=f'kind = "{settings.kind}" for {join_names(others, most=3)}, of shape {shape}',
             fix="a pattern that matches matrices alone",
         )
     else:
-        muon = frozenset(own)
-    if settings.betas is not None and len(muon) == len(own):
+        names = frozenset(own)
+    if kind == "muon" and settings.betas is not None and len(names) == len(own):
         raise SpecError(
             "a group of [[optimizer.groups]] has betas, which Muon has not.",
             got=f"betas = {list(settings.betas)} for {join_names(list(settings.match))}",
             fix='the group without betas, or with kind = "adamw"',
         )
-    return muon
+    return names
 
 
 def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -118,9 +121,9 @@ def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[d
                 decays = name not in excluded and _has_decay_by_default(model, name, parameter=parameter)
                 decay = section.weight_decay if decays else 0.0
             placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-            kind = "muon" if name in matched.muon else "adamw"
+            kind = section.matrix_kind if name in matched.matrices else "adamw"
             key = (number, decay, placed, parameter.dtype, kind)
-            of_kind = {KIND: kind} if section.is_muon else {}
+            of_kind = {KIND: kind} if section.matrix_kind else {}
             group = groups.setdefault(key, {"params": [], "weight_decay": decay} | own | of_kind)
             group["params"].append(parameter)
     return list(groups.values())
@@ -129,22 +132,23 @@ def make_parameter_groups(model: nn.Module, section: OptimizerSection) -> list[d
 def group_lines(model: nn.Module, section: OptimizerSection) -> list[str]:
     """Returns a line of text for each of [[optimizer.groups]] and for the rest; none without such groups.
 
-    With Muon, the parameters of Muon and those of AdamW have a line each.
+    With Muon or SOAP, its parameters and those of AdamW have a line each.
     """
-    if not section.groups and not section.is_muon:
+    if not section.groups and not section.matrix_kind:
         return []
     return [line for one in match_groups(model, section) for line in _lines_of_group(one, section)]
 
 
 def _lines_of_group(group: MatchedGroup, section: OptimizerSection) -> list[str]:
-    if not section.is_muon:
+    if not section.matrix_kind:
         return [_group_line(group, section, parameters=group.parameters)]
-    by_kind: dict[str, dict[str, nn.Parameter]] = {"Muon": {}, "AdamW": {}}
+    title = _TITLES[section.matrix_kind]
+    by_kind: dict[str, dict[str, nn.Parameter]] = {title: {}, "AdamW": {}}
     for name, parameter in group.parameters.items():
-        by_kind["Muon" if name in group.muon else "AdamW"][name] = parameter
+        by_kind[title if name in group.matrices else "AdamW"][name] = parameter
     lines = [_group_line(group, section, parameters=own, kind=kind) for kind, own in by_kind.items() if own]
-    if fused := find_fused_matrices(sorted(group.muon)):
-        lines.append(f"Muon takes fused matrices as one: {join_names(fused, most=3)}")
+    if fused := find_fused_matrices(sorted(group.matrices)):
+        lines.append(f"{title} takes fused matrices as one: {join_names(fused, most=3)}")
     return lines
 
 

@@ -160,7 +160,7 @@ class StochasticAdamW(torch.optim.Optimizer):
 def find_or_make_adamw_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the state of `parameter`: moments like it, and its step count, on its device."""
     state = optimizer.state[parameter]
-    if "exp_avg" not in state:  # none, or that of another kind of update, in the checkpoint
+    if state.keys() - {"step"} != {"exp_avg", "exp_avg_sq"}:  # none, or of another kind, in the checkpoint
         state.clear()
         state["exp_avg"] = torch.zeros_like(parameter)
         state["exp_avg_sq"] = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ from fullshard.errors import ShardError, SpecError
 from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.spec.plan import Plan
-from fullshard.spec.settings.train_section import OptimizerSection
+from fullshard.spec.settings.train_section import OPTIMIZER_NAMES, OptimizerSection
 from fullshard.system.dotted import import_named_module
 from fullshard.torch_private.fsdp import list_units
 from fullshard.training.adafactor import Adafactor
@@ -22,6 +22,7 @@ from fullshard.training.learning_rates import mark_as_built_by_fullshard
 from fullshard.training.low_bit_adamw import StochasticAdamW, import_adamw8bit_class
 from fullshard.training.muon import MuonAdamW
 from fullshard.training.shard import build_streaming_adamw
+from fullshard.training.soap import SoapAdamW
 from fullshard.training.state import check_state_can_be_saved
 
 logger = logging.getLogger("fullshard")
@@ -113,7 +114,7 @@ def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise SpecError(
             "optimizer.name names no optimizer.",
             got=repr(name),
-            fix=f"{', '.join([*_NAMES, 'muon', *_LOADERS])}, or the dotted name of a torch.optim.Optimizer",
+            fix=f"{', '.join(OPTIMIZER_NAMES)}, or the dotted name of a torch.optim.Optimizer",
         )
     return found
 
@@ -157,21 +158,12 @@ def _build_own_optimizer(
     """Returns the optimizer if it is one of this package, or None."""
     if plan.run.offload.offloads_optimizer:
         return build_streaming_adamw(model, groups, plan=plan)
-    if plan.run.optimizer.is_muon:
-        section = plan.run.optimizer
-        return MuonAdamW(
-            groups,
-            lr=section.learning_rate,
-            betas=section.betas,
-            eps=section.eps,
-            muon=section.muon,
-            dtype=TORCH_DTYPE[section.muon.dtype_beside(plan.precision.param)],
-        )
-    return _build_stochastic_adamw(groups, plan) if plan.precision.stochastic_rounding else None
-
-
-def _build_stochastic_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
     section = plan.run.optimizer
+    if section.matrix_kind:
+        dtype = TORCH_DTYPE[section.matrix_section.dtype_beside(plan.precision.param)]
+        return {"muon": MuonAdamW, "soap": SoapAdamW}[section.matrix_kind](groups, section, dtype=dtype)
+    if not plan.precision.stochastic_rounding:
+        return None
     if section.name.lower() != "adamw" or section.options:
         raise SpecError(
             "bf16_pure rounds its updates stochastically, which only adamw does here.",

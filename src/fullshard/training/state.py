@@ -30,6 +30,7 @@ from fullshard.training.ema import ParameterAverage, averages_to_load
 from fullshard.training.figures import PendingResult
 from fullshard.training.low_bit_adamw import dequantize, quantize_state_for_optimizer
 from fullshard.training.offload_checkpoint import NonOffloadedState, OffloadedTensors
+from fullshard.training.soap import SoapAdamW
 from fullshard.weights.names import full_transformers_config
 
 
@@ -415,8 +416,9 @@ def _empty_optimizer_tensor(
 ) -> Tensor:
     if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
         return torch.empty_like(parameter.detach(), dtype=info.torch_dtype)
-    if len(info.shape) == parameter.ndim > 1 and all(
-        own in (1, size) for own, size in zip(info.shape, parameter.shape, strict=True)
+    if len(info.shape) == parameter.ndim > 1 and (
+        isinstance(optimizer, SoapAdamW)
+        or all(own in (1, size) for own, size in zip(info.shape, parameter.shape, strict=True))
     ):  # such as sums over rows
         return empty_sharded_like(parameter.detach(), info.shape, dtype=info.torch_dtype)
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

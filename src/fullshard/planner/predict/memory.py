@@ -30,8 +30,8 @@ from typing import NamedTuple, cast
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict import fsdp_memory
+from fullshard.planner.predict.collective_updates import collective_temporary_bytes, state_bytes_below_adamw
 from fullshard.planner.predict.collectives import uneven_expert_rows_bytes
-from fullshard.planner.predict.muon import matrix_temporary_bytes, state_bytes_below_adamw
 from fullshard.planner.predict.offload import device_update_buffer_bytes
 from fullshard.planner.predict.unit_bytes import (
     UnitBytes,
@@ -141,7 +141,7 @@ class _StepMemoryReplay:
         sizes, kinds, ledger = self.kinds, self.spec.first_identical_unit_indices, self.ledger
         ledger.moment = ("optimizer step", -1)
         temporaries = update_temporary_bytes((sizes[kind] for kind in kinds), self.plan)
-        temporaries = max(temporaries, matrix_temporary_bytes(self.spec, self.plan, rank=self.rank))
+        temporaries = max(temporaries, collective_temporary_bytes(self.spec, self.plan, rank=self.rank))
         ledger.update_peaks(fsdp_memory.LiveBytes(backward=temporaries))
         (moment, unit), held, live = ledger.best
         optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}

@@ -8,8 +8,8 @@ contention   hardware.contention * overlapped: the seconds of collectives that o
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
 optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
              reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
-             in fp32. All over the rank's shards. Muon's: see `planner.predict.muon`; its
-             exchanges count as collectives of ranks that share work.
+             in fp32. All over the rank's shards. See `planner.predict.collective_updates` for Muon, SOAP and
+             Adafactor, whose exchanges count as collectives of ranks that share work.
 offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
              offload target or with activations on the host (see [Note: tiers] and [Note: activations on the
              host] in `planner.predict.offload`). It includes an offloaded update; `optimizer` does not.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict import collectives, fsdp_time, offload, simulate
-from fullshard.planner.predict.muon import muon_seconds
+from fullshard.planner.predict.collective_updates import collective_update_seconds
 from fullshard.planner.predict.phases import build_schedule, memory_access_seconds, phase_costs
 from fullshard.planner.predict.unit_bytes import UnitBytes, unit_bytes
 from fullshard.spec.groups import ROUNDING_CHUNK_ELEMENTS
@@ -46,7 +46,7 @@ class UnitCosts(NamedTuple):
     counts: tuple[int, ...]  # number of units of the model that each stands for
     all_reduce: int  # ticks of the optimizer step's sum over ranks, and of the one for scales of fp8
     update: int = 0  # ticks of the update on the device
-    exchanges: int = 0  # ticks in which Muon's matrices travel to their owners and back
+    exchanges: int = 0  # ticks of the exchanges of Muon, SOAP and Adafactor
     norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
     records: tuple[int, ...] = ()  # bytes of each group's offloaded state
     spared: int = 0  # ticks of drive reads that a step saves
@@ -157,7 +157,7 @@ class StepTimePredictor:
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload, plan.run.communication)
         section = plan.run.optimizer
-        update = (section.name, bool(section.options.get("momentum")), section.muon, plan.run.ema)
+        update = (section.name, bool(section.options.get("momentum")), section.matrix_section, plan.run.ema)
         key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
             self._units[key] = self._compute_unit_costs(plan, trace)
@@ -252,9 +252,9 @@ class StepTimePredictor:
                 update = sum(_stochastic_rounding_update_seconds(s, hardware.rates) * n for s, n in pairs)
             else:
                 update = memory_access_seconds(_accesses_per_element(plan) * shards, hardware.rates.optimizer)
-            muon = muon_seconds(self.spec, plan, hardware=hardware)
-            exchanges = fsdp_time.to_ticks(muon.exchanges)
-            update = fsdp_time.to_ticks(norm + update + muon.computing)
+            more = collective_update_seconds(self.spec, plan, hardware=hardware)
+            exchanges = fsdp_time.to_ticks(more.exchanges)
+            update = fsdp_time.to_ticks(norm + update + more.computing)
             return units._replace(update=update, exchanges=exchanges)
         rates = offload.offload_seconds_per_byte_or_parameter(plan, hardware)
         records = offload.state_bytes_of_each_group(self.spec, plan)
@@ -353,7 +353,7 @@ def _accesses_per_element(plan: Plan) -> float:
     section, average = plan.run.optimizer, plan.run.ema
     name = section.name.lower()
     averaging = 3 / average.every if average.decay else 0  # value and average, read; average, written
-    if name in ("adamw", "muon"):
+    if name in ("adamw", "muon", "soap"):
         return 7 + averaging
     if name == "adafactor":
         return 16 + averaging  # sums of rows and columns, three products, norm, scaling, decay, update
@@ -364,7 +364,7 @@ def _accesses_per_element(plan: Plan) -> float:
     raise PlanError(
         "how long this optimizer's update takes is not known.",
         got=f"optimizer.name = {section.name!r}",
-        fix="adamw, muon, adafactor, adamw8bit or sgd, for a prediction",
+        fix="adamw, muon, soap, adafactor, adamw8bit or sgd, for a prediction",
     )
 
 

@@ -223,8 +223,8 @@ def _move_sharded_dim_first(shape: tuple[int, ...], degree: int) -> tuple[int, .
 def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     """Returns the bytes of optimizer state on the device for a rank's own shards of a unit.
 
-    - AdamW: 2 · numel in the master dtype, and a 4-byte step count per parameter. Muon and Adafactor: the
-      same; `state_bytes_below_adamw` has the difference.
+    - AdamW: 2 · numel in the master dtype, and a 4-byte step count per parameter. Muon, SOAP and Adafactor:
+      the same; `state_bytes_below_adamw` has the difference.
     - AdamW in 8 bits: about 2 bytes per element, and the step counts.
     - SGD: 1 · numel with momentum, 0 without.
     - Offloaded: 0, except the step counts on the CPU, where they always are.
@@ -235,7 +235,7 @@ def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     if plan.run.offload.offloads_optimizer:
         return 4 * size.trained_parameters if plan.device == "cpu" else 0
     name = section.name.lower()
-    if name in ("adamw", "muon", "adafactor"):
+    if name in ("adamw", "muon", "soap", "adafactor"):
         return 2 * size.trained * size.master_itemsize + 4 * size.trained_parameters
     if name == "adamw8bit":
         return 2 * size.in_eight_bits + 4 * size.trained_parameters
@@ -244,7 +244,7 @@ def optimizer_state_bytes(size: UnitBytes, plan: Plan) -> int:
     raise PlanError(
         "the size of this optimizer's state is not known.",
         got=f"optimizer.name = {section.name!r}",
-        fix="adamw, muon, adafactor, adamw8bit or sgd, for a prediction",
+        fix="adamw, muon, soap, adafactor, adamw8bit or sgd, for a prediction",
     )
 
 

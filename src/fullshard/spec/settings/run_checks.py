@@ -34,9 +34,7 @@ def check_settings_work_together(run: Run) -> None:
         raise PlanError(
             "only AdamW's state is kept outside the device.",
             got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
-            why="it is updated in parts of shards, and Muon needs whole matrices"
-            if section.is_muon
-            else None,
+            why="it is updated in parts of shards; muon and soap need whole matrices",
             fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
         )
     if run.communication.is_set and run.sharding.strategy == "no_shard":
@@ -46,7 +44,7 @@ def check_settings_work_together(run: Run) -> None:
             why="it is for gathers of shards, and for sums over the ranks that shard",
             fix='sharding.strategy = "zero1", which sends as much, or no [communication]',
         )
-    if (name := section.name.lower()) in ("muon", "adafactor") and run.precision.mode == "bf16_pure":
+    if (name := section.name.lower()) in ("muon", "soap", "adafactor") and run.precision.mode == "bf16_pure":
         raise PlanError(
             f"bf16_pure rounds its updates stochastically, which {name} does not.",
             got=f'optimizer.name = "{name}", precision.mode = "bf16_pure"',

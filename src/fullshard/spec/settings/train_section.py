@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec import value
+from fullshard.spec.dealing import Shape, newton_schulz_flops
 
 
 class TrainSection(value.FrozenModel):
@@ -78,14 +80,14 @@ class OptimizerGroup(value.FrozenModel):
     `weight_decay`: of each parameter in the group; unset, `optimizer.weight_decay`, which matrices have, and
         norms and biases have not
     `betas`: unset, `optimizer.betas`
-    `kind`: of `muon`, which update the matrices; unset, Muon for those of blocks, and AdamW for others
+    `kind`: with `muon` or `soap`, what updates the matrices; unset, it for those of blocks, else AdamW
     """
 
     match: Annotated[tuple[str, ...], Field(min_length=1)]
     lr_factor: value.NonNegativeScalar = 1.0
     weight_decay: value.NonNegativeScalar | None = None
     betas: tuple[value.Fraction, value.Fraction] | None = None
-    kind: Literal["adamw", "muon"] | None = None
+    kind: Literal["adamw", "muon", "soap"] | None = None
 
     def matches(self, name: str) -> bool:
         """Returns whether a pattern matches the name of a parameter."""
@@ -117,15 +119,55 @@ class MuonSection(value.FrozenModel):
             return "fp32" if param == "fp32" else "bf16"
         return self.dtype
 
+    def state_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """Returns the shapes of state that owners need, by key: v of NorMuon."""
+        return {"row_var": (*shape[:-1], 1)} if self.row_decay else {}
+
+    def flops(self, shape: Shape) -> float:
+        """Returns the FLOP of Newton–Schulz."""
+        return newton_schulz_flops(shape, steps=self.steps)
+
+
+class SoapSection(value.FrozenModel):
+    """Settings of SOAP, the optimizer of matrices in `optimizer.name = "soap"`, beside `optimizer.betas`.
+
+    `precondition_frequency`: steps between refreshes of the eigenbases
+    `max_precondition_dim`: the most rows, or columns, that are rotated; more stay as they are
+    """
+
+    precondition_frequency: value.PositiveCount = 10
+    max_precondition_dim: value.PositiveCount = 10_000
+
+    def dtype_beside(self, param: str) -> Literal["bf16", "fp32"]:
+        """Returns the dtype of rotations, in any run."""
+        return "fp32"
+
+    def state_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """Returns the shapes of L, Q_L, R and Q_R of a parameter, by their keys in the optimizer's state.
+
+        A dimension that is not rotated has none. Nor has a matrix with one row or column.
+        """
+        sides = {} if 1 in shape[-2:] else {"left": shape[-2], "right": shape[-1]}
+        sides = {side: n for side, n in sides.items() if n <= self.max_precondition_dim}
+        return {f"{side}_{of}": (*shape[:-2], n, n) for side, n in sides.items() for of in ("gram", "basis")}
+
+    def flops(self, shape: Shape) -> float:
+        """Returns the FLOP of a step: for m rotated rows 8 m² n, and 14/3 m³ for a refresh; columns alike."""
+        bases, refresh = self.state_shapes(shape).values(), 14 / 3 / self.precondition_frequency
+        return sum((8 * prod(shape) + refresh * prod(one)) * one[-1] for one in bases) / 2  # L, Q_L; R, Q_R
+
+
+OPTIMIZER_NAMES = ("adamw", "sgd", "muon", "soap", "adamw8bit", "adafactor")
+
 
 class OptimizerSection(value.FrozenModel):
     """Settings of the optimizer and its hyperparameters.
 
-    `name`: `adamw`, `sgd`, `adafactor`, `muon` (matrices of blocks; AdamW for all others), `adamw8bit` (8-bit
-        moments: the extra `lowbit`), or the dotted name of any `torch.optim.Optimizer`
+    `name`: `adamw`, `sgd`, `adafactor`, `muon` or `soap` (matrices of blocks; AdamW for all others),
+        `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any `torch.optim.Optimizer`
     `options`: other keyword arguments of the optimizer's class, such as { momentum = 0.9 } of `sgd`
     `clip_norm`: the largest global gradient norm; 0 disables clipping
-    `muon`: [optimizer.muon], settings of Muon
+    `muon`, `soap`: [optimizer.muon] and [optimizer.soap], settings of these
     `groups`: [[optimizer.groups]], parameters with a rate, weight decay, betas or kind of their own
     """
 
@@ -137,12 +179,19 @@ class OptimizerSection(value.FrozenModel):
     clip_norm: value.NonNegativeScalar = 1.0
     options: value.Options = Field(default_factory=dict[str, Any])
     muon: MuonSection = Field(default_factory=MuonSection)
+    soap: SoapSection = Field(default_factory=SoapSection)
     groups: tuple[OptimizerGroup, ...] = ()
 
     @property
-    def is_muon(self) -> bool:
-        """True if Muon updates matrices, and AdamW all others."""
-        return self.name.lower() == "muon"
+    def matrix_kind(self) -> Literal["muon", "soap"] | None:
+        """The optimizer of whole matrices, beside AdamW for all others; None for other optimizers."""
+        name = self.name.lower()
+        return name if name in ("muon", "soap") else None
+
+    @property
+    def matrix_section(self) -> MuonSection | SoapSection:
+        """The settings of the optimizer of whole matrices, which `matrix_kind` names."""
+        return self.soap if self.matrix_kind == "soap" else self.muon
 
     @property
     def is_adafactor(self) -> bool:
@@ -151,13 +200,21 @@ class OptimizerSection(value.FrozenModel):
 
     @model_validator(mode="after")
     def _check_settings_suit_name(self) -> Self:
-        if self.is_muon and self.options:
-            raise ValueError(f"options = {self.options}: the settings of muon are in [optimizer.muon]")
-        if not self.is_muon and self.muon != MuonSection():
-            raise ValueError(f'[optimizer.muon] needs name = "muon", not "{self.name}"')
-        if not self.is_muon and any(group.kind for group in self.groups):
-            raise ValueError(f'kind of [[optimizer.groups]] needs name = "muon", not "{self.name}"')
-        if self.name.lower() in ("adafactor", "sgd") and any(group.betas for group in self.groups):
+        own, name = self.matrix_kind, self.name.lower()
+        if "." not in name and name not in OPTIMIZER_NAMES:
+            near = value.similar_names_text(name, OPTIMIZER_NAMES) or ", ".join(OPTIMIZER_NAMES)
+            fix = f"{near}, or the dotted name of a torch.optim.Optimizer"
+            raise SpecError("optimizer.name names no optimizer.", got=repr(self.name), fix=fix)
+        if own and self.options:
+            raise ValueError(f"options = {self.options}: the settings of {own} are in [optimizer.{own}]")
+        for kind, is_set in (("muon", self.muon != MuonSection()), ("soap", self.soap != SoapSection())):
+            if is_set and own != kind:
+                raise ValueError(f'[optimizer.{kind}] needs name = "{kind}", not "{self.name}"')
+        for group in self.groups:
+            if group.kind not in (None, own) and not (own and group.kind == "adamw"):
+                needed = '"muon" or "soap"' if group.kind == "adamw" else f'"{group.kind}"'
+                raise ValueError(f'kind of [[optimizer.groups]] needs name = {needed}, not "{self.name}"')
+        if name in ("adafactor", "sgd") and any(group.betas for group in self.groups):
             raise ValueError(f"a group of [[optimizer.groups]] has betas, which {self.name} has not")
         return self
 

@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.observe.memory import measure_peak_memory, storages_by_part
-from fullshard.planner.predict.muon import matrix_temporary_bytes, muon_seconds
+from fullshard.planner.predict.collective_updates import (
+    collective_temporary_bytes,
+    collective_update_seconds,
+)
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import predict, search
 from fullshard.spec.machine.hardware import CollectiveRate, Hardware, RatePoint
@@ -26,7 +29,8 @@ from tests.planner.measured import (
 )
 
 NORMUON = "optimizer.muon.row_decay=0.9"
-MUON, ADAFACTOR = "optimizer.name=muon", "optimizer.name=adafactor"
+MUON, SOAP, ADAFACTOR = (f"optimizer.name={name}" for name in ("muon", "soap", "adafactor"))
+EVERY_STEP = "optimizer.soap.precondition_frequency=1"
 UNEVEN = ["model.d_ff=383", "model.d_model=120", "model.heads=4", "model.kv_heads=2"]
 
 
@@ -62,7 +66,7 @@ def test_temporaries_of_an_update_are_measured_to_the_kilobyte(
     ranks_count: int, more: list[str], ranks
 ) -> None:
     plan = plan_of(ranks_count, MUON, *more)
-    wanted = matrix_temporary_bytes(described(plan), plan)
+    wanted = collective_temporary_bytes(described(plan), plan)
     assert ranks(ranks_count).run(measured_update, plan)[0] == pytest.approx(wanted, abs=1024)
 
 
@@ -73,6 +77,29 @@ def test_a_peak_with_muon_is_the_measured_one(ranks_count: int, more: list[str],
     assert terms.optimizer_state == parts["optimizer_state"]
     assert terms.total == pytest.approx(sum(parts.values()), rel=0.001)
     assert terms.optimizer_state < 0.8 * predicted(plan_of(ranks_count)).optimizer_state
+
+
+@pytest.mark.parametrize(
+    ("ranks_count", "more"),
+    [
+        (1, []),
+        (2, []),
+        (3, UNEVEN),
+        (2, ["optimizer.soap.max_precondition_dim=128"]),
+        (4, ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"]),
+        (2, ["model.experts=4", "model.experts_per_token=2"]),
+        (4, ["sharding.tensor_parallel=2"]),
+    ],
+    ids=str,
+)
+def test_bytes_of_soap_are_measured(ranks_count: int, more: list[str], ranks) -> None:
+    """State exactly; temporaries of a refresh to a hundredth."""
+    plan = plan_of(ranks_count, SOAP, EVERY_STEP, *more)
+    wanted = collective_temporary_bytes(described(plan), plan)
+    found = ranks(ranks_count).run(measured_update, plan)[0]
+    assert found == pytest.approx(wanted, rel=0.01)
+    terms, parts = predicted(plan), ranks(ranks_count).run(measured, plan)[0]
+    assert terms.optimizer_state == parts["optimizer_state"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +117,7 @@ def test_a_peak_with_muon_is_the_measured_one(ranks_count: int, more: list[str],
 def test_bytes_of_adafactor_are_measured(ranks_count: int, more: list[str], ranks) -> None:
     """State exactly; temporaries not below what is measured, nor twice as high."""
     plan = plan_of(ranks_count, ADAFACTOR, *more)
-    wanted = matrix_temporary_bytes(described(plan), plan)
+    wanted = collective_temporary_bytes(described(plan), plan)
     found = ranks(ranks_count).run(measured_update, plan)[0]
     assert wanted / 2 < found < wanted + 1024
     terms, parts = predicted(plan), ranks(ranks_count).run(measured, plan)[0]
@@ -99,25 +126,27 @@ def test_bytes_of_adafactor_are_measured(ranks_count: int, more: list[str], rank
 
 
 class CountSent(TorchDispatchMode):
-    """Counts the bytes of the messages that this rank sends."""
+    """Counts the bytes of the messages that this rank sends, and in all-reduces of two ranks half of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "c10d::send":
-            self.bytes += sum(one.nbytes for one in args[0])
+        if func._schema.name in ("c10d::send", "c10d::allreduce_"):
+            share = 1 if func._schema.name == "c10d::send" else 0.5
+            self.bytes += share * sum(one.nbytes for one in args[0])
         return func(*args, **(kwargs or {}))
 
 
-def sent_in_update(plan: Plan) -> int:
+def sent_in_update(plan: Plan) -> float:
     model = shard(meta_model(plan), plan)
     optimizer = build_optimizer(model, plan)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter.detach())
-    with CountSent() as count:
-        optimizer.step()
+    for _ in range(2):  # the first of SOAP is another
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter.detach())
+        with CountSent() as count:
+            optimizer.step()
     return count.bytes
 
 
@@ -138,13 +167,21 @@ def one_byte_per_second(ranks: int) -> Hardware:
     rates = hardware.rates
     fast = [RatePoint(1.0, 1e30)]
     quick = rates.model_copy(update={"matmul": {"fp32": fast}, "memory": fast, "optimizer": fast})
-    return hardware.model_copy(update={"rates": quick})
+    link = hardware.within.model_copy(update={"all_reduce": hardware.within.all_gather})
+    return hardware.model_copy(update={"rates": quick, "within": link})
 
 
-def test_predicted_seconds_are_those_of_the_bytes_that_are_sent(ranks) -> None:
-    plan = plan_of(2, MUON)
-    found = muon_seconds(described(plan), plan, hardware=one_byte_per_second(2))
-    assert found.exchanges == pytest.approx(ranks(2).run(sent_in_update, plan)[0])
+@pytest.mark.parametrize(
+    "more", [[MUON], [MUON, NORMUON], [SOAP], [SOAP, EVERY_STEP], [ADAFACTOR]], ids=" ".join
+)
+def test_predicted_seconds_are_those_of_the_bytes_that_are_sent(more: list[str], ranks) -> None:
+    plan = plan_of(2, *more)
+    found = collective_update_seconds(described(plan), plan, hardware=one_byte_per_second(2))
+    sent = sum(ranks(2).run(sent_in_update, plan)) / 2
+    if more == [SOAP]:  # a tenth of the refreshes, none of which is in the measured step
+        assert sent < found.exchanges < 1.1 * sent
+    else:
+        assert found.exchanges == pytest.approx(sent)
 
 
 def test_a_wider_group_takes_less_time_for_newton_schulz_until_a_matrix_is_left() -> None:
@@ -153,7 +190,7 @@ def test_a_wider_group_takes_less_time_for_newton_schulz_until_a_matrix_is_left(
     hardware = cpu_of(16)
     link = hardware.within.model_copy(update={"all_gather": free})
     fast = hardware.model_copy(update={"within": link})
-    seconds = [sum(muon_seconds(described(plans[0]), plan, hardware=fast)) for plan in plans]
+    seconds = [sum(collective_update_seconds(described(plans[0]), plan, hardware=fast)) for plan in plans]
     assert seconds[0] > 1.9 * seconds[1]
     assert seconds[1] > 1.5 * seconds[2]
     assert seconds[3] == pytest.approx(max(seconds[3], seconds[2] / 2), rel=0.5)
