@@ -7,6 +7,7 @@ from tests.architecture.source import package
 # (module, call) -> why it runs no code of others.
 READERS = {
     ("data.worker", "pickle.load"): "from the pipes between a process and its own worker",
+    ("weights.export_state", "torch.load(weights_only=True)"): "of a file that was written just before",
     ("training.offload_checkpoint", "torch.load(weights_only=True)"): "makes only tensors and plain values",
 }
 _READS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "numpy.load", "np.load"}

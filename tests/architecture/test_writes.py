@@ -28,6 +28,8 @@ EXCEPTIONS = {
     ("data.worker", "fdopen"): "the pipe to the process that asks",
     ("data.token_store", "save"): "numpy writes into a file of `open_new_file`",
     ("checkpoint.shard_file", "save"): "torch writes into a DirectFileWriter",
+    ("checkpoint.storage", "save"): "torch writes into a file of `write_new_file`",
+    ("weights.export_state", "save"): "torch writes into a file of `write_new_file`",
     ("training.offload_checkpoint", "save"): "torch writes into memory",
     ("observe.profiles", "NamedTemporaryFile"): "its name is random; torch's profiler takes only a path",
     ("observe.trackers", "SummaryWriter"): "tensorboard names and writes its own files",

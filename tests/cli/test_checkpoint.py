@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from fullshard.cli.main import main
@@ -74,9 +75,29 @@ def test_invalid_shard_size_is_refused(
     assert ("bytes" in capsys.readouterr().err, out.exists()) == (True, False)
 
 
-@pytest.mark.parametrize("option", [["--shard-size", "5GB"], ["--dtype", "bf16"]])
-def test_options_without_effect_on_adapters_are_refused(run_directory: Path, option: list[str]) -> None:
-    assert main(["ckpt", "export", str(run_directory), "out", "--format", "peft", *option]) == 2
+@pytest.mark.parametrize(
+    ("form", "option"),
+    [
+        *(("peft", option) for option in ("--shard-size=5GB", "--dtype=bf16", "--optimizer")),
+        *(("dcp", option) for option in ("--shard-size=5GB", "--dtype=bf16")),
+        *((form, "--optimizer") for form in ("safetensors", "hf")),
+    ],
+)
+def test_options_without_effect_on_a_format_are_refused(
+    run_directory: Path, form: str, option: str, capsys: Any
+) -> None:
+    assert main(["ckpt", "export", str(run_directory), "out", "--format", form, option]) == 2
+    assert form in capsys.readouterr().err
+
+
+def test_a_state_is_exported_where_nothing_else_is(run_directory: Path, tmp_path: Path) -> None:
+    target = tmp_path / "state.pt"
+    command = ["ckpt", "export", str(run_directory), str(target), "--format", "torch"]
+    assert main(command) == 0
+    assert torch.load(target, weights_only=True).keys() == {"model"}
+    assert main(command) == SpecError.exit_code
+    assert main([*command, "--force"]) == 0
+    assert main([*command, "--force", "--optimizer"]) == CheckpointError.exit_code  # without its groups
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step-00000003/__0_0.distcp", "thesis.txt", "checkpoints"])

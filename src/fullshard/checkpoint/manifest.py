@@ -41,7 +41,7 @@ from fullshard.system.small_files import VALUE_BYTES, parse_json
 FORMAT = 2
 METADATA = ".metadata"
 SHARDS = "shards.json"
-MODEL_PREFIX = "model."
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
 AVERAGE_PREFIX = "ema."
 """Begins the names of averages of trained parameters, which follow the parameters' names."""
 SKIPPED_IN_A_ROW = "skipped_in_a_row"

@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -49,6 +50,7 @@ from fullshard.distributed.agreement import ErrorCapture, Group, is_distributed,
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel
+from fullshard.system import files as system_files
 from fullshard.torch_private.tensors import make_dcp_storage_info
 
 T = TypeVar("T")
@@ -260,6 +262,32 @@ def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *,
             no_dist=not is_distributed(),
         )
     reader.attempt.raise_captured()
+
+
+def write_dcp_directory(
+    directory: Path, state: Mapping[str, object], *, names: Mapping[Tensor, str], reader: DcpCheckpointReader
+) -> None:
+    """Writes nested values as a directory that DCP loads; `.metadata` completes it. Not collective.
+
+    names: name in the checkpoint of each tensor in `state`, whose values are read when they are written
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    path, metadata.storage_data = directory / "__0_0.distcp", {}
+    with _no_zip_checksums(), system_files.write_new_file(path) as file:
+        for item in planner.finish_plan(plan).items:
+            begin, value = file.tell(), planner.resolve_data(item)
+            if isinstance(value, Tensor):
+                values = torch.empty_like(value)
+                read_with_dcp({names[value]: values}, reader)
+                torch.save(values, file)
+            else:
+                file.write(value.getbuffer())
+            info = make_dcp_storage_info(filesystem, path.name, offset=begin, length=file.tell() - begin)
+            metadata.storage_data[item.index] = info
+    metadata.version = filesystem.CURRENT_DCP_VERSION
+    system_files.write_file_atomically(directory / METADATA, pickle.dumps(metadata))
 
 
 @contextmanager

@@ -86,27 +86,25 @@ def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]
     return ("DAMAGED" if found else "whole"), found
 
 
-ExportFormat = Literal["safetensors", "hf", "peft"]
+ExportFormat = Literal["safetensors", "hf", "peft", "dcp", "torchtitan", "accelerate", "torch"]
 
 
-def export_checkpoint(
+def export_checkpoint(  # signature: typer's, one parameter an option  # noqa: PLR0913
     source: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's directory for its newest.")
     ],
     target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", help="The file to write; with --format hf or --shard-size, a directory."
-        ),
+        Path, typer.Argument(metavar="OUT", help="The file, or with most options the directory, to write.")
     ],
     *,
     form: Annotated[
-        ExportFormat,
-        typer.Option("--format", help="hf adds config and tokenizer; peft writes only the adapters."),
+        ExportFormat, typer.Option("--format", help="hf adds config and tokenizer; peft is adapters alone.")
     ] = "safetensors",
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="With dcp, torchtitan, accelerate, torch: its state too.")
+    ] = False,
     dtype: Annotated[
-        Literal["bf16", "fp32"] | None,
-        typer.Option(help="Dtype of floating-point tensors, if not as trained."),
+        Literal["bf16", "fp32"] | None, typer.Option(help="Dtype of floats, if not as trained.")
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Write several files of at most this size (5 GB), and an index.")
@@ -114,21 +112,19 @@ def export_checkpoint(
     weights: Annotated[
         Literal["model", "ema"], typer.Option(help="ema writes the averages that a run with [ema] keeps.")
     ] = "model",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace other files, or write beside them.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace other files, or write beside.")] = False,
 ) -> None:
-    """Write the model of a checkpoint as safetensors.
-
-    Writes one file, several files with an index, or a whole directory.
-    """
+    """Write a checkpoint as safetensors, or for another trainer."""
     from fullshard.errors import SpecError
     from fullshard.quantities import parse_bytes
 
     shard_bytes = None if shard_size is None else parse_bytes(shard_size)
-    if form == "peft" and (shard_bytes is not None or dtype is not None):
-        fix = "--format hf, or neither"
-        raise SpecError("--format peft takes neither --shard-size nor --dtype.", fix=fix)
+    if form not in ("safetensors", "hf") and (shard_bytes is not None or dtype is not None):
+        what = f"--format {form} takes neither --shard-size nor --dtype."
+        raise SpecError(what, fix="--format hf, or neither")
+    if optimizer and form in ("safetensors", "hf", "peft"):
+        fix = "--format dcp, torchtitan, accelerate or torch"
+        raise SpecError(f"--format {form} holds no optimizer.", fix=fix)
     _check_export_target(target, form, sharded=shard_bytes is not None, force=force)
     _print_log_messages()  # which checkpoint was written, and its size
     place = _find_checkpoints_root(source)
@@ -141,6 +137,10 @@ def export_checkpoint(
         from fullshard.weights.export_peft import export_peft
 
         export_peft(place, target, weights=weights)
+    elif form != "safetensors":
+        from fullshard.weights.export_state import export_state
+
+        export_state(place, target, form=form, optimizer=optimizer, weights=weights)
     else:
         import torch
 
@@ -165,10 +165,10 @@ def _check_export_target(target: Path, form: ExportFormat, *, sharded: bool, for
     is_weights = make_load_predicate(read_header, most_bytes=None)
     if form == "hf":
         check_holds_no_weights(target)
-    if form != "safetensors" or sharded:
+    if form not in ("safetensors", "torch") or sharded:
         check_output_directory(target, is_kind=lambda one: one.name == INDEX or is_weights(one), force=force)
     else:
-        check_output_file(target, is_kind=is_weights, force=force)
+        check_output_file(target, is_kind=is_weights if form == "safetensors" else None, force=force)
 
 
 def _find_checkpoints_root(directory: str) -> "CheckpointLocation":

@@ -111,6 +111,7 @@ fullshard ckpt verify runs/default/checkpoints/step-00000200
 fullshard ckpt export runs/default model.safetensors
 fullshard ckpt export runs/x out --format hf    for from_pretrained
 fullshard ckpt export runs/x adapters --format peft
+fullshard ckpt export runs/x state.pt --format torch --optimizer
 """,
     "data prepare": """
 fullshard data prepare run.toml

@@ -98,12 +98,19 @@ def open_new_file(path: Path) -> io.BufferedWriter:
     return path.open("xb")
 
 
-def write_file_atomically(path: Path, text: str | bytes) -> None:
-    """Atomically replaces `path` by a file that contains `text`, flushed to the disk. Raises OSError."""
+@contextmanager
+def write_new_file(path: Path) -> Generator[io.BufferedWriter]:
+    """Yields a file that atomically replaces `path` after the block, flushed to the disk. Raises OSError."""
     with atomic_replace_context(path) as draft, open_new_file(draft) as file:
-        file.write(text.encode() if isinstance(text, str) else text)
+        yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_file_atomically(path: Path, text: str | bytes) -> None:
+    """Atomically replaces `path` by a file that contains `text`, flushed to the disk. Raises OSError."""
+    with write_new_file(path) as file:
+        file.write(text.encode() if isinstance(text, str) else text)
 
 
 def write_file_or_stream(path: Path, text: str | bytes) -> None:

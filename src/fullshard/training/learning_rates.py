@@ -40,8 +40,9 @@ _LAST = "fullshard_lr"  # the rate that was set here last; None if others set th
 FACTOR = "fullshard_lr_factor"
 """Entry of a group whose own rate is `optimizer.learning_rate` times this factor."""
 _BASE = "fullshard_base_lr"  # the group's own rate, unless it is `optimizer.learning_rate`
+_NEXT = "fullshard_next_lr"  # rate of the next step by the schedule, and the group's own rate
 _BUILT = "_fullshard_built"  # attribute of the optimizer
-RATE_KEYS = frozenset({"lr", "initial_lr", _LAST, _BASE, FACTOR})
+RATE_KEYS = frozenset({"lr", "initial_lr", _LAST, _BASE, _NEXT, FACTOR})
 """Entries of an optimizer's group that concern its learning rate."""
 _KEYS = {"learning_rate": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 
@@ -52,7 +53,8 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
     See [Note: whose rates]. Groups without a rate (some optimizers choose it themselves) are left out. Logs
     rates that a scheduler or the loop has set, when they are first found.
     """
-    factor = learning_rate_factor(run.schedule, step=step, steps=run.train.step_count)
+    steps = run.train.step_count
+    factors = [learning_rate_factor(run.schedule, step=one, steps=steps) for one in (step, step + 1)]
     groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
     has_scheduler = any("initial_lr" in group for group in groups)
     taken_over = list[str]()
@@ -66,7 +68,9 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, run: Run, *, step: int)
         base = run.optimizer.learning_rate * group.get(FACTOR, 1.0)
         if _LAST not in group and not math.isclose(rate, base, rel_tol=1e-6):
             group[_BASE] = rate
-        _set_group_entry(group, "lr", value=group.get(_BASE, base) * factor)
+        own = group.get(_BASE, base)
+        _set_group_entry(group, "lr", value=own * factors[0])
+        group[_NEXT] = (own * factors[1], own)
         group[_LAST] = float(group["lr"])
     if taken_over and rank() == 0:
         logger.warning(
@@ -202,6 +206,25 @@ def scalar_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, _Plain]]:
         }
         plain = {key: one for key, one in values.items() if all(isinstance(part, _Scalar) for part in one)}
         found.append({key: one if isinstance(group[key], tuple) else one[0] for key, one in plain.items()})
+    return found
+
+
+def describe_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[JsonValue] | None:
+    """Returns the groups for exports, as torch's schedulers leave them after a step, with names as "params".
+
+    `lr` is the rate of the next step. Values that are not finite are left out. None before the first step.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: list[JsonValue] = []
+    for group, entries in zip(optimizer.param_groups, scalar_entries(optimizer), strict=True):
+        if (rate := group.get("lr")) is not None:
+            if _LAST not in group and "initial_lr" not in group:
+                return None
+            is_scheduled = group.get(_LAST) == float(rate) and _NEXT in group
+            rates = group[_NEXT] if is_scheduled else (float(rate), float(group.get("initial_lr", rate)))
+            entries |= {"lr": rates[0], "initial_lr": rates[1]}
+        finite = {k: one for k, one in entries.items() if not isinstance(one, float) or math.isfinite(one)}
+        found.append({**cast(Any, finite), "params": [names[one] for one in group["params"]]})
     return found
 
 

@@ -163,6 +163,7 @@ class TrainState:
             "optimizer_groups": learning_rates.changed_group_entries(
                 self.model, self.optimizer, initial=self._initial_entries
             ),
+            "parameter_groups": learning_rates.describe_groups(self.model, self.optimizer),
             "extra_state": extra_state.encode_extra_state(self.model)[0],
             "tied": dict(_tied_parameter_names(self.model)),
             "huggingface": full_transformers_config(self.model),

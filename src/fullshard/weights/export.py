@@ -260,7 +260,7 @@ def _build_writer(
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
     """Returns the writer. Raises CheckpointError without tensors, or for a dtype that safetensors lacks."""
-    metadata = {"format": "pt", **(_tied_parameter_aliases(manifest.values) if naming is None else {})}
+    metadata = {"format": "pt", **(tied_parameter_aliases(manifest.values) if naming is None else {})}
     source = open_source(storage.build_reader(files, manifest))
     saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}
     shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
@@ -316,7 +316,8 @@ def _write_directory(outgoing: SafetensorsWriter, directory: Path, *, shard_byte
         file.write(json.dumps(contents, indent=1).encode())
 
 
-def _tied_parameter_aliases(values: Mapping[str, JsonValue]) -> dict[str, str]:
+def tied_parameter_aliases(values: Mapping[str, JsonValue]) -> dict[str, str]:
+    """Returns {alias: name} of tied parameters in a state's values, without the parts that wrappers add."""
     tied = values.get("tied") or {}
     if not isinstance(tied, dict):
         raise CheckpointError("the checkpoint's tied names cannot be read.", got=repr(tied))
