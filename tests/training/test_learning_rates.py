@@ -14,6 +14,7 @@ from fullshard.errors import CheckpointError, TrainError
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import ScheduleSection
 from fullshard.training.learning_rates import (
+    describe_groups,
     rates_set_by_others,
     restore_rates_set_by_others,
     set_learning_rates,
@@ -63,6 +64,31 @@ def test_group_that_is_added_later_keeps_its_rate() -> None:
     rates_of_steps(optimizer, range(3))
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.3})
     assert set_learning_rates(optimizer, FALLING, step=3)[2] == 0.3 * factor(3)
+
+
+def test_groups_are_described_with_the_rate_of_the_next_step_and_that_before_the_schedule() -> None:
+    model, optimizer = two_groups(0.5, 0.25)
+    assert describe_groups(model, optimizer) is None  # the schedule is not known yet
+    for step in range(4):
+        set_learning_rates(optimizer, FALLING, step=step)
+        groups: Any = describe_groups(model, optimizer)
+        assert [(one["lr"], one["initial_lr"]) for one in groups] == [
+            (base * factor(step + 1), base) for base in (0.5, 0.25)
+        ]
+    assert [one["params"] for one in groups] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    optimizer.param_groups[0]["lr"] = 0.125  # from here on, the loop's own
+    optimizer.param_groups[0]["growth"] = float("inf")  # a manifest could not hold it
+    groups = describe_groups(model, optimizer)
+    assert (groups[0]["lr"], groups[0]["initial_lr"], groups[0]["momentum"]) == (0.125, 0.125, 0)
+    assert "growth" not in groups[0]
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()
+    groups = describe_groups(model, optimizer)
+    assert [(one["lr"], one["initial_lr"]) for one in groups] == [
+        (pytest.approx(0.0125), 0.125),
+        (pytest.approx(0.025 * factor(3)), pytest.approx(0.25 * factor(3))),
+    ]
 
 
 def test_a_group_at_the_rate_of_the_settings_follows_them() -> None:
