@@ -106,7 +106,9 @@ def build_hf_config(section: HuggingFaceModel) -> Any:
     with ForeignErrorTranslator(lambda got: SpecError(invalid, got=got)):
         # transformers 5 writes infinities in a form of its own, which its reader turns back into floats.
         data: dict[str, Any] = config_class.get_config_dict(str(path))[0]
-        data.pop("quantization_config", None)  # describes packed weights; training uses unpacked ones
+        for part in (data, data.get("text_config")):
+            if isinstance(part, dict):  # describes weights in files, which are dequantised on load
+                cast(dict[str, Any], part).pop("quantization_config", None)
         if not section.trust_remote_code:
             data = remove_code_references(data)
         config = config_class.from_dict(dict(data))

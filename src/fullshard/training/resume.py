@@ -17,14 +17,15 @@ from fullshard.checkpoint import load
 from fullshard.checkpoint.location import CheckpointLocation, newest_complete_step
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.distributed.agreement import run_on_rank_zero
-from fullshard.errors import CheckpointError, SpecError, TrainError
+from fullshard.errors import CheckpointError, TrainError
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import locate_config_file, read_config
+from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.schedule import learning_rate_factor
 from fullshard.training.state import TrainedWith, TrainState
 from fullshard.weights.files import find_weights_file, missing_weights_error
+from fullshard.weights.low_bit import read_quantization
 from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 MAX_ROLLBACKS = 3
@@ -34,7 +35,7 @@ def find_pretrained_directory(run: Run) -> Path | None:
     """Returns the directory of the pretrained weights of `run`, or None if its weights are initialised.
 
     Raises CheckpointError if there are none, although they are required, or there are other files of weights
-    (adapters, shards without their index, pickles); SpecError if the weights are quantised.
+    (adapters, shards without their index, pickles), or weights in a quantised format that is not read.
     """
     section = run.model
     if not isinstance(section, HuggingFaceModel) or section.weights == "none":
@@ -44,15 +45,8 @@ def find_pretrained_directory(run: Run) -> Path | None:
     kinds = ("adapter_*", "*.safetensors", "pytorch_model*.bin")
     if found is None and (section.weights == "require" or any(any(config.parent.glob(k)) for k in kinds)):
         raise missing_weights_error(config.parent)
-    packed = read_config(config).get("quantization_config")
-    if found is not None and packed:
-        method = packed.get("quant_method", "quantised") if isinstance(packed, dict) else "quantised"
-        raise SpecError(
-            f"{section.setting_text}: its weights are packed.",
-            got=f"quantization_config: {method}",
-            why="training needs fp32 or bf16, and quantized weights are not unpacked",
-            fix='the model as it was before, or model.weights = "none"',
-        )
+    if found is not None:
+        read_quantization(config)
     return None if found is None else config.parent
 
 

@@ -9,10 +9,11 @@ import io
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import cycle, groupby
+from itertools import chain, cycle, groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +43,7 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -194,16 +196,29 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 @dataclass(frozen=True)
+class ComputedTensor(ABC):
+    """A tensor whose elements are computed from others in the files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def read_rows(self, directory: Path, rows: range) -> tuple[Tensor, int]:
+        """Returns rows of the tensor, flattened to a matrix of its last dim, and the number of bytes read."""
+
+
+@dataclass(frozen=True)
 class PretrainedFiles:
     """Safetensors files of one model in `directory`: the position of each tensor, by name."""
 
     directory: Path
-    tensors: Mapping[str, FileTensor]
+    tensors: Mapping[str, FileTensor | ComputedTensor]
 
     def have_equal_bytes(self, name: str, other: str) -> bool:
-        """Returns True if two tensors are equal byte for byte, with dtype and shape. Raises OSError."""
-        pair = [self.tensors[name], self.tensors[other]]
-        if len({(one.shape, one.dtype) for one in pair}) > 1:
+        """Returns True if two stored tensors have equal bytes, dtype and shape. Raises OSError."""
+        both = [self.tensors[name], self.tensors[other]]
+        pair = [one for one in both if isinstance(one, FileTensor)]
+        if len(pair) < 2 or len({(one.shape, one.dtype) for one in pair}) > 1:
             return False
         left = math.prod(pair[0].shape) * pair[0].dtype.itemsize
         with ExitStack() as stack:
@@ -224,43 +239,73 @@ def copy_from_files(moves: Iterable[StridedCopy], files: PretrainedFiles) -> int
     Uses two buffers of 8 MiB. Raises DamagedCheckpointError for a file that ends early; OSError.
     """
     moves, read_bytes = list(moves), 0
-    pieces = _read_pieces(moves, files)
+    pieces = chain(_read_pieces(moves, files), _compute_pieces(moves, files))
     # The next piece is read on the thread while this one is converted.
     with torch.no_grad(), make_device_thread("read") as thread:
         coming = thread.submit(next, pieces, None)
         while (found := coming.result()) is not None:
             coming = thread.submit(next, pieces, None)
-            piece, elements = found
+            piece, elements, piece_bytes = found
             piece.fill_target(elements)
-            read_bytes += elements.nbytes
+            read_bytes += piece_bytes
     return read_bytes
 
 
-def _read_pieces(
-    moves: Sequence[StridedCopy], files: PretrainedFiles
-) -> Iterator[tuple[StridedCopy, Tensor]]:
-    """Yields pieces of `moves` with their elements, in the order of the bytes.
+_Piece = tuple[StridedCopy, Tensor, int]  # a copy, its elements, and the number of bytes read for them
+
+
+def _compute_pieces(moves: Sequence[StridedCopy], files: PretrainedFiles) -> Iterator[_Piece]:
+    """Yields pieces of the `moves` of computed sources, with their elements."""
+    for move in moves:
+        tensor = files.tensors[move.source]
+        if isinstance(tensor, ComputedTensor):
+            columns, itemsize = tensor.shape[-1], tensor.dtype.itemsize
+            for piece in split_copy(move, most=_BUFFER_BYTES // itemsize, itemsize=itemsize):
+                rows = range(piece.begin // columns, -(-(piece.begin + piece.span_length) // columns))
+                values, read_bytes = tensor.read_rows(files.directory, rows)
+                yield piece, values.view(-1)[piece.begin - rows.start * columns :], read_bytes
+
+
+def _read_pieces(moves: Sequence[StridedCopy], files: PretrainedFiles) -> Iterator[_Piece]:
+    """Yields pieces of the `moves` of stored sources, with their elements, in the order of the bytes.
 
     The elements are valid until the piece after the next one is read.
     """
+    sources = {name: one for name, one in files.tensors.items() if isinstance(one, FileTensor)}
 
     def place(move: StridedCopy) -> tuple[str, int]:
-        tensor = files.tensors[move.source]
+        tensor = sources[move.source]
         return tensor.file, tensor.begin + move.begin * tensor.dtype.itemsize
 
     pinned = any(move.target.is_cuda for move in moves)
     buffers = cycle([torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)])
-    in_order = sorted(moves, key=place)
-    for file, inside in groupby(in_order, key=lambda move: files.tensors[move.source].file):
+    in_order = sorted((move for move in moves if move.source in sources), key=place)
+    for file, inside in groupby(in_order, key=lambda move: sources[move.source].file):
         path = files.directory / file
         with path.open("rb") as opened:
             for move in inside:
-                dtype = files.tensors[move.source].dtype
+                dtype = sources[move.source].dtype
                 most = _BUFFER_BYTES // dtype.itemsize
                 for piece in split_copy(move, most=most, itemsize=dtype.itemsize):
                     elements = next(buffers)[: piece.span_length * dtype.itemsize]
                     _read_fully(opened, path, begin=place(piece)[1], into=elements)
-                    yield piece, elements.view(dtype)
+                    yield piece, elements.view(dtype), elements.nbytes
+
+
+def read_range(directory: Path, tensor: FileTensor, *, dim: int, begin: int, end: int) -> Tensor:
+    """Reads indices `begin` to `end` along `dim` of a tensor, and nothing else.
+
+    Raises DamagedCheckpointError for a file that ends early; OSError.
+    """
+    size, row_bytes = tensor.shape[dim], math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize
+    shape = (*tensor.shape[:dim], end - begin, *tensor.shape[dim + 1 :])
+    found, path = torch.empty(shape, dtype=tensor.dtype), directory / tensor.file
+    run_bytes = found.nbytes if end - begin == size else (end - begin) * row_bytes
+    with path.open("rb") as opened:
+        for index, run in enumerate(found.view(torch.uint8).view(-1).split(max(run_bytes, 1))):
+            place = tensor.begin + index * size * row_bytes + begin * row_bytes
+            _read_fully(opened, path, begin=place, into=run)
+    return found
 
 
 def _read_fully(opened: io.BufferedReader, path: Path, *, begin: int, into: Tensor) -> None:

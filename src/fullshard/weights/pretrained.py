@@ -30,7 +30,8 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.spec.weight_map import WeightMap
-from fullshard.weights.files import PretrainedFiles, copy_from_files, iterate_copies, open_pretrained_files
+from fullshard.weights.files import ComputedTensor, PretrainedFiles, copy_from_files, iterate_copies
+from fullshard.weights.low_bit import open_weights
 from fullshard.weights.names import map_file_tensors_to_model
 from fullshard.weights.tensor_source import ADDED
 
@@ -59,7 +60,7 @@ class LoadReport:
     surplus: names of tensors in the files that the model does not have
     tied: (alias, name) of tensors with several names, which are filled once
     converted: names of tensors that are not an unchanged copy of one tensor in the files
-    dtypes: number of tensors per conversion, such as "bfloat16 → float32"
+    dtypes: number of tensors per conversion, such as "bfloat16 → float32", or "low-bit codes → float32"
     read_bytes: bytes that this rank read, except for offloaded parameters
     seconds: time that this rank took, except for offloaded parameters
     """
@@ -105,9 +106,9 @@ def load_pretrained(
     and logged once. Without a plan, a plain model keeps its values for these tensors, and a sharded model
     raises CheckpointError.
 
-    Raises CheckpointError if there are no weights, if they are quantised or belong to another model, and for
-    missing tensors if `model.weights` is "require" or they are frozen beside adapters; DamagedCheckpointError
-    for incomplete files; MissingExtraError.
+    Raises CheckpointError if there are no weights, if they belong to another model or are in a quantised
+    format that is not read, and for missing tensors if `model.weights` is "require" or they are frozen beside
+    adapters; DamagedCheckpointError for incomplete files; MissingExtraError.
 
     >>> with torch.device("meta"):
     ...     model = fs.DecoderModel(run.decoder_config)
@@ -177,7 +178,7 @@ def fill_selected_tensors(
     """
     began = time.perf_counter()
     path = Path(directory)
-    files = run_on_rank_zero(lambda: open_pretrained_files(path), doing=f"reading {path}")
+    files = run_on_rank_zero(lambda: open_weights(path), doing=f"reading {path}")
     reading = run_on_all_ranks(lambda: _assign_file_tensors(model, files), doing=f"reading {path}")
     run_on_rank_zero(lambda: reading.check_tied_tensors(wanted), doing=f"reading {path}")
     read_bytes = run_on_all_ranks(lambda: reading.fill_tensors(wanted), doing=f"reading {path}")
@@ -244,7 +245,10 @@ class _TensorAssignments:
 
     def count_dtype_conversions(self) -> Mapping[str, int]:
         """Returns the number of tensors per conversion of dtype, such as "bfloat16 → float32"."""
-        pairs = ((self.source_dtype(name), tensor.dtype) for name, tensor in self.filled.items())
+        sources = {name: self.files.tensors[self.map.parts[name][0].source] for name in self.filled}
+        computed = {name for name, source in sources.items() if isinstance(source, ComputedTensor)}
+        dtypes = {name: "low-bit codes" if name in computed else one.dtype for name, one in sources.items()}
+        pairs = ((dtypes[name], tensor.dtype) for name, tensor in self.filled.items())
         return Counter(f"{old} → {new}".replace("torch.", "") for old, new in pairs if old != new)
 
 
