@@ -1,5 +1,6 @@
 """LoRA, sharded: the steps that peft's own takes unsharded, on a base that costs its bytes and no more."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import SpecError
+from fullshard.errors import ShardError, SpecError
 from fullshard.models.adapters import warn_of_unexpected_adapter_targets
 from fullshard.models.build import build_model
 from fullshard.models.loss import next_token_loss
@@ -23,8 +24,9 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.architectures import whole
-from tests.fakes.architectures_hf import VOCABULARY, write_config
+from tests.fakes.architectures_hf import CONFIGS, VOCABULARY, write_config
 from tests.fakes.data import Rows, global_batch
+from tests.fakes.families import MIXTURES
 
 STEPS = 3
 TINY = ["model.d_model=32", "model.layers=2", "model.d_ff=48", f"model.vocabulary={VOCABULARY}"]
@@ -55,13 +57,13 @@ def sharded_steps(run: Run) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: whole(p).detach() for n, p in state.model.named_parameters() if p.requires_grad}
 
 
-def steps_of_peft(run: Run, targets: list[str]) -> tuple[list[float], dict[str, Tensor]]:
+def steps_of_peft(run: Run, targets: list[str], **options: Any) -> tuple[list[float], dict[str, Tensor]]:
     """peft's own model on the same values, one process, torch's optimizer and clipping."""
     peft = pytest.importorskip("peft")  # takes seconds, wherever tests are collected
     ours = materialize(build_model(run), seed=run.run.seed)
     base = materialize(build_model(run.model_copy(update={"adapter": Run().adapter})), seed=run.run.seed)
-    turned = type(base.get_submodule(targets[0])).__name__ == "Conv1D"
-    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, fan_in_fan_out=turned)
+    turned = any(type(m).__name__ == "Conv1D" for n, m in base.named_modules() if n.endswith(tuple(targets)))
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, fan_in_fan_out=turned, **options)
     model: nn.Module = peft.inject_adapter_in_model(config, base)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -79,7 +81,9 @@ def steps_of_peft(run: Run, targets: list[str]) -> tuple[list[float], dict[str, 
     )
     losses: list[float] = []
     for step in range(STEPS):
-        batch = global_batch(step, sequences=4, length=run.data.sequence_length, vocabulary=VOCABULARY)
+        batch = global_batch(
+            step, sequences=run.train.global_batch, length=run.data.sequence_length, vocabulary=VOCABULARY
+        )
         total, count = next_token_loss(model, batch)
         (total / count).backward()
         nn.utils.clip_grad_norm_(trained.values(), section.clip_norm)
@@ -117,6 +121,48 @@ def test_the_steps_are_those_of_peft(
     assert adapted
     losses, trained = steps_of_peft(run, [name.removesuffix(".lora_A") for name in adapted])
     for own_losses, own in ranks(max(tensor, 2)).run(sharded_steps, run):
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert own.keys() == trained.keys()
+        for name, expected in trained.items():
+            torch.testing.assert_close(
+                own[name], expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
+            )
+
+
+STACKS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+FULL, HYBRID = ["recompute.mode=full"], ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"]
+KINDS = {
+    "mixtral": (["q_proj", "w1", "w2", "w3"], {}),
+    "gpt_oss": (["q_proj"], STACKS),
+    "qwen3_moe": (["gate_proj", "up_proj", "down_proj"], {"use_rslora": True}),
+    "llama": (["q_proj", "down_proj"], {"use_dora": True}),
+    "gpt2": (["c_attn", "wte"], {"use_dora": True}),  # transposed, and a tied embedding
+}
+LAYOUTS = [(1, []), (2, FULL), (3, FULL), (2, ["sharding.strategy=zero1"]), (4, HYBRID)]
+QUICK_CROSS = [("mixtral", 3), ("gpt_oss", 2), ("qwen3_moe", 1), ("llama", 3), ("gpt2", 2), ("llama", 4)]
+
+
+@pytest.mark.filterwarnings("ignore:.*pattern keys did not match:RuntimeWarning")  # peft, of its own keys
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[] if (model, layout[0]) in QUICK_CROSS else pytest.mark.long)
+        for model in KINDS
+        for layout in LAYOUTS
+    ],
+    ids=str,
+)
+def test_adapters_of_each_kind_take_the_steps_of_peft(
+    model: str, layout: tuple[int, list[str]], ranks: Any, tmp_path: Any
+) -> None:
+    (targets, options), (count, settings) = KINDS[model], layout
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS, **MIXTURES}[model]))
+    listed = json.dumps(options).replace(":", "=")
+    fixed = [f"model.hf={tmp_path}", f"adapter.targets={json.dumps(targets)}", f"adapter.options={listed}"]
+    fixed += ["train.global_batch=12", "optimizer.eps=1e-4", "optimizer.weight_decay=0"]
+    run = run_of(*fixed, *settings)
+    losses, trained = steps_of_peft(run, targets, **options)
+    for own_losses, own in ranks(count).run(sharded_steps, run):
         assert own_losses == pytest.approx(losses, rel=1e-6)
         assert own.keys() == trained.keys()
         for name, expected in trained.items():
@@ -175,7 +221,6 @@ def test_adapters_are_in_the_layers_to_transform(targets: str, layers: str) -> N
     ("settings", "says"),
     [
         (['adapter.targets=["q_projection"]'], "has no module 'q_projection'"),
-        (["adapter.options={use_dora = true}"], "norms of the whole base weights"),
         (["adapter.options={alora_invocation_tokens = [1]}"], "add nothing outside of peft's own model"),
         (["adapter.options={layer_replication = [[0, 1], [0, 1]]}"], "get_peft_model"),
         (["adapter.options={no_such = 1}"], "no_such"),
@@ -186,6 +231,10 @@ def test_adapters_are_in_the_layers_to_transform(targets: str, layers: str) -> N
         (["adapter.options={rank_pattern = {queri = 8}}"], "has no target 'queri'"),
         (["adapter.options={alpha_pattern = {query = 8, queri = 8}}"], "has no target 'queri'"),
         (['adapter.options={target_parameters = ["no.such"]}'], "has no parameter 'no.such'"),
+        (
+            ["adapter.options={target_parameters = ['query.weight'], layers_to_transform = [0]}"],
+            "for modules alone",
+        ),
     ],
 )
 def test_impossible_adapters_are_refused(settings: list[str], says: str) -> None:
@@ -193,19 +242,30 @@ def test_impossible_adapters_are_refused(settings: list[str], says: str) -> None
         build_model(run_of(*TINY, *settings))
 
 
-@pytest.mark.filterwarnings("ignore:.*pattern keys did not match:RuntimeWarning")  # peft, of its own keys
+def sharding_error(run: Run) -> str:
+    """Returns the error with which a model of `run` is sharded."""
+    with pytest.raises(ShardError) as caught:
+        state_of(run)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "settings", "says"),
     [
-        ['adapter.targets=["q_proj", "gate_proj", "up_proj", "down_proj"]'],
-        ['adapter.targets=["q_proj"]', 'adapter.options={target_parameters = ["experts.gate_up_proj"]}'],
+        ("mixtral", ["sharding.expert_parallel=2"], "sharding.expert_parallel = 2"),
+        ("mixtral", ["sharding.tensor_parallel=2", "data.sequence_length=8"], "sharding.tensor_parallel = 2"),
+        ("mixtral", ["sharding.units.min_parameters=100"], "another unit than its base weight"),
+        ("llama", ["sharding.tensor_parallel=2", "data.sequence_length=8"], "a variant of LoRA"),
     ],
 )
-def test_adapters_of_experts_in_one_tensor_are_refused(settings: list[str], tmp_path: Any) -> None:
-    write_config("qwen3_moe", tmp_path)
-    run = run_of(f"model.hf={tmp_path}", "model.options={mlp_only_layers = [0]}", *settings)
-    with pytest.raises(SpecError, match=r"cannot be sharded(.|\n)*mlp\.experts(.|\n)*q_proj"):
-        build_model(run)
+def test_adapters_that_compute_with_whole_weights_are_not_divided(
+    model: str, settings: list[str], says: str, ranks: Any, tmp_path: Any
+) -> None:
+    write_config(model, tmp_path)
+    options = "{use_dora = true}" if model == "llama" else json.dumps(STACKS).replace(":", "=")
+    fixed = [f"model.hf={tmp_path}", 'adapter.targets=["q_proj"]', f"adapter.options={options}"]
+    for error in ranks(2).run(sharding_error, run_of(*fixed, *settings)):
+        assert says in error
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def plan_of(ranks: int, *overrides: str, accumulation: int = 1) -> Plan:
 
 
 def meta_model(plan: Plan, *, frozen: str = "") -> nn.Module:
-    """`frozen`: a shell pattern of parameters that are not trained."""
+    """`frozen`: a shell pattern of parameters that are not trained; with adapters, all others are frozen."""
     model = build_model(plan.run)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters() if not plan.run.adapter.rank else ():
         parameter.requires_grad_(not fnmatch(name, frozen))
     return model
 
@@ -60,7 +60,7 @@ def described(plan: Plan, *, frozen: str = "") -> ModelSpec:
     """Described once for all plans that it holds for: see `describe`."""
     run = plan.run
     units = run.sharding.units.model_dump_json()
-    settings = (run.model, run.data, run.precision, run.recompute)
+    settings = (run.model, run.data, run.precision, run.recompute, run.adapter)
     degrees = (plan.tensor_parallel, plan.context_parallel, plan.expert_parallel)
     key = (plan.device, frozen, units, degrees, *(section.model_dump_json() for section in settings))
     if key not in _DESCRIBED:  # a second each

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.fakes.architectures_hf import CONFIGS, QUICK, batch_of
+from tests.fakes.families import MIXTURES
 
 # Every architecture; but for one of each kind, in the long suite.
 EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CONFIGS]
@@ -17,7 +18,7 @@ EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for 
 def hugging_face(name: str, directory: Path, **options: Any) -> nn.Module:
     """A model of transformers with numbers of its own, and what its save_pretrained writes."""
     transformers = pytest.importorskip("transformers")
-    config = CONFIGS[name]
+    config = {**CONFIGS, **MIXTURES}[name]
     values = {key: value for key, value in config.items() if key != "model_type"}
     torch.manual_seed(3)
     made = getattr(transformers, config["architectures"][0])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.checkpoint.save import save
@@ -15,13 +16,18 @@ from fullshard.models.build import build_model
 from fullshard.parallel.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export_hf import export_hf, layer_merging_by_name
 from fullshard.weights.export_peft import describe_impossible_exports, export_peft
 from fullshard.weights.pretrained import load_pretrained
 from fullshard.weights.tensor_source import Weights
+from tests.fakes.architectures_hf import VOCABULARY
+from tests.fakes.data import Rows
 from tests.fakes.plans import plan_of
-from tests.weights.hugging_face import hugging_face, outcome
+from tests.weights.hugging_face import hugging_face, outcome, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns of much
 
@@ -48,39 +54,107 @@ def loaded_export(form: str, directory: Path, base: type[Any], *, weights: Weigh
     return peft.PeftModel.from_pretrained(base.from_pretrained(directory / "base"), directory / "peft").eval()
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "refused"),
-    [
-        ("llama", [], set()),
-        ("llama", ['adapter.trained=["norm"]'], set()),
-        pytest.param("llama", ['adapter.trained=["lm_head", "embed_tokens"]'], set(), marks=pytest.mark.long),
-        ("llama", ["adapter.options={rank_pattern = {q_proj = 2}, alpha_pattern = {k_proj = 9}}"], set()),
-        pytest.param("llama", ["adapter.options={layers_to_transform = [0]}"], set(), marks=pytest.mark.long),
-        ("llama", ["adapter.options={lora_bias = true}", 'adapter.targets=["q_proj"]'], {"hf"}),
-        pytest.param("gpt2", ['adapter.options={bias = "all"}'], set(), marks=pytest.mark.long),
-        ("gpt2", ['adapter.options={bias = "lora_only"}'], set()),
-        ("gpt2", ['adapter.targets=["wte"]'], {"hf"}),
-        ("gpt2", ['adapter.trained=["wte"]'], set()),
-        pytest.param("gpt2", ['adapter.trained=["ln_1", "ln_f"]'], set(), marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_an_export_computes_the_outputs_of_the_trained_model_or_is_refused(
+STACKS = 'target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
+QUICK_KINDS: list[tuple[str, list[str], set[str]]] = [
+    ("llama", [], set()),
+    ("llama", ['adapter.trained=["norm"]'], set()),
+    ("llama", ["adapter.options={rank_pattern = {q_proj = 2}, alpha_pattern = {k_proj = 9}}"], set()),
+    ("llama", ["adapter.options={lora_bias = true}", 'adapter.targets=["q_proj"]'], {"hf"}),
+    ("llama", ["adapter.options={use_dora = true}", 'adapter.trained=["norm", "lm_head"]'], {"hf"}),
+    ("gpt2", ['adapter.options={bias = "lora_only", use_rslora = true}'], set()),
+    ("gpt2", ['adapter.targets=["wte"]'], {"hf"}),
+    ("gpt2", ['adapter.trained=["wte"]'], set()),
+    ("mixtral", ['adapter.targets=["q_proj", "w1", "w2", "w3"]', 'adapter.trained=["norm"]'], set()),
+    ("gpt_oss", ['adapter.targets=["q_proj"]', f"adapter.options={{{STACKS}}}"], set()),
+]
+LONG_KINDS: list[tuple[str, list[str], set[str]]] = [
+    ("llama", ['adapter.trained=["lm_head", "embed_tokens"]'], set()),
+    ("llama", ["adapter.options={layers_to_transform = [0]}"], set()),
+    ("llama", ['adapter.targets=["embed_tokens", "q_proj", "lm_head"]'], set()),
+    ("llama", ["adapter.options={use_rslora = true, rank_pattern = {q_proj = 2}}"], set()),
+    ("llama", ["adapter.options={use_dora = true, use_rslora = true, alpha_pattern = {q_proj = 3}}"], {"hf"}),
+    ("llama", ['adapter.targets=["embed_tokens", "q_proj"]', "adapter.options={use_dora = true}"], {"hf"}),
+    ("gpt2", ['adapter.options={bias = "all"}'], set()),
+    ("gpt2", ['adapter.trained=["ln_1", "ln_f"]'], set()),
+    ("gpt2", ['adapter.targets=["lm_head", "c_attn"]'], {"hf"}),
+    ("gpt2", ['adapter.targets=["wte", "c_attn"]', "adapter.options={use_dora = true}"], {"hf"}),
+    ("mixtral", ['adapter.targets=["gate"]'], set()),
+    ("mixtral", ['adapter.targets=["w2"]', "adapter.options={use_rslora = true}"], set()),
+    ("mixtral", ["adapter.options={target_parameters = ['experts.down_proj', 'mlp.gate.weight']}"], set()),
+    ("qwen3_moe", ['adapter.targets=["gate_proj", "up_proj", "down_proj"]'], set()),
+    ("qwen3_moe", [f"adapter.options={{{STACKS}, rank_pattern = {{'experts.down_proj' = 2}}}}"], set()),
+    (
+        "qwen3_moe",
+        ["adapter.targets=[]", f"adapter.options={{{STACKS}, alpha_pattern = {{gate_up_proj = 3}}}}"],
+        set(),
+    ),
+    ("olmoe", [f"adapter.options={{{STACKS}, init_lora_weights = 'gaussian'}}"], set()),
+    ("gpt_oss", ['adapter.trained=["lm_head"]', f"adapter.options={{{STACKS}, bias = 'all'}}"], set()),
+]
+KINDS = [*QUICK_KINDS, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG_KINDS)]
+
+
+@pytest.mark.parametrize(("name", "settings", "refused"), KINDS, ids=str)
+def test_an_export_is_the_trained_model_or_is_refused(
     tmp_path: Path, name: str, settings: list[str], refused: set[str]
 ) -> None:
+    """peft's, to the bit; the merged one as peft merges."""
     original = hugging_face(name, tmp_path / "base")
     model, run = random_adapters(tmp_path, *settings)
     expected = outcome(model, name)
     assert not torch.allclose(expected, outcome(original, name), atol=1e-2)
     lines = describe_impossible_exports(run, model)
     assert {line.partition("--format ")[2].partition(":")[0] for line in lines} == refused
-    for form in ("peft", "hf"):
-        if form in refused:
-            with pytest.raises(CheckpointError):
-                loaded_export(form, tmp_path, type(original))
-        else:
-            got: Tensor = outcome(loaded_export(form, tmp_path, type(original)), name)
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    adapted: Any = loaded_export("peft", tmp_path, type(original))
+    assert torch.equal(outcome(adapted, name), expected)
+    if "hf" in refused:
+        with pytest.raises(CheckpointError):
+            loaded_export("hf", tmp_path, type(original))
+        return
+    merged = loaded_export("hf", tmp_path, type(original))
+    torch.testing.assert_close(outcome(merged, name), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        merged.state_dict(), adapted.merge_and_unload().state_dict(), rtol=0, atol=1e-6
+    )
+
+
+def train_and_save(run: Run, base: Path, directory: Path) -> dict[str, Tensor]:
+    """Returns the trained parameters, whole."""
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    model = shard(build_model(run), plan, init="none")
+    load_pretrained(model, base, plan=plan)
+    for _, layer in iterate_adapted_layers(model):
+        for magnitude in layer.lora_magnitude_vector.values():
+            norms = torch.linalg.norm(whole(layer.base_layer.weight), dim=1)
+            assert torch.equal(whole(magnitude.weight), norms)
+    state = TrainState(model, build_optimizer(model, plan), data=Rows(VOCABULARY))
+    for _ in train(state, plan):
+        pass
+    save(state, directory, plan=plan)
+    return {name: whole(one) for name, one in model.named_parameters() if one.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", ["adapter.options={use_dora = true}", 'adapter.trained=["norm"]']),
+        ("mixtral", ['adapter.targets=["q_proj", "w1", "w2", "w3"]']),
+    ],
+)
+def test_peft_loads_the_model_that_two_ranks_trained(
+    name: str, settings: list[str], tmp_path: Path, ranks: Any
+) -> None:
+    original = hugging_face(name, tmp_path / "base")
+    small = ["train.steps=3", "data.sequence_length=9", "optimizer.learning_rate=0.1"]
+    adapted = [f"model.hf={tmp_path / 'base'}", "adapter.rank=4", "schedule.warmup_steps=0"]
+    plan = plan_of(1, *small, *adapted, *settings)
+    trained, _ = ranks(2).run(train_and_save, plan.run, tmp_path / "base", tmp_path / "checkpoints")
+    model = materialize(build_model(plan.run), seed=0).eval()
+    load_pretrained(model, tmp_path / "base")
+    model.load_state_dict(trained, strict=False)
+    expected = outcome(model, name)
+    assert not torch.allclose(expected, outcome(original, name), atol=1e-2)
+    assert torch.equal(outcome(loaded_export("peft", tmp_path, type(original)), name), expected)
 
 
 def test_averages_of_adapters_are_exported_in_both_formats(tmp_path: Path) -> None:

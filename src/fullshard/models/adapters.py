@@ -2,7 +2,8 @@
 
 [Note: initialised alone] peft initialises a whole adapter on every rank when it is inserted. Here adapters
 are inserted on the meta device, and initialised later with all other parameters: A like a linear module
-(peft's default), B with zeros. The model's own `_init_weights` must not overwrite these values.
+(peft's default), B with zeros. DoRA's magnitudes (arXiv:2402.09353) are set last: they begin as norms of the
+base weights. The model's own `_init_weights` must not overwrite these values.
 """
 
 import importlib
@@ -11,23 +12,30 @@ import json
 import logging
 import math
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank
+from fullshard.distributed.tensors import detached_local_tensor, shard_offsets
 from fullshard.errors import MissingExtraError, SpecError, TrainError
+from fullshard.models.adapted_parameters import compute_with_plain_sums, iterate_parameter_wrappers
 from fullshard.quantities import join_names
 from fullshard.spec.settings.train_section import AdapterSection
 from fullshard.system.dotted import import_quietly
 
 ADAPTER = "default"
 _DISABLED = "_disable_adapters"  # attribute of peft's layers
+_MAGNITUDES = "lora_magnitude_vector"  # name of the module that holds them in peft's layers
+_PARAMETERS = "target_parameters"
+_CONVERTED = ("rank_pattern", "alpha_pattern", _PARAMETERS)  # what peft changes in a config for experts
 logger = logging.getLogger("fullshard")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,23 +52,15 @@ def insert_adapters(
     if section.rank == 0:
         return model
     peft = import_peft()
-    targets = _list_targets_in_chosen_layers(model, section)
+    config = make_config_for_model(model, section)
     trained = _find_names_by_ending(model, section.trained, key="adapter.trained")
     modules = dict(model.named_modules())
-    transposed = any(has_transposed_weight(modules[name]) for name in targets)
-    config = make_lora_config(section, targets=targets, transposed=transposed)
-    _check_names_in_options(model, section, targets=targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    try:
+    with _peft_errors_as_spec_errors(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pattern keys did not match", category=RuntimeWarning)
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise SpecError(
-            f"peft cannot put adapters into {type(model).__name__}.",
-            got=str(error).strip().splitlines()[0],
-            fix="other adapter.targets, or other adapter.options",
-        ) from error
-    _check_only_modules_are_adapted(model)
+    compute_with_plain_sums(model)
     for name in trained:
         for parameter in modules[name].parameters():
             parameter.requires_grad_(True)
@@ -70,6 +70,52 @@ def insert_adapters(
             parameter.data = parameter.data.to(frozen_dtype)
     _set_adapter_initialisers(model, gaussian=section.options.get("init_lora_weights") == "gaussian")
     return model
+
+
+def make_config_for_model(model: nn.Module, section: AdapterSection) -> Any:
+    """Returns peft's LoraConfig for `model`, which has no adapters yet, with full names of what is adapted.
+
+    Targets by names that experts had before they were stacked (`w1`, `gate_proj`) are what peft makes of
+    them: parameters of all experts, of twice the rank where two matrices became one. "all-linear" leaves out
+    modules that peft would take for experts. Raises SpecError for targets that the model does not have and
+    for options that peft refuses.
+    """
+    every = section.targets == "all-linear"
+    names = _list_targets_in_chosen_layers(model, section) if every else [*section.targets]
+    config = make_lora_config(section, targets=names, transposed=False)
+    with _peft_errors_as_spec_errors(model):
+        _convert_expert_targets(config, model)
+    targets = [name for name in names if name in config.target_modules]
+    options = dict(section.options)
+    if not every:
+        options |= {key: getattr(config, key) for key in _CONVERTED}
+        left = section.model_copy(update={"targets": tuple(targets)})
+        targets = _list_targets_in_chosen_layers(model, left)
+    options[_PARAMETERS] = parameters = _find_target_parameters(model, options)
+    _check_patterns_in_options(model, section, names=[*targets, *parameters])
+    modules = dict(model.named_modules())
+    transposed = any(has_transposed_weight(modules[name]) for name in targets)
+    section = section.model_copy(update={"options": options})
+    return make_lora_config(section, targets=targets, transposed=transposed)
+
+
+def _convert_expert_targets(config: Any, model: nn.Module) -> None:
+    """Lets peft change a config for the experts of transformers 5, as when it inserts adapters."""
+    name = "peft.utils.transformers_weight_conversion"
+    if importlib.util.find_spec(name) is not None:
+        import_quietly(name).convert_peft_config_for_transformers(config, model=model, conversions=None)
+
+
+@contextmanager
+def _peft_errors_as_spec_errors(model: nn.Module) -> Generator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise SpecError(
+            f"peft cannot put adapters into {type(model).__name__}.",
+            got=str(error).strip().splitlines()[0],
+            fix="other adapter.targets, or other adapter.options",
+        ) from error
 
 
 def make_lora_config(section: AdapterSection, *, targets: list[str], transposed: bool) -> Any:
@@ -94,6 +140,11 @@ def iterate_adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
+
+
+def reads_base_weight(layer: Any) -> bool:
+    """Returns whether the adapter of `layer` computes with its base weight, not only beside it."""
+    return hasattr(layer, "parameter_name") or len(getattr(layer, "lora_variant", ())) > 0
 
 
 @contextmanager
@@ -125,6 +176,21 @@ def adapters_off(model: nn.Module) -> Generator[None]:
     finally:
         for layer, disabled in zip(layers, before, strict=True):
             setattr(layer, _DISABLED, disabled)
+
+
+def set_magnitudes(model: nn.Module, names: Iterable[str]) -> None:
+    """Sets those of the parameters `names` that are magnitudes of DoRA to the norms of their base weights.
+
+    The model is sharded or plain, and its matrices B are zero. Gathers one base weight at a time. Collective.
+    """
+    parameters = dict(model.named_parameters())
+    for name in (one for one in names if f".{_MAGNITUDES}." in one):
+        layer: Any = model.get_submodule(name.partition(f".{_MAGNITUDES}.")[0])
+        own, base = parameters[name], layer.get_base_layer().weight.detach()
+        whole = base.full_tensor() if isinstance(base, DTensor) else base
+        shard, offsets = detached_local_tensor(own), shard_offsets(own)
+        box = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shard.shape, strict=True))
+        shard.copy_(layer.lora_magnitude_vector[ADAPTER].get_weight_norm(whole, 0.0, 1.0)[box])
 
 
 def import_peft() -> Any:
@@ -167,35 +233,40 @@ def _names_adapted_in_layer(names: list[str], section: AdapterSection, *, layer:
     return {name for name in names if name in ends or check(config, f"model.{name}")}
 
 
-def _check_names_in_options(model: nn.Module, section: AdapterSection, *, targets: list[str]) -> None:
-    """Raises SpecError for a name or pattern in the options that no parameter, or no target, has."""
+def _find_target_parameters(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the parameters that have adapters of their own. Raises SpecError."""
     parameters = [name for name, _ in model.named_parameters()]
-    named = {"target_parameters": parameters, "rank_pattern": targets, "alpha_pattern": targets}
-    for key, names in named.items():
-        kind = "parameter" if names is parameters else "target"
+    found = list[str]()
+    for end in sorted(options.get(_PARAMETERS) or ()):
+        own = [name for name in parameters if f".{name}".endswith(f".{end}")]
+        if not own:
+            raise _unknown_name_error(model, end, kind="parameter", key=_PARAMETERS, names=parameters)
+        found += own
+    if found and options.get("layers_to_transform"):
+        raise SpecError(
+            "adapter.options.layers_to_transform is for modules alone.",
+            got=f"adapters of {', '.join(found[:3])}",
+            why="peft adapts these parameters in all layers",
+            fix=f"adapter.options.{_PARAMETERS} with full names of parameters",
+        )
+    return found
+
+
+def _check_patterns_in_options(model: nn.Module, section: AdapterSection, *, names: list[str]) -> None:
+    """Raises SpecError for a pattern in the options that none of `names`, the adapted ones, has."""
+    for key in ("rank_pattern", "alpha_pattern"):
         for end in section.options.get(key) or []:
             if not any(re.fullmatch(rf"(.*\.)?({end})", name) for name in names):
-                raise SpecError(
-                    f"{type(model).__name__} has no {kind} {end!r}.",
-                    got=f"adapter.options.{key} = {section.options[key]}",
-                    fix=", ".join(sorted({".".join(name.split(".")[-2:]) for name in names})[:8]),
-                )
+                raise _unknown_name_error(model, end, kind="target", key=key, names=names)
 
 
-def _check_only_modules_are_adapted(model: nn.Module) -> None:
-    """Raises SpecError if peft adapts parameters themselves, such as stacked experts."""
-    kinds = {name: type(module).__name__ for name, module in iterate_adapted_layers(model)}
-    wrapped = [name.removesuffix(".base_layer") for name, kind in kinds.items() if kind == "ParamWrapper"]
-    if not wrapped:
-        return
-    left = dict.fromkeys(name.rpartition(".")[2] for name, kind in kinds.items() if kind != "ParamWrapper")
-    others = json.dumps([*left] or ["q_proj", "v_proj"])
-    raise SpecError(
-        "adapters of parameters, such as experts in one tensor, cannot be sharded.",
-        got=", ".join(dict.fromkeys(wrapped)),
-        why="peft replaces these parameters in every forward, where they are gathered copies of "
-        "shards; it also takes gate_proj, up_proj and down_proj of such a mixture for its experts",
-        fix=f"adapter.targets = {others}, without target_parameters",
+def _unknown_name_error(
+    model: nn.Module, end: str, *, kind: str, key: str, names: Iterable[str]
+) -> SpecError:
+    return SpecError(
+        f"{type(model).__name__} has no {kind} {end!r}.",
+        got=f"{end!r} in adapter.options.{key}",
+        fix=", ".join(sorted({".".join(name.split(".")[-2:]) for name in names})[:8]),
     )
 
 
@@ -210,16 +281,28 @@ def warn_of_unexpected_adapter_targets(model: nn.Module, section: AdapterSection
     every = section.targets == "all-linear"
     # `gate_proj` also means stacked weights `experts.gate_up_proj`.
     stems = () if every else tuple(one.rpartition(".")[2].removesuffix("_proj") for one in section.targets)
+    adapted = {id(wrapper.get_param()) for _, wrapper in iterate_parameter_wrappers(model)}
     stacked = [
         name
         for name, one in model.named_parameters()
         if one.ndim == 3 and ".lora_" not in name and any(part.isdigit() for part in name.split("."))
-        if every or any(stem in name.rpartition(".")[2] for stem in stems)
+        if id(one) not in adapted and (every or any(stem in name.rpartition(".")[2] for stem in stems))
     ]
     kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacked)
     if kinds:
         targets = json.dumps(section.targets)
         logger.warning("adapter.targets = %s leaves %s frozen: no linear modules", targets, ", ".join(kinds))
+    if not section.options.keys() & {"layers_to_transform", "exclude_modules"}:
+        ends = () if every else tuple(f".{one}" for one in section.targets)
+        left = [
+            name
+            for name, module in model.named_modules()
+            if _is_linear(module) and any(part.isdigit() for part in name.split("."))
+            if ".lora_" not in name and ".base_layer" not in name and (every or name.endswith(ends))
+        ]
+        if left:
+            names = ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in left))
+            logger.warning("peft takes %s for experts' names, and adds no adapters to these modules", names)
     places = Counter(re.split(r"\.\d+\.", name)[0] for name, _ in iterate_adapted_layers(model))
     if every and len(places) > 1:
         counts = ", ".join(f"{count} of {place}" for place, count in places.items())
@@ -289,6 +372,9 @@ def _iterate_adapter_initialisers(
 ) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
     """Yields (module that holds part of an adapter, function that initialises that part as peft does)."""
     for layer in model.modules():
+        if ADAPTER in (getattr(layer, _MAGNITUDES, None) or ()):
+            part = cast(Any, layer).lora_magnitude_vector[ADAPTER]
+            yield part, partial(_initialise_lora_module, part, _MAGNITUDES, std=None)
         for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
             parts: Any = getattr(layer, kind, None)
             if parts is None or ADAPTER not in parts:
@@ -302,6 +388,9 @@ def _iterate_adapter_initialisers(
 
 
 def _initialise_lora_module(part: Any, kind: str, *, std: float | None) -> None:
+    if kind == _MAGNITUDES:
+        nn.init.ones_(part.weight)  # until `set_magnitudes`
+        return
     if kind == "lora_B":
         nn.init.zeros_(part.weight)
     elif std is not None:

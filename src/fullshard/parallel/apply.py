@@ -41,6 +41,7 @@ from fullshard.parallel.unit_events import install_unit_recording_and_checks
 from fullshard.parallel.units import (
     Predicate,
     Unit,
+    check_adapters_are_with_their_base,
     check_experts_are_separate,
     find_blocks_with_units_inside,
     find_recompute_and_compile_blocks,
@@ -106,6 +107,7 @@ def choose_sharding(
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
     repeated = find_recompute_and_compile_blocks(model, units=found)
+    check_adapters_are_with_their_base(found, model)
     if plan.has_expert_mesh:
         check_experts_are_separate(found, model)
     kinds = sorted({_MeshKind.of_unit(unit, plan) for unit in found})  # all ranks build them in one order

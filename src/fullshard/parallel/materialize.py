@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
+from fullshard.models.adapters import set_magnitudes
 from fullshard.parallel.model_parameters import TORCH_DTYPE, Rank0Values, replace_by_id
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.parallel.units import Unit
@@ -104,6 +105,7 @@ def allocate_and_fill_shards(
     """
     initialise = None if init == "none" else init
     filler = _ModelValueSetter(model, local_device(plan), seed=plan.run.run.seed, init=initialise)
+    initialised = [] if init == "none" else [one for one in filler.parameters if one not in values.tensors]
     with filler.parameters_replaced_by_meta():
         for unit in units:
             missing = [name for name in filler.parameter_names_in_unit(unit) if name not in values.tensors]
@@ -113,6 +115,7 @@ def allocate_and_fill_shards(
             filler.set_unit_shards(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)
+    set_magnitudes(model, initialised)
     filler.set_or_recompute_buffers(values)
 
 
@@ -155,6 +158,7 @@ def materialize(
         for name, whole in filler.initialise_whole_parameters(list(filler.parameters)).items():
             old = filler.parameters[name]
             filler.parameters[name] = nn.Parameter(whole.to(old.dtype), requires_grad=old.requires_grad)
+    set_magnitudes(model, filler.parameters)
     filler.set_or_recompute_buffers(Rank0Values())
     return model
 

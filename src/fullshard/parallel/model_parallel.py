@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.distributed.sequence_parts import SequencePart
 from fullshard.errors import ShardError, TrainError
+from fullshard.models.adapted_parameters import iterate_parameter_wrappers
 from fullshard.models.decoder import Attention, DecoderModel
 from fullshard.models.document_attention import DECLARED, ContextParallel, set_document_attention_if_supported
 from fullshard.models.experts import Router
@@ -35,6 +36,7 @@ from fullshard.parallel.mesh import split_inner_axis
 from fullshard.parallel.model_parameters import replace_by_id
 from fullshard.parallel.tensor_parallel import divide_matmuls_and_return_split_dims
 from fullshard.parallel.units import Unit
+from fullshard.quantities import join_names
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import Plan
 
@@ -127,6 +129,15 @@ def divide_model_and_return_split_dims(
     `divide_experts_and_return_split_dims` do.
     """
     dims = dict[str, int | None]()
+    wrapped = [name for name, _ in iterate_parameter_wrappers(model)]
+    if wrapped and (plan.tensor_parallel > 1 or plan.expert_parallel > 1):
+        raise ShardError(
+            "adapters of parameters, such as stacked experts, cannot be divided over ranks.",
+            got=f"adapters of {join_names(wrapped)}, sharding.tensor_parallel = {plan.tensor_parallel}, "
+            f"sharding.expert_parallel = {plan.expert_parallel}",
+            why="neighbouring columns of peft's B belong to different experts",
+            fix="both 1, or other adapter.targets",
+        )
     if plan.context_parallel > 1:
         use_context_parallel(model, plan, rank=rank, group=group_name("context"))
     if plan.tensor_parallel > 1:

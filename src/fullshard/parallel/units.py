@@ -9,6 +9,7 @@ from torch import nn
 
 from fullshard.distributed.tensors import is_experts
 from fullshard.errors import ShardError
+from fullshard.models.adapters import iterate_adapted_layers, reads_base_weight
 from fullshard.parallel.blocks import (
     called_modules_with_parameters,
     find_repeated_blocks,
@@ -18,6 +19,7 @@ from fullshard.parallel.blocks import (
     nearest_called_module_name,
 )
 from fullshard.parallel.model_parameters import check_parameters
+from fullshard.quantities import join_names
 from fullshard.spec.plan import MergedUnitSettings, Plan
 from fullshard.spec.run import UnitOverride, UnitSection
 
@@ -120,6 +122,20 @@ def check_experts_are_separate(units: Iterable[Unit], model: nn.Module) -> None:
             why="experts are sharded over other ranks than the modules around them",
             fix="no sharding.units.names and min_parameters, or names of the experts too",
         )
+
+
+def check_adapters_are_with_their_base(units: Iterable[Unit], model: nn.Module) -> None:
+    """Raises ShardError if an adapter computes with a base weight that another unit gathers."""
+    unit_of = {id(one): unit for unit in units for one in unit.parameters.values() if not unit.is_root}
+    for name, layer in iterate_adapted_layers(model):
+        found = {unit_of[id(one)].name for one in layer.parameters() if id(one) in unit_of}
+        if reads_base_weight(layer) and len(found) > 1:
+            raise ShardError(
+                f"the adapter of {name} is in another unit than its base weight.",
+                got=f"sharding.units that make units of {join_names(sorted(found))}",
+                why="adapters of parameters and DoRA compute with the base weight itself",
+                fix="no sharding.units.names and min_parameters, or the names of blocks alone",
+            )
 
 
 def _expert_parameter_ids(model: nn.Module) -> set[int]:

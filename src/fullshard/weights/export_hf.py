@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from fullshard.data.chat_template import ChatTemplate
 from fullshard.data.tokenizer import MORE_TEMPLATES, find_tokenizer, open_tokenizer_safely
 from fullshard.data.worker import call_in_worker
 from fullshard.errors import CheckpointError, DataError, MissingExtraError, SpecError
+from fullshard.models.adapted_parameters import name_in_base
 from fullshard.models.adapters import ADAPTER, has_transposed_weight, insert_adapters, iterate_adapted_layers
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import build_hf_model, remove_code_references
@@ -40,7 +41,6 @@ from fullshard.weights.names import (
 )
 from fullshard.weights.tensor_source import (
     ADDED,
-    BASE,
     LORA_FACTORS,
     LayerMerging,
     Weights,
@@ -259,7 +259,7 @@ def layer_merging_by_name(model: nn.Module, *, base: nn.Module) -> dict[str, Lay
     export writes has a place in `base`, no other module uses an adapted weight, and each adapted layer
     computes W x + scale · B A x.
     """
-    names = {name.replace(BASE, "."): one for name, one in model.state_dict().items() if ADDED not in name}
+    names = {name_in_base(name): one for name, one in model.state_dict().items() if ADDED not in name}
     there = {name: one.shape for name, one in base.state_dict().items()}
     absent = [name for name, one in names.items() if there.get(name) != one.shape]
     if absent:
@@ -267,19 +267,26 @@ def layer_merging_by_name(model: nn.Module, *, base: nn.Module) -> dict[str, Lay
             f"{len(absent)} tensors that the base model does not have in this shape: {', '.join(absent[:4])}"
         )
     adapted = dict(iterate_adapted_layers(model))
-    _check_no_adapted_weight_is_shared(base, adapted)
-    return {name: _layer_merging(name, layer) for name, layer in adapted.items()}
+    layers = {name: _layer_merging(name, layer) for name, layer in adapted.items()}
+    merged = {name_in_base(f"{name}.{one.parameter}") for name, one in layers.items()}
+    _check_no_adapted_weight_is_shared(base, merged)
+    return layers
 
 
 def _layer_merging(name: str, layer: Any) -> LayerMerging:
     """Returns how a layer is merged. Raises CheckpointError unless it computes W x + scale · B A x."""
     base, added = layer.base_layer, {key for key, _ in layer.named_parameters() if "base_layer" not in key}
+    wrapped, whole = getattr(layer, "parameter_name", None), layer.get_base_layer()
     is_turned = type(base) is nn.Embedding or has_transposed_weight(base)
-    is_known = is_turned or type(base) is nn.Linear
+    is_known = is_turned or type(base) is nn.Linear or wrapped is not None
     is_sum = any(added == {one.removeprefix(".") for one in pair} for pair in LORA_FACTORS)
     variants = getattr(layer, "lora_variant", None)  # of peft: such as DoRA, which norms the sum
     if not is_known or not is_sum or variants or ADAPTER not in layer.scaling:
         raise _merge_error(f"{name}, a {type(layer).__name__} of {type(base).__name__} with {sorted(added)}")
+    if wrapped is not None:
+        is_stack = getattr(whole, wrapped).ndim == 3
+        is_turned = is_stack and getattr(whole, "is_transposed", False)
+        return LayerMerging(layer.scaling[ADAPTER], is_turned, wrapped, layer.num_experts if is_stack else 0)
     return LayerMerging(layer.scaling[ADAPTER], is_turned)
 
 
@@ -289,13 +296,13 @@ def _merge_error(got: str, why: str = "only W + scale · B A can be merged into 
     )
 
 
-def _check_no_adapted_weight_is_shared(base: nn.Module, adapted: Mapping[str, Any]) -> None:
+def _check_no_adapted_weight_is_shared(base: nn.Module, merged: Set[str]) -> None:
     """Raises CheckpointError if another module uses a weight to which an adapter would be added."""
     sharing: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         sharing.setdefault(id(parameter), []).append(name)
     for names in sharing.values():
-        if len(names) > 1 and any(name.removesuffix(".weight") in adapted for name in names):
+        if len(names) > 1 and not merged.isdisjoint(names):
             raise _merge_error(
                 f"an adapter of a weight that two modules share: {', '.join(names)}",
                 why="the merged weight would also change the module that was trained without the adapter",

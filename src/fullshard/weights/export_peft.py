@@ -16,6 +16,7 @@ from fullshard.checkpoint.load import resolve_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models import adapters
+from fullshard.models.adapted_parameters import name_in_base
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, map_unchanged_tensor
@@ -24,7 +25,7 @@ from fullshard.system.files import os_errors_as_checkpoint_errors
 from fullshard.weights.export import export, names_without_wrappers
 from fullshard.weights.export_hf import build_base_and_adapted_meta_models, layer_merging_by_name
 from fullshard.weights.names import full_transformers_config
-from fullshard.weights.tensor_source import ADDED, BASE, Weights
+from fullshard.weights.tensor_source import ADDED, Weights
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WITHIN = "base_model.model."  # prefix of the adapted model inside peft's model
@@ -100,10 +101,8 @@ def _make_checked_peft_config(run: Run, model: nn.Module, *, base: nn.Module) ->
 
     Raises CheckpointError if peft would not load all that is trained into `base`, which it changes.
     """
-    layers = dict(adapters.iterate_adapted_layers(model))
-    transposed = any(adapters.has_transposed_weight(layer.base_layer) for layer in layers.values())
     trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
-    config: Any = adapters.make_lora_config(run.adapter, targets=sorted(layers), transposed=transposed)
+    config: Any = adapters.make_config_for_model(base, run.adapter)
     config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
     config.inference_mode = True
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None
@@ -141,7 +140,8 @@ def _list_modules_trained_whole(model: nn.Module, trained: set[str]) -> list[str
     for name, module in model.named_modules():
         own = {f"{name}.{key}": one for key, one in module.named_parameters(recurse=False)}
         is_alone = all(counts[id(one)] == 1 for one in own.values()) and not list(module.children())
-        if own and own.keys() <= trained and is_alone and ADDED not in f"{name}." and BASE not in f"{name}.":
+        is_apart = ADDED not in f"{name}." and name_in_base(f"{name}.") == f"{name}."
+        if own and own.keys() <= trained and is_alone and is_apart:
             whole.append(name)
     every = [name for name, _ in model.named_modules()]
     return [name for name in whole if [one for one in every if one.endswith(name)] == [name]]

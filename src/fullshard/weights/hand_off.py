@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
+from fullshard.models.adapted_parameters import name_in_base
 from fullshard.offload.state import find_offloaded_state
 from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.parallel.unit_events import reshard_unsharded_units
@@ -16,7 +17,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_weights_by_name
 from fullshard.weights.export_hf import describe_for_transformers, layer_merging_of_run
 from fullshard.weights.names import full_transformers_config
-from fullshard.weights.tensor_source import ADDED, BASE, LayerMerging, lora_adapters_by_base
+from fullshard.weights.tensor_source import ADDED, LayerMerging, lora_adapters_by_base
 
 
 def iterate_weights(
@@ -63,7 +64,7 @@ def iterate_weights(
         own_names = {name: name for name in tensors}
         merging = layer_merging_of_run(own_names, recorded=recorded, run=plan.run) or {}
         layout = describe_for_transformers(recorded, plan.run, doing="handing weights over").naming(
-            {name.replace(BASE, "."): tuple(one.shape) for name, one in tensors.items() if ADDED not in name}
+            {name_in_base(name): tuple(one.shape) for name, one in tensors.items() if ADDED not in name}
         )
     source = _GatheredTensors(tensors, merging, has_own_names=names == "own")
     return _iterate_buckets(source, layout, most=bucket_bytes, dtype=dtype)
@@ -124,7 +125,7 @@ class _GatheredTensors:
         """`merging`: how the adapter of each layer is merged, by the layer's name."""
         self._tensors = tensors
         self._adapters = lora_adapters_by_base(tensors, merging) if merging else {}
-        merged = {name.replace(BASE, "."): name for name in tensors if ADDED not in name}
+        merged = {name_in_base(name): name for name in tensors if ADDED not in name}
         self._saved = {name: name for name in tensors} if has_own_names else merged
         self._whole: dict[str, Tensor] = {}
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import CheckpointError
+from fullshard.models.adapted_parameters import name_in_base
 from fullshard.models.huggingface import auto_map_references, import_transformers, remove_code_references
 from fullshard.spec.pretrained import check_config_limits
 from fullshard.spec.settings.model_section import DecoderConfig
@@ -29,8 +30,6 @@ from fullshard.weights.trace import TracedTensor, UntraceableOperationError, mak
 
 # Names of the part without a head, for models that do not define base_model_prefix.
 _BASES = ("model", "transformer")
-# Name under which peft keeps the module that an adapter is added to.
-_ADAPTED = ".base_layer."
 
 
 def map_file_tensors_to_model(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
@@ -52,7 +51,7 @@ def map_file_tensors_to_model(model: nn.Module, saved: Mapping[str, Shape]) -> W
     else:
         named = _apply_conversion_rules(meta_model, core, saved=saved)
     own = {
-        name.removeprefix(within).replace(_ADAPTED, "."): name
+        name_in_base(name.removeprefix(within)): name
         for name in model.state_dict()
         if name.startswith(within)
     }

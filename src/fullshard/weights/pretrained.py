@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.agreement import rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.distributed.tensors import detached_local_tensor, shard_offsets
 from fullshard.errors import CheckpointError
+from fullshard.models.adapters import set_magnitudes
 from fullshard.offload.state import (
     find_offloaded_state,
     find_parameters_with_offloaded_values,
@@ -133,6 +134,7 @@ def load_pretrained(
         _check_needed_were_read(loaded, parameters, run=plan.run)
         names = [name for name in missing if parameters[name] not in elsewhere]
         initialise_parameters(model, names, plan=plan, init=init)
+    set_magnitudes(model, missing)
     for own in iterate_parameters_to_load(outside) if outside is not None and elsewhere else ():
         fill_selected_tensors(model, directory, wanted=own.__contains__)
         if plan is not None:

@@ -12,11 +12,12 @@ from fullshard.checkpoint.manifest import AVERAGE_PREFIX, MODEL_PREFIX, Manifest
 from fullshard.checkpoint.shard_file import ShardRecord
 from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.models.adapted_parameters import name_in_base
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
 from fullshard.weights.files import iterate_copies
 
-# Parts of the names that peft gives to the base module and to the adapter.
-BASE, ADDED = ".base_layer.", ".lora_"
+ADDED = ".lora_"
+"""Part of the names that peft gives to adapters."""
 LORA_FACTORS = (
     (".lora_A.default.weight", ".lora_B.default.weight"),
     (".lora_embedding_A.default", ".lora_embedding_B.default"),
@@ -130,13 +131,22 @@ class LayerMerging:
     """How the LoRA adapter (arXiv:2106.09685) of one layer is merged into its base: W + scale · B A.
 
     is_transposed: whether W has the shape of the transposed product, as in embeddings and in GPT-2's Conv1D
+    parameter: name of W in its module
+    experts: number of experts that W stacks, see [Note: adapted parameters]; 0 if it is a matrix
     """
 
     scale: float
     is_transposed: bool
+    parameter: str = "weight"
+    experts: int = 0
 
     def increment(self, a: Tensor, b: Tensor, *, rows: slice = slice(None)) -> Tensor:
-        """Returns `rows` of scale · B A, or of its transpose, in the dtype of A and B."""
+        """Returns `rows` (of dim 0) of scale · B A, or of its transpose, in the dtype of A and B."""
+        if self.experts:
+            each_a = a.view(self.experts, -1, a.shape[1])[rows]
+            each_b = b.view(len(b), -1, self.experts).permute(2, 0, 1)[rows]
+            product = each_b @ each_a
+            return self.scale * (product.transpose(1, 2) if self.is_transposed else product)
         return self.scale * ((a.T[rows] @ b.T) if self.is_transposed else (b[rows] @ a))
 
 
@@ -162,7 +172,7 @@ class MergedModelTensors:
         self._source = source
         self._adapters = lora_adapters_by_base(source.tensors, layers)
         # Merged name -> saved name.
-        self._saved = {name.replace(BASE, "."): name for name in source.tensors if ADDED not in name}
+        self._saved = {name_in_base(name): name for name in source.tensors if ADDED not in name}
         self.tensors = {name: source.tensors[saved] for name, saved in self._saved.items()}
         self._loaded: tuple[str, Tensor, Tensor] | None = None
 
@@ -172,7 +182,7 @@ class MergedModelTensors:
         adapter = self._adapters.get(self._saved[name])
         if adapter is None:
             return
-        row = self.tensors[name].shape[1]
+        row = math.prod(self.tensors[name].shape[1:])
         first, last = begin // row, -(-(begin + target.numel()) // row)
         a, b = self._read_lora_factors(adapter)
         added = adapter.merging.increment(a, b, rows=slice(first, last))
@@ -204,11 +214,11 @@ def lora_adapters_by_base(
     Raises CheckpointError for adapters without their base, and for those that are not factors of matrices.
     """
     found: dict[str, LoraAdapter] = {}
+    saved = {name_in_base(name): name for name in tensors if ADDED not in name}
     for name, tensor in tensors.items():
         if ADDED not in name:
             continue
         module, _, _ = name.partition(ADDED)
-        base = f"{module}{BASE}weight"
         kinds = [pair for pair in LORA_FACTORS if name in (f"{module}{one}" for one in pair)]
         if not kinds or len(tensor.shape) != 2:
             raise CheckpointError(
@@ -216,10 +226,12 @@ def lora_adapters_by_base(
                 got=f"{name}, {tensor}",
                 why="it is not a factor of a matrix",
             )
-        if base not in tensors:
+        plain = name_in_base(f"{module}.{layers[module].parameter}")
+        base = saved.get(plain)
+        if base is None:
             raise CheckpointError(
                 "the adapters cannot be merged.",
-                got=f"{name}, and no {base}",
+                got=f"{name}, and no {plain}",
                 why="the checkpoint holds adapters alone",
                 fix="--format peft, which writes these",
             )

@@ -37,6 +37,13 @@ def check_settings_work_together(run: Run) -> None:
             why="it is updated in parts of shards; muon and soap need whole matrices",
             fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
         )
+    if run.adapter.options.get("use_dora") and run.offload.offloads_optimizer:
+        raise PlanError(
+            "DoRA needs its base weights on the device.",
+            got=f'adapter.options.use_dora = true, offload.tier = "{run.offload.tier}"',
+            why="its magnitudes begin as norms of whole base weights",
+            fix='offload.tier = "none", or adapter.options without use_dora',
+        )
     if run.communication.is_set and run.sharding.strategy == "no_shard":
         raise PlanError(
             "[communication] does not change what replicas send.",

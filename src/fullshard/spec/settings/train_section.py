@@ -304,7 +304,6 @@ class PlanSection(value.FrozenModel):
 # layers, that import a module, or that have their own key.
 _REFUSED = {
     "layer_replication": "it is a part of peft's get_peft_model, which also names the copied layers",
-    "use_dora": "its magnitudes are norms of the whole base weights",
     "loftq_config": "it rewrites the base weights",
     "kasa_config": "it begins with singular vectors of the base weights",
     "alora_invocation_tokens": "its layers add nothing outside of peft's own model, which finds the tokens",
@@ -337,13 +336,14 @@ class AdapterSection(value.FrozenModel):
     are trained; W is frozen.
 
     `rank`: 0 adds no adapter, and all parameters are trained
-    `targets`: suffixes of module names (`q_proj`), or `all-linear`: every linear module of a block
+    `targets`: suffixes of module names (`q_proj`), or `all-linear`: every linear module of a block. Peft's
+        names of experts (`gate_proj`) adapt stacked ones.
     `trained`: suffixes of the names of modules that are also trained, in full (`lm_head`, `norm`)
     `base_dtype`: dtype of frozen parameters; `auto` is the dtype in the model's config, else fp32. Frozen
         parameters have no update whose precision matters, no gradient and no optimizer state.
     `save`: contents of checkpoints; with `adapters`, a run reads the base from the source in [model] when it
         starts
-    `options`: other values of peft's LoraConfig, such as `use_rslora`, `bias`, `layers_to_transform`
+    `options`: other values of peft's LoraConfig, such as `use_rslora`, `use_dora`, `target_parameters`
     """
 
     rank: value.Count = 0
@@ -370,7 +370,7 @@ class AdapterSection(value.FrozenModel):
             raise ValueError(
                 f"options.init_lora_weights = {kind!r} needs the base's values; true or 'gaussian'"
             )
-        if self.targets == ():
+        if self.targets == () and not self.options.get("target_parameters"):
             raise ValueError('targets = ["q_proj", "v_proj"], or "all-linear"')
         return self
 
