@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
-from fullshard.models.adapters import warn_of_unexpected_adapter_targets
+from fullshard.models.adapted_parameters import name_in_base
+from fullshard.models.adapters import adapters_off, warn_of_unexpected_adapter_targets
 from fullshard.models.build import build_model
 from fullshard.models.loss import next_token_loss
 from fullshard.parallel.materialize import materialize
@@ -169,6 +170,28 @@ def test_adapters_of_each_kind_take_the_steps_of_peft(
             torch.testing.assert_close(own[name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_adapted_experts_that_are_off_compute_as_their_base(tmp_path: Any) -> None:
+    write_config("mixtral", tmp_path)
+    targets = f"adapter.targets={json.dumps(KINDS['mixtral'][0])}"
+    plain, adapted = (
+        materialize(build_model(run_of(f"model.hf={tmp_path}", *one)), seed=0)
+        for one in (["adapter.rank=0"], [targets])
+    )
+    base = plain.state_dict()
+    adapted.load_state_dict(
+        {name: base.get(name_in_base(name), t) for name, t in adapted.state_dict().items()}
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B" in name:
+                parameter.fill_(0.1)
+        tokens = torch.randint(0, VOCABULARY, (2, 9))
+        expected = plain(tokens).logits
+        assert not torch.equal(adapted(tokens).logits, expected)
+        with adapters_off(adapted):
+            assert torch.equal(adapted(tokens).logits, expected)
+
+
 def standing_bytes(run: Run) -> dict[str, int]:
     """After a step, on a rank: what its parameters and their optimizer state take."""
     state, plan = state_of(run)
@@ -273,6 +296,11 @@ def test_adapters_that_compute_with_whole_weights_are_not_divided(
     [
         ("mixtral", '"all-linear"', "leaves experts.gate_up_proj, experts.down_proj frozen"),
         ("mixtral", '["q_proj"]', ""),
+        (
+            "qwen3_moe",
+            '["gate_proj", "up_proj", "down_proj"]',
+            "peft takes mlp.gate_proj, mlp.up_proj, mlp.down_",
+        ),
         ("clip", '"all-linear"', "18 of text_model.encoder.layers, 18 of vision_model.encoder.layers"),
     ],
 )
@@ -280,7 +308,8 @@ def test_places_that_targets_adapt_or_leave_frozen_are_logged(
     name: str, targets: str, message: str, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_config(name, tmp_path)
-    run = run_of(f"model.hf={tmp_path}", f"adapter.targets={targets}")
+    dense = ["model.options={mlp_only_layers = [0]}"] if name == "qwen3_moe" else []
+    run = run_of(f"model.hf={tmp_path}", f"adapter.targets={targets}", *dense)
     warn_of_unexpected_adapter_targets(build_model(run), run.adapter)
     assert message in caplog.text if message else not caplog.text
 

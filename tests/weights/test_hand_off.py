@@ -60,6 +60,7 @@ def handed_over_and_exported(
 CASES = [
     pytest.param(2, "llama", (), marks=pytest.mark.long),
     (3, "mixtral", ("sharding.strategy=shard_grad_op",)),
+    (2, "mixtral", ("adapter.rank=4", 'adapter.targets=["q_proj", "w1", "w2", "w3"]')),
     (2, "gpt2", ("adapter.rank=4", "adapter.alpha=6", 'adapter.targets=["c_attn", "c_proj"]')),
     (2, "llama", ("offload.tier=optimizer:cpu", "precision.mode=bf16")),
     pytest.param(2, "llama", ("sharding.tensor_parallel=2",), marks=pytest.mark.long),

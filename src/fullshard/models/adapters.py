@@ -102,7 +102,7 @@ def make_config_for_model(model: nn.Module, section: AdapterSection) -> Any:
 def _convert_expert_targets(config: Any, model: nn.Module) -> None:
     """Lets peft change a config for the experts of transformers 5, as when it inserts adapters."""
     name = "peft.utils.transformers_weight_conversion"
-    if importlib.util.find_spec(name) is not None:
+    if all(importlib.util.find_spec(one) for one in (name, "transformers.core_model_loading")):
         import_quietly(name).convert_peft_config_for_transformers(config, model=model, conversions=None)
 
 
