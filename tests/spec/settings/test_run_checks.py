@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.errors import SpecError
+from fullshard.errors import PlanError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.run_checks import (
     CODE_SETTINGS,
     check_plan_is_trusted_and_of_run,
+    check_settings_work_together,
     settings_that_run_code,
     unused_setting_notes,
 )
@@ -149,3 +150,11 @@ def test_code_of_a_plan_is_refused_before_it_runs(
 def test_options_of_an_adapter_that_import_a_module_are_refused() -> None:
     with pytest.raises(SpecError, match="megatron_core cannot be set"):
         Run.load(overrides=["adapter.rank=2", 'adapter.options={megatron_core="evil"}'])
+
+
+def test_magnitudes_of_dora_are_not_offloaded() -> None:
+    run = Run.load(
+        overrides=["adapter.rank=2", "adapter.options={use_dora = true}", "offload.tier=optimizer:cpu"]
+    )
+    with pytest.raises(PlanError, match="DoRA needs its base weights"):
+        check_settings_work_together(run)
