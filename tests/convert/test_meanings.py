@@ -418,3 +418,39 @@ def test_a_decoder_has_positions_for_the_sequences():
         ).run.model.max_sequence
         == 9000
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "base"),
+    [
+        ("base_model: a/b\nsequence_len: 512\nadapter: qlora\nload_in_4bit: true", "nf4"),
+        ("base_model: a/b\nsequence_len: 512\nadapter: qlora", "nf4"),
+        ("base_model: a/b\nsequence_len: 512\nadapter: lora\nload_in_8bit: true", "int8"),
+        ("base_model: a/b\nsequence_len: 512\nadapter: lora\nload_in_8bit: false", None),
+        (
+            "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\nquantization_bit: 4",
+            "nf4",
+        ),
+        (
+            "model_name_or_path: a\nuse_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: nf4",
+            "nf4",
+        ),
+    ],
+)
+def test_a_quantised_base_is_the_dtype_of_frozen_weights(text, base):
+    conversion = converted(text)
+    assert conversion.settings.get("adapter.base_dtype") == base
+    lost = [one.key for one in conversion.key_results if one.is_lost]
+    assert not any("bit" in key or "bnb" in key or key == "adapter" for key in lost)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("adapter: qlora\nload_in_4bit: true\nbnb_4bit_quant_type: fp4", "bnb_4bit_quant_type"),
+        ("adapter: lora\ngptq: true", "gptq"),
+    ],
+)
+def test_a_base_in_a_format_that_is_not_here_is_lost(setting, key):
+    conversion = converted(f"base_model: a/b\nsequence_len: 512\n{setting}")
+    assert [one.key for one in conversion.key_results if one.is_lost] == [key]

@@ -5,6 +5,7 @@ trl/trainer/sft_config.py, axolotl/utils/schemas of 2026-07, llamafactory/hparam
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fullshard.convert.datasets import convert_datasets
@@ -252,19 +253,7 @@ def _convert_arguments(state: ConversionState, *, tool: str, epochs: float, micr
     _convert_precision(state)
     _convert_packing(state)
     _convert_offloaded_activations(state)
-    if str(state.get("adapter")).lower() in ("lora", "qlora", "true"):
-        named = state.original_names.get("adapter")
-        rank = parse_positive_integer(state.get("lora_r")) or (16 if named == "use_peft" else 8)
-        state.record_setting("adapter", "adapter.rank", value=rank, why="LoRA")
-        lora = {
-            "use_peft": load_table("trainer", "trl_lora"),
-            "finetuning_type": {"adapter.alpha": 2.0 * rank},
-        }
-        # LLaMA-Factory's alpha is twice its rank.
-        defaults = defaults | lora.get(named or "", {})
-    else:
-        for key in [k for k in state.leaves if k.startswith(("lora_", "peft_", "use_dora", "use_rslora"))]:
-            state.record_not_needed(key, "without an adapter")
+    defaults = defaults | _convert_adapter(state)
     convert_betas(state, ("adam_beta1", "adam_beta2"), default=(0.9, 0.999))
     convert_groups(state, tool=tool, default_rate=defaults["optimizer.learning_rate"])
     rules = load_rules("trainer")
@@ -279,6 +268,25 @@ def _convert_arguments(state: ConversionState, *, tool: str, epochs: float, micr
     for target, value in defaults.items():
         state.set_default_of_other_tool(target, value, why=why)
     state.record_unknown_keys([*list_exact_keys(rules), *load_table("trainer", "other_names")])
+
+
+def _convert_adapter(state: ConversionState) -> Mapping[str, Any]:
+    """Records the verdict on LoRA, or on settings without effect. Returns defaults of its own."""
+    kind = str(state.get("adapter")).lower()
+    if kind in ("lora", "qlora", "true"):
+        named = state.original_names.get("adapter")
+        rank = parse_positive_integer(state.get("lora_r")) or (16 if named == "use_peft" else 8)
+        state.record_setting("adapter", "adapter.rank", value=rank, why="LoRA")
+        lora = {
+            "use_peft": load_table("trainer", "trl_lora"),
+            "finetuning_type": {"adapter.alpha": 2.0 * rank},  # LLaMA-Factory's alpha is twice its rank
+        }
+        return lora.get(named or "", {}) | ({"adapter.base_dtype": "nf4"} if kind == "qlora" else {})
+    for key in [k for k in state.leaves if k.startswith(("lora_", "peft_", "use_dora", "use_rslora"))]:
+        state.record_not_needed(key, "without an adapter")
+    for key in filter(state.get, ("load_in_4bit", "load_in_8bit", "quantization_bit")):
+        state.record_unsupported(key, "only below adapters: adapter.rank", misses="adapter.base_dtype")
+    return {}
 
 
 def _record_other_objectives(state: ConversionState) -> None:

@@ -131,6 +131,22 @@ def find_linear_function(linear: nn.Module) -> LinearFunction | None:
     return cast(LinearFunction | None, vars(linear).get(_ATTRIBUTE))
 
 
+def multiply_by_own_weight(  # signature: nn.Linear's, after the module
+    linear: Any, input: Tensor, *, rows: list[slice] | None = None, adds_bias: bool = True
+) -> Tensor:
+    """Multiplies by the weight of `linear`, or these `rows` of it, with its `LinearFunction`."""
+    weight, bias = linear.weight, linear.bias if adds_bias else None
+    if rows is not None:
+        weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)
+    product = find_linear_function(linear)
+    assert product is not None, "set with this forward"
+    return product(input, weight, bias=bias)
+
+
+def _select_rows(whole: Tensor, rows: list[slice]) -> Tensor:
+    return whole[rows[0]] if len(rows) == 1 else torch.cat([whole[one] for one in rows])
+
+
 def is_experts(module: nn.Module) -> bool:
     """Returns whether `module` is the experts of a layer. See [Note: the seam of experts] in `experts`.
 
@@ -144,3 +160,11 @@ def is_experts(module: nn.Module) -> bool:
         return False
     parameters = list(module.parameters())
     return bool(parameters) and all(p.ndim > 1 and p.shape[0] % count == 0 for p in parameters)
+
+
+def is_router(module: nn.Module, parent: nn.Module) -> bool:
+    """Returns whether `module`, a part of `parent`, is a linear module that scores experts beside it."""
+    counts = [getattr(one, "num_experts", 0) for one in parent.children() if is_experts(one)]
+    counts += [len(one) for one in parent.children() if isinstance(one, nn.ModuleList)]
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.shape[0] in counts

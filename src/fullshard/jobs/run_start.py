@@ -24,6 +24,7 @@ from fullshard.launch.detect import detect_hardware
 from fullshard.models import build
 from fullshard.models.adapters import warn_of_unexpected_adapter_targets
 from fullshard.models.loss import Loss, choose_loss
+from fullshard.models.packed_weights import count_elements, describe_packing
 from fullshard.observe.clock import find_matmul_peak
 from fullshard.observe.profiles import StepProfiler
 from fullshard.observe.run_log import RunLog, open_run_log, record_attempt_start
@@ -363,7 +364,7 @@ def _report_start_and_set_next_row(
 
 def _start_summary_text(job: TrainJob) -> str:
     plan, model = job.plan, job.state.model
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = count_elements(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     replicas = f"{plan.replicate_degree} × " if plan.replicate_degree > 1 else ""
     accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
@@ -373,12 +374,13 @@ def _start_summary_text(job: TrainJob) -> str:
     emulated = " (emulated: multiplied in fp32)" if plan.device == "cpu" else ""
     fp8_mode = f"{plan.run.precision.mode}{emulated}"
     in_fp8 = f"{fp8_mode}: {fp8_summary_text(scales.shares)}\n" if scales is not None else ""
+    packed = f"{describe_packing(model)}\n" if plan.run.adapter.packed_format else ""
     return (
         f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over "
         f"{replicas}{plan.shard_degree}{split} {plan.device} rank{'s' if plan.world_size > 1 else ''}, "
         f"{plan.precision.param} compute; "
         f"{plan.run.train.global_batch} × {plan.run.data.sequence_length} tokens a step{accumulated}\n"
-        f"{in_fp8}{job.data.describe()}"
+        f"{in_fp8}{packed}{job.data.describe()}"
     )
 
 

@@ -37,7 +37,12 @@ _MAGNITUDES = "lora_magnitude_vector"  # name of the module that holds them in p
 _PARAMETERS = "target_parameters"
 _CONVERTED = ("rank_pattern", "alpha_pattern", _PARAMETERS)  # what peft changes in a config for experts
 logger = logging.getLogger("fullshard")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    # `models.packed_weights` packs matrices of these later.
+    **dict.fromkeys(("bf16", "nf4", "int8"), torch.bfloat16),
+}
 
 
 def insert_adapters(

@@ -13,6 +13,7 @@ from fullshard.models.adapters import insert_adapters
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.document_attention import set_document_attention_if_supported
 from fullshard.models.meta_init import ConstructorTape, construct_with_meta_parameters
+from fullshard.models.packed_weights import count_elements, element_count, pack_frozen_weights
 from fullshard.spec.pretrained import locate_config_file, read_config
 from fullshard.spec.records.measurement import GradientShares, model_flops_per_token
 from fullshard.spec.run import Run
@@ -21,7 +22,15 @@ from fullshard.system.dotted import import_callable
 
 
 def build_model(run: Run) -> nn.Module:
-    """Builds the model of `run`, with adapters, on the meta device. Raises SpecError, MissingExtraError."""
+    """Builds the model of `run`, with adapters and its base packed, on the meta device.
+
+    Raises SpecError, MissingExtraError; ShardError if no matrix can be packed as `adapter.base_dtype` asks.
+    """
+    model, form = _build_adapted_model(run), run.adapter.packed_format
+    return model if form is None else pack_frozen_weights(model, form)
+
+
+def _build_adapted_model(run: Run) -> nn.Module:
     section = run.model
     if isinstance(section, DecoderConfig):
         with torch.device("meta"):
@@ -76,7 +85,7 @@ def decoder_flops_per_token(model: nn.Module, run: Run) -> float | None:
     section = run.model
     if not isinstance(section, DecoderConfig):
         return None
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = count_elements(model)
     if not section.tied:  # a tied embedding also counts, since it is the head's matrix
         parameters -= section.vocabulary * section.d_model
     parameters -= section.inactive_parameters
@@ -97,9 +106,10 @@ def gradient_shares(model: nn.Module) -> GradientShares:
         for parameter in module.parameters(recurse=False):
             is_after_trained |= parameter.requires_grad
             if parameter.ndim > 1 and not isinstance(module, nn.Embedding):
-                total += parameter.numel()
-                inputs += parameter.numel() * is_after_trained
-                own += parameter.numel() * parameter.requires_grad
+                numel = element_count(module, parameter)
+                total += numel
+                inputs += numel * is_after_trained
+                own += numel * parameter.requires_grad
     return GradientShares(inputs / total, own / total) if total else GradientShares()
 
 

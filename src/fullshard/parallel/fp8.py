@@ -39,9 +39,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.distributed.tensors import find_linear_function, set_linear_function
+from fullshard.distributed.tensors import (
+    find_linear_function,
+    multiply_by_own_weight,
+    set_linear_function,
+)
 from fullshard.errors import MissingExtraError, PlanError, ShardError
-from fullshard.parallel.matmul_split import multiply_by_own_weight
 from fullshard.parallel.units import Unit
 from fullshard.spec.model import Fp8MatrixGroup
 from fullshard.spec.plan import DeviceType, Fp8Scaling, Plan

@@ -4,7 +4,7 @@ import re
 
 from torch import nn
 
-from fullshard.distributed.tensors import is_experts
+from fullshard.distributed.tensors import is_experts, is_router
 from fullshard.models.adapters import has_transposed_weight
 from fullshard.parallel.blocks import find_repeated_blocks
 
@@ -48,7 +48,4 @@ def _matrices_of(module: nn.Module, parent: nn.Module) -> dict[str, nn.Parameter
     is_linear = isinstance(module, nn.Linear) or has_transposed_weight(module)
     if not is_linear or own["weight"].ndim != 2:
         return {}
-    counts = [getattr(one, "num_experts", 0) for one in parent.children() if is_experts(one)]
-    counts += [len(one) for one in parent.children() if isinstance(one, nn.ModuleList)]
-    is_router = own["weight"].shape[0] in counts  # beside experts, with a score for each
-    return {} if is_router else {"weight": own["weight"]}
+    return {} if is_router(module, parent) else {"weight": own["weight"]}

@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
 from fullshard.models.adapters import set_magnitudes
+from fullshard.models.packed_weights import find_packed_weights, pack_rows
 from fullshard.parallel.model_parameters import TORCH_DTYPE, Rank0Values, replace_by_id
 from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.parallel.units import Unit
@@ -199,6 +200,9 @@ class _ModelValueSetter:
             name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
             for name, p in self.parameters.items()
         }
+        self.packed = find_packed_weights(model)
+        for name, packed in self.packed.items():  # initialisers write the matrix itself
+            self.stand_ins[name] = nn.Parameter(torch.empty(packed.shape, device="meta"), requires_grad=False)
 
     @contextmanager
     def parameters_replaced_by_meta(self) -> Generator[None]:
@@ -244,6 +248,8 @@ class _ModelValueSetter:
             old = self.parameters[name]
             local = torch.empty(local_tensor(old).shape, dtype=old.dtype, device=self.device)
             _fill_nan(local)
+            if name in self.packed:
+                local.fill_(255)  # the factors of the rows are NaN
             data = dtensor_from_local_part(old, local) if isinstance(old, DTensor) else local
             self._set_parameter_data(name, data)
 
@@ -251,7 +257,8 @@ class _ModelValueSetter:
         """Runs the initialisers of these parameters. Returns whole values by name, in fp32 if trainable."""
         if not names:
             return {}
-        self.register_parameters({name: _nan_parameter(self.parameters[name], self.device) for name in names})
+        likes = {name: (self.stand_ins if name in self.packed else self.parameters)[name] for name in names}
+        self.register_parameters({name: _nan_parameter(one, self.device) for name, one in likes.items()})
         holders = {module for name in names for module, _ in self.slots[name]}
         self._run_initialisers(_with_ancestors(holders, self.parents))
         whole: dict[str, Tensor] = {}
@@ -261,6 +268,7 @@ class _ModelValueSetter:
             whole[name] = cast(Tensor, tensors.registered_parameters(module)[key]).detach()
         self.register_parameters(self.stand_ins)
         self._check_initialised(whole)
+        whole |= {name: pack_rows(whole[name], self.packed[name]) for name in names if name in self.packed}
         return whole
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:

@@ -16,9 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.distributed.sequence_parts import gather_sequence, indivisible_length_error, reduce_sequence
-from fullshard.distributed.tensors import find_linear_function, set_linear_function
+from fullshard.distributed.tensors import (
+    find_linear_function,
+    multiply_by_own_weight,
+    set_linear_function,
+)
 from fullshard.errors import ShardError
 from fullshard.models.deferred_logits import DividedHead, VocabularyPart, set_divided_head
+from fullshard.models.packed_weights import multiply_own_columns, packed_weight_of
 
 _ATTRIBUTE = "_fullshard_gathered_from"
 
@@ -88,6 +93,9 @@ class MatmulSplit:
         base, firsts, _ = linear_and_adapter_matrices(linear)
         self.dims |= {id(one.weight): 1 for one in (base, *firsts)}
         columns = base.in_features // self.ranks
+        if packed_weight_of(base) is not None:  # whole rows on each rank
+            del self.dims[id(base.weight)]
+            multiply_own_columns(base, part=self.rank, parts=self.ranks)
         _replace_forward(base, adds_bias=False)
         add = linear.forward
 
@@ -178,22 +186,6 @@ def _replace_forward(linear: Any, *, rows: list[slice] | None = None, adds_bias:
     if find_linear_function(linear) is None:
         set_linear_function(linear, multiply_gathered)
     linear.forward = partial(multiply_by_own_weight, linear, rows=rows, adds_bias=adds_bias)
-
-
-def multiply_by_own_weight(  # signature: nn.Linear's, after the module
-    linear: Any, input: Tensor, *, rows: list[slice] | None = None, adds_bias: bool = True
-) -> Tensor:
-    """Multiplies by the weight of `linear`, or these `rows` of it, with its `LinearFunction`."""
-    weight, bias = linear.weight, linear.bias if adds_bias else None
-    if rows is not None:
-        weight, bias = _select_rows(weight, rows), None if bias is None else _select_rows(bias, rows)
-    product = find_linear_function(linear)
-    assert product is not None, "set with this forward"
-    return product(input, weight, bias=bias)
-
-
-def _select_rows(whole: Tensor, rows: list[slice]) -> Tensor:
-    return whole[rows[0]] if len(rows) == 1 else torch.cat([whole[one] for one in rows])
 
 
 def _transform_input_hidden_states(module: Any, change: Callable[[Tensor], Tensor]) -> None:

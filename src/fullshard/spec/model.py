@@ -62,6 +62,7 @@ class ParamSpec(FrozenModel):
     is_hidden_matrix: True if Muon updates it by default: see `parallel.hidden_matrices`
     aliases: other names of a tied parameter
     divided_dim: the dim that ranks divide which share matmuls or experts; None if each of them has all of it
+    packed_columns: columns of a weight that is packed, whose last dim counts bytes; else None
     """
 
     name: str
@@ -73,10 +74,12 @@ class ParamSpec(FrozenModel):
     is_hidden_matrix: bool = False
     aliases: tuple[str, ...] = ()
     divided_dim: int | None = None
+    packed_columns: int | None = None
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        """Number of elements; of a packed weight, those of the matrix."""
+        return prod(self.shape if self.packed_columns is None else (*self.shape[:-1], self.packed_columns))
 
     def tensor_parallel_shape(self, ranks: int) -> tuple[int, ...]:
         """Returns the shape of the largest part if `ranks` ranks share matmuls; that of the first rank."""

@@ -18,6 +18,7 @@ from fullshard.checkpoint.location import CheckpointLocation, newest_complete_st
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.distributed.agreement import run_on_rank_zero
 from fullshard.errors import CheckpointError, TrainError
+from fullshard.models.packed_weights import check_same_packing
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
@@ -163,9 +164,11 @@ def changed_settings(before: Mapping[str, JsonValue], now: Mapping[str, JsonValu
 def check_can_continue(run: Run, model: nn.Module, *, manifest: Manifest) -> None:
     """Raises CheckpointError if `run`, whose `model` has no values yet, cannot continue from a checkpoint.
 
-    It cannot if shapes differ and settings of the model or adapter changed, or if `optimizer.name` did,
-    unless a name has dots. The error names these settings. `load` compares all tensors later.
+    It cannot if the format of packed weights is another, if shapes differ and settings of the model or
+    adapter changed, or if `optimizer.name` did, unless a name has dots. The error names these settings.
+    `load` compares all tensors later.
     """
+    check_same_packing(model, manifest.values.get("packed_weights"))
     before = manifest.values_with_run.get("run")
     changed = changed_settings(before, settings_that_affect_results(run)) if isinstance(before, dict) else {}
     shapes = {f"{MODEL_PREFIX}{name}": tuple(one.shape) for name, one in model.named_parameters()}

@@ -20,6 +20,7 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.results import RESULTS, EvaluationResult, encode_results, read_results
 from fullshard.distributed.tensors import empty_sharded_like
 from fullshard.errors import CheckpointError, TrainError
+from fullshard.models.packed_weights import check_same_packing, packing_record
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.parallel.unit_events import reshard_unsharded_units
@@ -165,8 +166,7 @@ class TrainState:
             ),
             "parameter_groups": learning_rates.describe_groups(self.model, self.optimizer),
             "extra_state": extra_state.encode_extra_state(self.model)[0],
-            "tied": dict(_tied_parameter_names(self.model)),
-            "huggingface": full_transformers_config(self.model),
+            **_facts_about_model(self.model),
         }
 
     def select_names_that_must_be_finite(self, names: Iterable[str]) -> set[str]:
@@ -204,8 +204,9 @@ class TrainState:
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
 
-        Raises CheckpointError if an optimizer of another class was saved.
+        Raises CheckpointError if an optimizer of another class was saved, or another format of the base.
         """
+        check_same_packing(self.model, values.get("packed_weights"))
         own = _optimizer_name_in_checkpoint(self.optimizer)
         if values["optimizer"] != own:
             raise CheckpointError(
@@ -460,6 +461,15 @@ def _check_step_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
             why="a step computes its loss and gradients once, before the update",
             fix="an optimizer whose step needs no closure",
         )
+
+
+def _facts_about_model(model: nn.Module) -> dict[str, JsonValue]:
+    """Returns the names of tied parameters, the config for transformers, and how weights are packed."""
+    return {
+        "tied": dict(_tied_parameter_names(model)),
+        "huggingface": full_transformers_config(model),
+        "packed_weights": packing_record(model),
+    }
 
 
 def _tied_parameter_names(model: nn.Module) -> dict[str, str]:

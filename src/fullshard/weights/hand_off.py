@@ -10,6 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
 from fullshard.models.adapted_parameters import name_in_base
+from fullshard.models.packed_weights import (
+    PackedWeight,
+    find_packed_weights,
+    shapes_of_matrices,
+    unpack_weight,
+)
 from fullshard.offload.state import find_offloaded_state
 from fullshard.parallel.model_parameters import persistent_buffers
 from fullshard.parallel.unit_events import reshard_unsharded_units
@@ -56,17 +62,18 @@ def iterate_weights(
         )
     tensors = _parameters_and_buffers(model, plan)
     merging: Mapping[str, LayerMerging] = {}
+    packed = find_packed_weights(model)
+    shapes = shapes_of_matrices(tensors, packed)
     if names == "own":
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         layout = map_weights_by_name(shapes, shapes, prefixes=())
     else:
         recorded = cast(JsonValue, full_transformers_config(model))
         own_names = {name: name for name in tensors}
         merging = layer_merging_of_run(own_names, recorded=recorded, run=plan.run) or {}
         layout = describe_for_transformers(recorded, plan.run, doing="handing weights over").naming(
-            {name_in_base(name): tuple(one.shape) for name, one in tensors.items() if ADDED not in name}
+            {name_in_base(name): shape for name, shape in shapes.items() if ADDED not in name}
         )
-    source = _GatheredTensors(tensors, merging, has_own_names=names == "own")
+    source = _GatheredTensors(tensors, merging, packed=packed, has_own_names=names == "own")
     return _iterate_buckets(source, layout, most=bucket_bytes, dtype=dtype)
 
 
@@ -116,14 +123,20 @@ def _iterate_buckets(
 class _GatheredTensors:
     """Whole tensors of a model, gathered when one is first used, and held until `release`.
 
-    An adapter is added to its base weight, in fp32, rounded once to the weight's dtype.
+    A packed weight is a matrix in bf16. An adapter is added to its base weight, in fp32, rounded once to the
+    weight's dtype.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], merging: Mapping[str, LayerMerging], *, has_own_names: bool
+        self,
+        tensors: Mapping[str, Tensor],
+        merging: Mapping[str, LayerMerging],
+        *,
+        packed: Mapping[str, PackedWeight],
+        has_own_names: bool,
     ) -> None:
         """`merging`: how the adapter of each layer is merged, by the layer's name."""
-        self._tensors = tensors
+        self._tensors, self._packed = tensors, packed
         self._adapters = lora_adapters_by_base(tensors, merging) if merging else {}
         merged = {name_in_base(name): name for name in tensors if ADDED not in name}
         self._saved = {name: name for name in tensors} if has_own_names else merged
@@ -135,7 +148,8 @@ class _GatheredTensors:
         return list(self._saved)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[self._saved[name]].dtype
+        saved = self._saved[name]
+        return torch.bfloat16 if saved in self._packed else self._tensors[saved].dtype
 
     def assemble(self, parts: Sequence[BoxCopy], shape: Shape, *, dtype: torch.dtype) -> Tensor:
         """Returns a new tensor of which `parts` fill boxes. Gathers their sources: collective."""
@@ -158,6 +172,8 @@ class _GatheredTensors:
         if name not in self._whole:
             saved = self._saved[name]
             whole = _gather_whole(self._tensors[saved])
+            if (packed := self._packed.get(saved)) is not None:
+                whole = unpack_weight(whole, packed, dtype=torch.bfloat16)
             if (adapter := self._adapters.get(saved)) is not None:
                 a, b = (_gather_whole(self._tensors[one]).float() for one in (adapter.a, adapter.b))
                 whole = (whole.float() + adapter.merging.increment(a, b)).to(whole.dtype)

@@ -19,6 +19,7 @@ from fullshard.distributed.agreement import rank, run_on_all_ranks, run_on_rank_
 from fullshard.distributed.tensors import detached_local_tensor, shard_offsets
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import set_magnitudes
+from fullshard.models.packed_weights import PackedWeight, find_packed_weights, pack_rows, shapes_of_matrices
 from fullshard.offload.state import (
     find_offloaded_state,
     find_parameters_with_offloaded_values,
@@ -30,7 +31,7 @@ from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
-from fullshard.spec.weight_map import WeightMap
+from fullshard.spec.weight_map import Shape, WeightMap
 from fullshard.weights.files import ComputedTensor, PretrainedFiles, copy_from_files, iterate_copies
 from fullshard.weights.low_bit import open_weights
 from fullshard.weights.names import map_file_tensors_to_model
@@ -48,6 +49,7 @@ _WRAPPER_PARTS = (
     ".base_layer.",
     ADDED,
 )
+_PACKED_ELEMENTS = 1 << 22  # of a weight that is packed, in memory at a time
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -204,6 +206,7 @@ class _TensorAssignments:
     map: parts of the file tensors for each model tensor
     filled: tensors to fill; one with several names is listed by the name that the files have
     missing, tied: see `LoadReport`
+    packed: the tensors of the model whose rows are packed
     """
 
     files: PretrainedFiles
@@ -211,17 +214,32 @@ class _TensorAssignments:
     filled: Mapping[str, Tensor]
     missing: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
+    packed: Mapping[str, PackedWeight]
 
     def fill_tensors(self, wanted: Callable[[Tensor], bool]) -> int:
         """Fills the tensors for which `wanted` returns True. Returns the bytes that this rank read."""
         filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
-        shards = {name: detached_local_tensor(tensor) for name, tensor in filled.items()}
+        packed = [name for name in filled if name in self.packed]
+        shards = {n: detached_local_tensor(one) for n, one in filled.items() if n not in self.packed}
         moves = (
             move
             for name, shard in shards.items()
             for move in iterate_copies(shard, self.map.parts[name], offsets=shard_offsets(filled[name]))
         )
-        return copy_from_files(moves, self.files)
+        return copy_from_files(moves, self.files) + sum(map(self._pack_own_rows, packed))
+
+    def _pack_own_rows(self, name: str) -> int:
+        """Reads and packs this rank's rows of a packed weight, some at a time. Returns the bytes read."""
+        weight, shard = self.packed[name], detached_local_tensor(self.filled[name])
+        first, *_ = shard_offsets(self.filled[name])
+        most, read_bytes = max(1, _PACKED_ELEMENTS // weight.shape[1]), 0
+        for begin in range(0, shard.shape[0], most):
+            target = shard[begin : begin + most]
+            rows = torch.empty((target.shape[0], weight.shape[1]), device=shard.device)
+            moves = iterate_copies(rows, self.map.parts[name], offsets=(first + begin, 0))
+            read_bytes += copy_from_files(moves, self.files)
+            target.copy_(pack_rows(rows, weight))
+        return read_bytes
 
     def check_tied_tensors(self, wanted: Callable[[Tensor], bool]) -> None:
         """Raises CheckpointError if the files have different values for a wanted tensor of several names.
@@ -250,7 +268,10 @@ class _TensorAssignments:
         sources = {name: self.files.tensors[self.map.parts[name][0].source] for name in self.filled}
         computed = {name for name, source in sources.items() if isinstance(source, ComputedTensor)}
         dtypes = {name: "low-bit codes" if name in computed else one.dtype for name, one in sources.items()}
-        pairs = ((dtypes[name], tensor.dtype) for name, tensor in self.filled.items())
+        pairs = (
+            (dtypes[name], self.packed[name].form if name in self.packed else tensor.dtype)
+            for name, tensor in self.filled.items()
+        )
         return Counter(f"{old} → {new}".replace("torch.", "") for old, new in pairs if old != new)
 
 
@@ -260,7 +281,8 @@ def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAss
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     found = map_file_tensors_to_model(model, {name: tensor.shape for name, tensor in files.tensors.items()})
     _check_same_naming_scheme(tensors, found, path=files.directory)
-    _check_shapes_match(tensors, found, path=files.directory)
+    packed = find_packed_weights(model)
+    _check_shapes_match(shapes_of_matrices(tensors, packed), found, path=files.directory)
     names: dict[int, list[str]] = {}  # a tied parameter is one tensor with several names
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -272,7 +294,7 @@ def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAss
             continue
         filled[name] = tensors[name]
         tied += [(alias, name) for alias in own if alias != name]
-    reading = _TensorAssignments(files, found, filled, tuple(missing), tuple(tied))
+    reading = _TensorAssignments(files, found, filled, tuple(missing), tuple(tied), packed)
     _check_tensors_are_loadable(reading)
     return reading
 
@@ -289,7 +311,7 @@ def _check_tensors_are_loadable(reading: _TensorAssignments) -> None:
             )
         dtype = reading.source_dtype(name)
         is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
-        if tensor.is_floating_point() and is_code and dtype != tensor.dtype:
+        if (tensor.is_floating_point() or name in reading.packed) and is_code and dtype != tensor.dtype:
             raise CheckpointError(
                 f"{reading.files.directory} holds quantised weights.",
                 got=f"{name} is {str(dtype).removeprefix('torch.')}",
@@ -313,11 +335,11 @@ def _check_same_naming_scheme(tensors: Mapping[str, Tensor], found: WeightMap, *
         )
 
 
-def _check_shapes_match(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
+def _check_shapes_match(shapes: Mapping[str, Shape], found: WeightMap, *, path: Path) -> None:
     other = [
-        f"{name} is {list(found.shapes[name])} there and {list(tensor.shape)} here"
-        for name, tensor in tensors.items()
-        if name in found.parts and found.shapes[name] != tuple(tensor.shape)
+        f"{name} is {list(found.shapes[name])} there and {list(shape)} here"
+        for name, shape in shapes.items()
+        if name in found.parts and found.shapes[name] != shape
     ]
     if other:
         raise CheckpointError(

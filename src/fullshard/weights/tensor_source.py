@@ -13,6 +13,7 @@ from fullshard.checkpoint.shard_file import ShardRecord
 from fullshard.checkpoint.storage import DcpCheckpointReader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.models.adapted_parameters import name_in_base
+from fullshard.models.packed_weights import PackedWeight, packed_weights_in_record, unpack_weight
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
 from fullshard.weights.files import iterate_copies
 
@@ -126,6 +127,32 @@ def _locate_pieces(
     return {name: sorted(places.values(), key=lambda one: one[1].index) for name, places in found.items()}
 
 
+class DequantisedModelTensors:
+    """Tensors of a checkpoint, with packed weights as the matrices of bf16 that are multiplied."""
+
+    def __init__(self, source: TensorSource, packed: Mapping[str, PackedWeight]) -> None:
+        """`packed`: the packed weights by their saved names."""
+        self._source, self._packed = source, packed
+        self.tensors = {
+            name: SavedTensor(shape=packed[name].shape, dtype="bfloat16") if name in packed else saved
+            for name, saved in source.tensors.items()
+        }
+
+    def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
+        """Fills `target`, see `TensorSource.read_into`."""
+        weight = self._packed.get(name)
+        if weight is None:
+            self._source.read_into(target, name, begin=begin)
+            return
+        columns, row_bytes = weight.shape[1], self._source.tensors[name].shape[1]
+        first, last = begin // columns, -(-(begin + target.numel()) // columns)
+        rows = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
+        self._source.read_into(rows, name, begin=first * row_bytes)
+        values = unpack_weight(rows.view(-1, row_bytes), weight, dtype=target.dtype).view(-1)
+        start = begin - first * columns
+        target.copy_(values[start : start + target.numel()])
+
+
 @dataclass(frozen=True)
 class LayerMerging:
     """How the LoRA adapter (arXiv:2106.09685) of one layer is merged into its base: W + scale · B A.
@@ -167,7 +194,7 @@ class MergedModelTensors:
     CheckpointError for adapters without their base, and for adapters that are not factors of matrices.
     """
 
-    def __init__(self, source: SavedModelTensors, layers: Mapping[str, LayerMerging]) -> None:
+    def __init__(self, source: TensorSource, layers: Mapping[str, LayerMerging]) -> None:
         """`layers`: how the adapter of each layer is merged, by the layer's saved name."""
         self._source = source
         self._adapters = lora_adapters_by_base(source.tensors, layers)
@@ -246,9 +273,13 @@ def open_model_tensors(
     weights: Weights = "model",
     merging: Mapping[str, LayerMerging] | None = None,
 ) -> TensorSource:
-    """Returns the model tensors of a checkpoint.
+    """Returns the model tensors of a checkpoint, packed ones dequantised.
 
     merging: how the adapter of each layer is merged, by its saved name; None without adapters
     """
-    saved = SavedModelTensors(reader, weights=weights)
+    saved: TensorSource = SavedModelTensors(reader, weights=weights)
+    shapes = {name.removeprefix(MODEL_PREFIX): one.shape for name, one in saved.tensors.items()}
+    packed = packed_weights_in_record(reader.manifest.values.get("packed_weights"), shapes)
+    if packed:
+        saved = DequantisedModelTensors(saved, {f"{MODEL_PREFIX}{name}": one for name, one in packed.items()})
     return saved if merging is None else MergedModelTensors(saved, merging)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, TraceError
 from fullshard.models.build import attention_flop_per_token, attention_window_share, gradient_shares
+from fullshard.models.packed_weights import find_packed_weights
 from fullshard.parallel.fp8 import Fp8Choice, choose_fp8_linears
 from fullshard.parallel.hidden_matrices import find_hidden_matrices
 from fullshard.parallel.recompute import check_recomputed_block_count
@@ -162,7 +163,7 @@ def _unit_and_parameter_specs(
 ) -> Iterator[UnitSpec]:
     """Yields the spec of each unit. `divided`: the dim in which ranks divide each parameter, if any."""
     in_fp8 = recordings.ids_of_parameters_gathered_in_fp8(fp8)
-    hidden = set(map(id, find_hidden_matrices(model).values()))
+    hidden, packed = set(map(id, find_hidden_matrices(model).values())), find_packed_weights(model)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -182,6 +183,7 @@ def _unit_and_parameter_specs(
                     is_hidden_matrix=id(parameter) in hidden,
                     aliases=tuple(alias for alias in names[id(parameter)] if alias != name),
                     divided_dim=divided.get(name),
+                    packed_columns=packed[name].shape[1] if name in packed else None,
                 )
                 for name, parameter in unit.parameters.items()
             ),

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fullshard.distributed.sequence_parts import GATHER, REDUCE, REDUCE_ALL
 from fullshard.distributed.tensors import is_tensor_wrapper_subclass, storage_key, tensors_with_data
+from fullshard.models.packed_weights import UNPACK, unpacking_cost
 from fullshard.parallel.activation_offload import Way
 from fullshard.parallel.expert_parallel import EXCHANGE_COUNTS, EXCHANGE_ROWS
 from fullshard.parallel.model_parameters import TORCH_DTYPE
@@ -116,13 +117,15 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
         flops = int(count(*call.args, **call.kwargs, out_val=result))
         unaligned = not all(map(_has_aligned_rows, (*read, *written)))
         return KernelLaunch("matmul", dtype, flops, moved, unaligned=unaligned)
-    kind, axis = "elementwise", None
+    kind, axis, pieces = "elementwise", None, 1.0
     if name in _COLLECTIVES:
         kind, axis = _COLLECTIVES[name][0], call.arguments_by_name()["group"]
         moved = max(map(readable_tensor_bytes, (*read, *written)))
+    if name == UNPACK:
+        _, moved, pieces = unpacking_cost(result.numel(), call.arguments_by_name()["form"])
     received = name == EXCHANGE_ROWS and not call.arguments_by_name()["returns"]
     waits = name == EXCHANGE_COUNTS
-    return KernelLaunch(kind, dtype, 0, moved, axis=axis, received=received, waits=waits)
+    return KernelLaunch(kind, dtype, 0, moved, axis=axis, pieces=pieces, received=received, waits=waits)
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:
@@ -151,6 +154,9 @@ def transient_kernel_bytes(call: OpCall, *, device: DeviceType) -> int:
     On both, gathers and reduce-scatters in the middle of computation hold a copy in the order of ranks.
     """
     name = call.bare_operator_name
+    if name == UNPACK:
+        named = call.arguments_by_name()
+        return unpacking_cost(named["packed"].shape[0] * named["columns"], named["form"]).temporary_bytes
     if name in _COLLECTIVES:
         times = call.args[1] if name == GATHER else _COLLECTIVES[name][1]
         return readable_tensor_bytes(call.args[0]) * times

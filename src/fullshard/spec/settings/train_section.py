@@ -340,7 +340,9 @@ class AdapterSection(value.FrozenModel):
         names of experts (`gate_proj`) adapt stacked ones.
     `trained`: suffixes of the names of modules that are also trained, in full (`lm_head`, `norm`)
     `base_dtype`: dtype of frozen parameters; `auto` is the dtype in the model's config, else fp32. Frozen
-        parameters have no update whose precision matters, no gradient and no optimizer state.
+        parameters have no update whose precision matters, no gradient and no optimizer state. With `nf4`
+        (QLoRA, arXiv:2305.14314) and `int8`, linear weights of blocks are kept in 4 and 8 bits per element,
+        with scales of blocks of 64, and dequantised where they are multiplied; others are in bf16.
     `save`: contents of checkpoints; with `adapters`, a run reads the base from the source in [model] when it
         starts
     `options`: other values of peft's LoraConfig, such as `use_rslora`, `use_dora`, `target_parameters`
@@ -351,9 +353,14 @@ class AdapterSection(value.FrozenModel):
     dropout: value.Fraction = 0.0
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     trained: tuple[str, ...] = ()
-    base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    base_dtype: Literal["auto", "fp32", "bf16", "fp16", "nf4", "int8"] = "auto"
     save: Literal["all", "adapters"] = "all"
     options: value.Options = Field(default_factory=dict[str, Any])
+
+    @property
+    def packed_format(self) -> Literal["nf4", "int8"] | None:
+        """The format in which frozen linear weights are packed; None if they are not."""
+        return self.base_dtype if self.rank > 0 and self.base_dtype in ("nf4", "int8") else None
 
     @property
     def saves_only_adapters(self) -> bool:
@@ -365,6 +372,8 @@ class AdapterSection(value.FrozenModel):
         for key, why in _REFUSED.items():
             if key in self.options:
                 raise ValueError(f"options.{key} cannot be set here: {why}")
+        if self.base_dtype in ("nf4", "int8") and not self.rank:
+            raise ValueError(f"base_dtype = {self.base_dtype} packs the frozen base of adapters: set rank")
         kind = self.options.get("init_lora_weights", True)
         if kind not in (True, "gaussian"):
             raise ValueError(
