@@ -35,8 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"data"} | STATE | SHARED,
     "training": {"weights", "survival", "data"} | STATE | SHARED,
     "observe": {"training", "parallel", "survival", "report"} | SHARED,
+    "takeover": {"training", "weights", "planner", "convert", "parallel"} | LOWER | SHARED,
     "jobs": {"observe", "training", "weights", "planner", "parallel", "report"} | LOWER | SHARED,
-    "cli": {"jobs", "observe", "weights", "planner", "report", "convert", ""} | LOWER | SHARED,
+    "cli": {"jobs", "observe", "takeover", "weights", "planner", "report", "convert", ""} | LOWER | SHARED,
     "": {"training", "weights", "planner", "parallel", "report"} | LOWER | SHARED,
     "__main__": {"cli"},
 }

@@ -1,4 +1,4 @@
-"""A pickle is read from workers alone: checkpoints, stores and drives hold none that is read."""
+"""Pickles are read from workers, or without running them: checkpoints, stores and drives hold none."""
 
 import ast
 
@@ -8,6 +8,10 @@ from tests.architecture.source import package
 READERS = {
     ("data.worker", "pickle.load"): "from the pipes between a process and its own worker",
     ("weights.export_state", "torch.load(weights_only=True)"): "of a file that was written just before",
+    (
+        "takeover.stand_ins",
+        "torch.load(weights_only=True)",
+    ): "makes tensors, plain values, stand-ins",
     ("training.offload_checkpoint", "torch.load(weights_only=True)"): "makes only tensors and plain values",
 }
 _READS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "numpy.load", "np.load"}
@@ -22,7 +26,7 @@ def reads(call: ast.Call) -> str | None:
     return f"{name}({', '.join(given)})" if given else name
 
 
-def test_pickles_are_read_only_from_workers() -> None:
+def test_pickles_are_read_only_from_workers_or_without_running_them() -> None:
     found = {
         (name.removeprefix("fullshard."), read)
         for name, module in package().items()
@@ -31,4 +35,8 @@ def test_pickles_are_read_only_from_workers() -> None:
     }
     assert found == set(READERS)
     users = {name for name, module in package().items() for one in module.imports if one.module == "pickle"}
-    assert users == {"fullshard.data.worker", "fullshard.checkpoint.storage"}  # the latter only writes
+    assert users == {
+        "fullshard.data.worker",
+        "fullshard.checkpoint.storage",  # only writes
+        "fullshard.takeover.stand_ins",  # a fixed list of names
+    }
