@@ -15,6 +15,7 @@ from fullshard.cli import (
     checkpoint,
     convert,
     data,
+    import_checkpoint,
     init,
     plan,
     report,
@@ -46,6 +47,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "ckpt list": checkpoint.list_checkpoints,
     "ckpt verify": checkpoint.verify_checkpoints,
     "ckpt export": checkpoint.export_checkpoint,
+    "ckpt import": import_checkpoint.import_checkpoint,
     "data prepare": data.prepare_data,
 }
 
@@ -113,6 +115,10 @@ fullshard ckpt export runs/x out --format hf    for from_pretrained
 fullshard ckpt export runs/x adapters --format peft
 fullshard ckpt export runs/x state.pt --format torch --optimizer
 """,
+    "ckpt import": """
+fullshard ckpt import old/checkpoint-300 runs/new --run run.toml
+fullshard ckpt import old/step-300 runs/new --run run.toml --dry-run
+""",
     "data prepare": """
 fullshard data prepare run.toml
 fullshard data prepare run.toml --set data.packing=best_fit
@@ -142,7 +148,7 @@ def build_app() -> typer.Typer:
     """Returns the commands of `fullshard`."""
     app = _empty_command_group(HELP, examples=_examples_text(""), completion=True)
     app.callback()(_global_options)
-    checkpoints = _empty_command_group("List, verify and export checkpoints.")
+    checkpoints = _empty_command_group("List, verify, export and import checkpoints.")
     prepared = _empty_command_group("Prepare the tokens of a run in advance.")
     prepared.callback()(lambda: None)  # a group without a callback and with one command is that command
     groups = {"": app, "ckpt": checkpoints, "data": prepared}

@@ -80,7 +80,7 @@ class Conversion(FrozenModel):
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
         lost = (f"\nLOST: {one.key} = {one.value!r}: {one.why}" for one in self.key_results if one.is_lost)
         head += "".join(lost) + "".join(f"\nDECIDE: {one}" for one in self.decisions)
-        tables = _nested_tables(self.settings)
+        tables = nested_tables(self.settings)
         return small_files.toml_text(tables, head=head, comment=lambda path: self.origins.get(".".join(path)))
 
 
@@ -119,7 +119,7 @@ def convert_config(
             "rates may be a step apart: here step warmup_steps has the highest, and the last step the lowest"
         )
     settings = {target: state.settings[target] for target in sorted(state.settings, key=_setting_sort_key)}
-    run = Run.parse(_nested_tables(settings), source=f"what {name} says")
+    run = Run.parse(nested_tables(settings), source=f"what {name} says")
     return Conversion(
         name=name,
         format=found,
@@ -160,7 +160,7 @@ def _setting_sort_key(target: str) -> tuple[int, str]:
     return (order.index(section) if section in order else len(order), table)
 
 
-def _nested_tables(settings: dict[str, Any]) -> dict[str, Any]:
+def nested_tables(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns dotted keys as nested tables: `{"train.steps": 3}` -> `{"train": {"steps": 3}}`."""
     tree: dict[str, Any] = {}
     for target, value in settings.items():

@@ -162,6 +162,15 @@ def xxh3_digest(data: bytes | bytearray | memoryview) -> str:
     return found.hexdigest()
 
 
+def xxh3_digest_of_file(path: Path) -> str:
+    """Returns the `xxh3_digest` of the content of a file. Raises OSError."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
 class ExplainedOSError(OSError):
     """An OSError that fullshard itself raises, with the reason and a fix for the user."""
 

@@ -1,12 +1,24 @@
-"""`ForeignCheckpoint`, which readers of foreign checkpoints return: values, and tensors that are read later."""
+"""`ForeignCheckpoint`, which readers of foreign checkpoints return: values, and tensors read later."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from fullshard.errors import DamagedCheckpointError
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A box of elements of a tensor, at `offsets` in it. `read` returns its elements, of this shape."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,17 +37,53 @@ class LazyTensor:
         """Returns `tensor` itself, for example one of a mapped file, as a LazyTensor."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
+    @classmethod
+    def from_boxes(
+        cls, name: str, boxes: Sequence[SavedBox], *, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Self:
+        """Returns a tensor that `boxes` fill. Raises DamagedCheckpointError, with its `name`, if they do not.
+
+        Copies of a box, which several ranks have, are read once.
+        """
+        distinct = {box.offsets: box for box in boxes if math.prod(box.shape)}
+        inside = all(
+            len(box.offsets) == len(box.shape) == len(shape)
+            and all(at + n <= size for at, n, size in zip(box.offsets, box.shape, shape, strict=True))
+            for box in distinct.values()
+        )
+        found, wanted = sum(math.prod(box.shape) for box in distinct.values()), math.prod(shape)
+        if not inside or found != wanted:
+            raise DamagedCheckpointError(
+                f"the source does not hold all of {name}.",
+                got=f"{found} of its {wanted} elements, of shape {list(shape)}",
+                why="files of some ranks are missing, or belong to another checkpoint",
+                fix="all files of the checkpoint in one directory",
+            )
+
+        def read() -> Tensor:
+            if len(distinct) == 1:
+                return next(iter(distinct.values())).read()
+            result = torch.empty(shape, dtype=dtype)
+            for box in distinct.values():
+                place = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.shape, strict=True))
+                result[place] = box.read()
+            return result
+
+        return cls(shape, dtype, read)
+
 
 @dataclass(frozen=True)
 class ForeignGroup:
     """A parameter group of a foreign optimizer. None stands for a value that the source does not hold.
 
     names: its parameters as `ForeignCheckpoint.moments` names them, in the group's order
-    learning_rate: the rate of the next step, after the schedule
+    learning_rate: the rate that the schedule has set for the next step
+    peak_rate: the rate that the schedule multiplies
     """
 
     names: tuple[str, ...]
     learning_rate: float | None = None
+    peak_rate: float | None = None
     weight_decay: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
@@ -50,6 +98,8 @@ class ForeignCheckpoint:
     weights: parameters and buffers by name; masters (fp32) where the source has them
     moments: {name of a parameter: {`exp_avg`, `exp_avg_sq` or `momentum_buffer`: tensor}}. With
         `has_numbered_moments`, the keys are "0", "1" … in the order of the optimizer's groups.
+    default_order: order of numbered moments among the parameters of the model in memory, see `names.ORDERS`;
+        None if the format has none: then it is asked for, and `weights` are in the model's order
     step: number of finished optimizer steps
     parameter_steps: the optimizer's own count of updates per parameter, if the source has one
     tokens: trained tokens, or None
@@ -67,11 +117,12 @@ class ForeignCheckpoint:
     moments: Mapping[str, Mapping[str, LazyTensor]]
     step: int
     has_numbered_moments: bool = False
+    default_order: str | None = None
     parameter_steps: Mapping[str, float] = field(default_factory=dict[str, float])
     tokens: int | None = None
     skipped_steps: int = 0
     groups: tuple[ForeignGroup, ...] = ()
-    schedule_position: int | None = None
+    schedule_position: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     version: str | None = None
     notes: tuple[str, ...] = ()

@@ -1,18 +1,19 @@
-"""Reads files of torch.save without running their pickles.
+"""Reads pickles of other trainers without running them.
 
 [Note: stand-ins] `torch.load(weights_only=True)` makes tensors and plain values, and refuses every other
 class. Some formats keep facts in classes of their library. Each class of a fixed list is replaced by an inert
-one, whose instances keep their arguments and state. A file that asks for any other name is refused by that
-name before its pickle is read.
+one, whose instances keep their arguments and state. A pickle that asks for any other name is refused.
 
 A nested class is pickled as `getattr(Class, "Nested")`. `builtins.getattr` is never called: in its place,
 `_find_nested_class` accepts only stand-ins, and returns another stand-in.
 """
 
+import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,25 +22,33 @@ from torch import Tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.quantities import format_bytes, join_names
+from fullshard.system.files import open_regular_file
+from fullshard.system.small_files import read_bytes
+from fullshard.torch_private.tensors import dcp_file_view
 
-_GETATTR = "builtins.getattr"
 LEGACY_BYTES = 256 << 20
 """Largest file in the format before torch 1.6, which cannot be mapped, and is read into memory as a whole."""
+
+_PICKLE_BYTES = 1 << 30
+# Raised while a truncated or changed pickle is read.
+_DAMAGE = (
+    *(OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, AssertionError),
+    *(struct.error, ImportError, MemoryError),
+)
 
 
 class StandIn:
     """An instance of a class of the list. `args` are its constructor's arguments, `state` is its state."""
 
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
     def __init__(self, *args: Any) -> None:
-        self.args, self.state = args, None
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
         is_of_slots = isinstance(state, tuple) and cast(Any, state)[:1] == (None,)
-        self.args, self.state = getattr(self, "args", ()), state[1] if is_of_slots else state
-
-
-class StandInNested(StandIn):
-    """An instance of a class that is nested in another one of the list."""
+        self.state = state[1] if is_of_slots else state
 
 
 class StandInTensor(Tensor):
@@ -68,53 +77,83 @@ def read_torch_file(
     """
     known: dict[str, Any] = {name: _make_stand_in(name, StandIn) for name in classes}
     known |= {name: _make_stand_in(name, StandInTensor) for name in tensor_classes}
-    if known:
-        known |= {_GETATTR: _find_nested_class, "stand-in.nested": StandInNested}
-    is_mapped = _check_is_mappable(path)
-    try:
-        asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_mapped else ())
+    known |= {"builtins.getattr": _find_nested_class, "stand-in": StandIn} if known else {}
+    with _refused_or_damaged(path):
+        is_zip, size_bytes = zipfile.is_zipfile(path), path.stat().st_size
+        if not is_zip and size_bytes > LEGACY_BYTES:
+            raise CheckpointError(
+                f"{path} is not read.",
+                got=f"{format_bytes(size_bytes)} in a format that is not a zip archive, or a truncated one",
+                why="the format before torch 1.6 cannot be mapped, and would be in memory as a whole",
+                fix="torch.save(torch.load(path, weights_only=True), path) on a machine with the memory",
+            )
+        asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else ())
         if unknown := asked - known.keys():
-            raise unknown_name_error(path, unknown)
-        allowed = [(one, name) for name, one in known.items()]
-        with torch.serialization.safe_globals(cast(Any, allowed)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+            raise _refusal_error(path, f"its pickle asks for {join_names(sorted(unknown), most=3)}")
+        with torch.serialization.safe_globals(cast(Any, [(one, name) for name, one in known.items()])):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+def read_torch_part(path: Path, *, begin: int, length: int) -> Any:
+    """Returns the content of what torch.save wrote into a part of a file. Raises as `read_torch_file`."""
+    with _refused_or_damaged(path), open(path, "rb", opener=open_regular_file) as file:
+        part = dcp_file_view(file, begin=begin, length=length)
+        return torch.load(part, map_location="cpu", weights_only=True)
+
+
+def read_pickle(path: Path, *, classes: Collection[str], values: Mapping[str, Any]) -> Any:
+    """Returns the content of a bare pickle, at most 1 GiB. See [Note: stand-ins]. Raises CheckpointError.
+
+    classes: dotted names that get a StandIn, as in `read_torch_file`
+    values: other names, and what they stand for
+    """
+    names = {name: _make_stand_in(name, StandIn) for name in classes} | dict(values)
+    with _refused_or_damaged(path):
+        try:
+            return _TableUnpickler(read_bytes(path, most_bytes=_PICKLE_BYTES), names, path=path).load()
+        except pickle.UnpicklingError as error:
+            raise EOFError(str(error)) from error  # of a truncated or changed pickle
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """An unpickler that knows only the names of a table."""
+
+    def __init__(self, data: bytes, names: Mapping[str, Any], *, path: Path) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names, self._path = names, path
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        name = f"{module_name}.{global_name}"
+        if name not in self._names:
+            raise _refusal_error(self._path, f"its pickle asks for {name}")
+        return self._names[name]
+
+
+@contextmanager
+def _refused_or_damaged(path: Path) -> Generator[None]:
+    """Converts the errors of reading a pickle into CheckpointError and DamagedCheckpointError."""
+    try:
+        yield
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} is not read.",
-            got=_refusal_text(error),
-            why="reading a pickle can run code, so only tensors and plain values are read",
-            fix="the weights as safetensors, or the file written anew by its own trainer",
+        # The reason itself, which torch wraps into advice to run the pickle.
+        inner = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
+        raise _refusal_error(path, str(inner).partition(" Please use")[0]) from error
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(
+            f"{path} cannot be read.",
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            why="it is truncated, damaged, or no file of torch.save",
+            fix="the checkpoint before it, or a new copy of the file",
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError, struct.error) as error:
-        raise damaged_file_error(path, error) from error
-    except (TypeError, AttributeError) as error:  # arguments that no torch.save writes
-        raise damaged_file_error(path, error) from error
 
 
-def unknown_name_error(path: Path, names: Collection[str]) -> CheckpointError:
-    """Returns the error for a pickle that asks for `names`, which no format needs."""
+def _refusal_error(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is not read.",
-        got=f"its pickle asks for {join_names(sorted(names), most=3)}",
-        why="reading a pickle can run code, so only the names that checkpoints need are accepted",
+        got=got,
+        why="reading a pickle can run code, so only what checkpoints need is accepted",
         fix="the weights as safetensors, or the file written anew by its own trainer",
     )
-
-
-def damaged_file_error(path: Path, error: Exception) -> DamagedCheckpointError:
-    """Returns the error for a file that is truncated, or not what its name says."""
-    return DamagedCheckpointError(
-        f"{path} cannot be read.",
-        got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-        why="it is truncated, damaged, or no file of torch.save",
-        fix="the checkpoint before it, or a new copy of the file",
-    )
-
-
-def _refusal_text(error: pickle.UnpicklingError) -> str:
-    """Returns the reason in an error of torch, without its advice to run the pickle."""
-    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-    return " ".join(text.split("\n\n")[0].split())
 
 
 def _make_stand_in(dotted: str, base: type) -> type:
@@ -125,21 +164,5 @@ def _make_stand_in(dotted: str, base: type) -> type:
 def _find_nested_class(owner: Any, name: Any) -> type:
     """Returns the stand-in for a class nested in `owner`. Raises UnpicklingError if that is no stand-in."""
     if not (isinstance(owner, type) and issubclass(owner, StandIn | StandInTensor)):
-        raise pickle.UnpicklingError(f"its pickle asks for {_GETATTR} of {owner!r} and {name!r}")
-    return StandInNested
-
-
-def _check_is_mappable(path: Path) -> bool:
-    """Returns whether the file is a zip archive. Raises CheckpointError for a large one that is none."""
-    try:
-        is_zip, size_bytes = zipfile.is_zipfile(path), path.stat().st_size
-    except OSError as error:
-        raise damaged_file_error(path, error) from error
-    if not is_zip and size_bytes > LEGACY_BYTES:
-        raise CheckpointError(
-            f"{path} is not read.",
-            got=f"{format_bytes(size_bytes)} in a format that is not a zip archive, or a truncated one",
-            why="the format before torch 1.6 cannot be mapped, and would be in memory as a whole",
-            fix="torch.save(torch.load(path, weights_only=True), path) on a machine with the memory",
-        )
-    return is_zip
+        raise pickle.UnpicklingError(f"its pickle asks for builtins.getattr of {owner!r} and {name!r}")
+    return StandIn

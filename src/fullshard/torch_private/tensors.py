@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
+from torch.distributed.checkpoint import utils as dcp_utils
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.nn.utils import parametrize
@@ -49,6 +50,7 @@ NAMES = require_names(
         "torch._C._autograd._ProfilerResult.experimental_event_tree", "reads allocations of a profile"
     ),
     torch_names("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
+    torch_names("torch.distributed.checkpoint.utils._create_file_view", "reads parts of files of DCP"),
     torch_names(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset", "finds the box of a shard"
     ),
@@ -147,6 +149,11 @@ def parametrization_cache() -> dict[tuple[int, str], Tensor | None]:
 def make_dcp_storage_info(filesystem: Any, name: str, *, offset: int, length: int) -> Any:
     """Returns DCP's record of a piece of a file. `filesystem`: `torch.distributed.checkpoint.filesystem`."""
     return filesystem._StorageInfo(name, offset, length)
+
+
+def dcp_file_view(file: Any, *, begin: int, length: int) -> Any:
+    """Returns a part of an opened file, as a file."""
+    return dcp_utils._create_file_view(file, begin, length)  # pyright: ignore[reportPrivateUsage]
 
 
 def set_allocator_settings(settings: str) -> None:

@@ -1,0 +1,95 @@
+"""`fullshard ckpt import`."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.system.terminal import escape_control_characters
+
+if TYPE_CHECKING:
+    from fullshard.spec.run import Run
+    from fullshard.takeover.names import MatchedCheckpoint
+    from fullshard.takeover.source import ForeignCheckpoint
+
+
+def import_checkpoint(
+    source: Annotated[Path, typer.Argument(help="A checkpoint of another trainer: a directory or a file.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of the run that continues.")],
+    *,
+    run_path: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.toml", help="The run; unset, what the source offers.")
+    ] = None,
+    format_name: Annotated[str, typer.Option("--format", help="auto, dcp or torch.")] = "auto",
+    order: Annotated[
+        str | None, typer.Option(help="Of numbered moments: decay-first, parameters, or a file of names.")
+    ] = None,
+    names_path: Annotated[
+        Path | None, typer.Option("--names", metavar="MAP.toml", help='"name there" = "name here"; * is any.')
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and check all; write nothing.")] = False,
+) -> None:
+    """Take over the checkpoint of another trainer as one of fullshard.
+
+    Weights, moments and counts are taken over; random states and the position in the data are not.
+    The report goes to standard error. Without --run, the run.toml that the source gives is printed.
+    The exit code is 2 if a rate or another setting of the optimizer differs from the source's.
+    """
+    from fullshard.errors import SpecError
+    from fullshard.report.table import show_labelled_lines
+    from fullshard.spec.records.run_files import CHECKPOINTS
+    from fullshard.spec.run import Run
+    from fullshard.system.small_files import SETTINGS_BYTES, read_text, read_toml
+    from fullshard.takeover.formats import open_foreign_checkpoint
+    from fullshard.takeover.names import ORDERS, match_names
+    from fullshard.takeover.write import ImportTarget, make_snapshot, read_all, write_checkpoint
+
+    found = open_foreign_checkpoint(source, format_name=format_name)
+    target = ImportTarget.of_run(_offer_run(found, source) if run_path is None else Run.load(run_path))
+    listed = order if order in (None, *ORDERS) else read_text(order, most_bytes=SETTINGS_BYTES).split()
+    names = {key: str(value) for key, value in read_toml(names_path).items()} if names_path else {}
+    matched = match_names(found, target.model, names=names, order=listed)
+    settings = list(target.compare_settings(matched, step=found.step))
+    rows = [*_report_rows(found, matched), *((f"{one.key} of {one.first}", str(one)) for one in settings)]
+    show_labelled_lines(rows, file=sys.stderr)
+    snapshot = make_snapshot(found, matched, target=target)
+    if dry_run:
+        read_all(snapshot)
+    else:
+        place = directory if "://" in directory else str(Path(directory, CHECKPOINTS))
+        typer.echo(str(write_checkpoint(snapshot, place, plan=target.plan)))
+    if any(one.differs for one in settings):
+        print("the run continues with other settings than the source", file=sys.stderr)
+        raise typer.Exit(SpecError.exit_code)
+
+
+def _offer_run(found: "ForeignCheckpoint", source: Path) -> "Run":
+    """Prints the run.toml that the source gives, and returns it. Raises SpecError if it has no model."""
+    from fullshard.convert.conversion import nested_tables
+    from fullshard.errors import SpecError
+    from fullshard.spec.run import Run
+    from fullshard.system.small_files import toml_text
+    from fullshard.takeover.write import offered_settings
+
+    settings = nested_tables(offered_settings(found))
+    head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
+    typer.echo(escape_control_characters(toml_text(settings, head=head, comment=lambda _: None)), nl=False)
+    if "model" not in settings:
+        why = "the source does not say which model it is of"
+        raise SpecError("a run is needed.", why=why, fix="--run run.toml, with [model] and the keys above")
+    return Run.parse(settings, source=f"what {source} holds")
+
+
+def _report_rows(found: "ForeignCheckpoint", matched: "MatchedCheckpoint") -> Iterator[tuple[str, str]]:
+    for name, sources in matched.sources.items():
+        state = ", ".join(matched.moments.get(name, {})) or "no state of the optimizer"
+        yield name, f"{'taken' if sources == (name,) else 'renamed, from ' + ', '.join(sources)}; {state}"
+    yield from ((name, "missing in the source") for name in matched.missing)
+    yield from ((name, "left over") for name in (*matched.left_over, *matched.left_over_state))
+    tokens = "tokens unknown, counted from 0" if found.tokens is None else f"{found.tokens} tokens"
+    position = "" if found.schedule_position is None else f", schedule at {found.schedule_position:g}"
+    yield found.format, f"step {found.step}, {found.skipped_steps} skipped, {tokens}{position}"
+    yield "not taken over", "random states; the position in the data, which begins at row step * global_batch"
+    yield from (("note", note) for note in found.notes)

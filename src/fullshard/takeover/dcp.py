@@ -1,0 +1,186 @@
+"""Directories of torch.distributed.checkpoint (DCP): of FSDP2 and FSDP1 programs, torchtitan and Lightning.
+
+DCP joins the keys of nested dicts with dots: `optim.state.blocks.0.weight.exp_avg`. Its pickle `.metadata` is
+read by `stand_ins.read_pickle`, and each tensor or value is a part of a file that torch.save wrote.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.takeover.optimizer_state import (
+    Moments,
+    as_lightning,
+    as_number,
+    check_same_step,
+    make_group,
+    merge_equal_groups,
+    split_steps,
+)
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor, SavedBox
+from fullshard.takeover.stand_ins import read_pickle, read_torch_file, read_torch_part
+
+METADATA = ".metadata"
+_LIGHTNING = "meta.pt"  # beside it, in Lightning's directories
+_DCP = "torch.distributed.checkpoint.metadata"
+_NAMES = "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata StorageMeta"
+_CLASSES = [
+    *(f"{_DCP}.{name}" for name in (*_NAMES.split(), "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout"),
+    *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
+]
+_DTYPES = {f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+_OPTIMIZER = r"(?:app\.)?(?:optim|optimizer|optimizer_\d+)"  # `app` is the name in torch's tutorial
+_STATE = re.compile(rf"{_OPTIMIZER}\.state\.(.+)\.([^.]+)")
+_GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.(lr|initial_lr|weight_decay|betas|eps|params)")
+_OF_MODEL = ("app.model.", "model.", "state_dict.")  # before names of weights; torchtitan has nothing
+_COUNTS = r"step|global_step|epoch|train_state\..+|(?:lr_)?scheduler\..+"
+_OTHERS = re.compile(rf"{_OPTIMIZER}\..+|{_COUNTS}")  # names that are not those of weights
+_POSITIONS = ("scheduler.last_epoch", "lr_scheduler.last_epoch", "lr_schedulers.0.last_epoch")
+
+
+@dataclass(frozen=True)
+class DcpDirectory:
+    """The tensors and values in a directory of DCP, by name, and its files."""
+
+    tensors: Mapping[str, LazyTensor]
+    values: Mapping[str, Any]
+    files: tuple[Path, ...]
+
+    def read_value(self, *names: str) -> Any:
+        """Returns the value of the first of `names` that exists, which may be a tensor; None for none."""
+        for name in names:
+            if name in self.values:
+                return self.values[name]()
+            if name in self.tensors:
+                return self.tensors[name].read()
+        return None
+
+    def read_moments(self) -> tuple[Moments, dict[str, float]]:
+        """Returns the optimizer state per parameter, and the number of updates of each."""
+        states: dict[str, dict[str, LazyTensor]] = {}
+        for name, tensor in self.tensors.items():
+            if (match := _STATE.fullmatch(name)) is not None:
+                states.setdefault(match[1], {})[match[2]] = tensor
+        return split_steps(states)
+
+    def read_groups(self, names: Sequence[str]) -> tuple[ForeignGroup, ...]:
+        """Returns the parameter groups, one per parameter in torchtitan. `names`: all parameters."""
+        entries: dict[str, dict[str, Any]] = {}
+        for name in (*self.values, *self.tensors):
+            if (match := _GROUP.fullmatch(name)) is not None:
+                entries.setdefault(match[1], {})[match[2]] = self.read_value(name)
+        known = {
+            key: entry.get("params") or ([key] if key in names else names) for key, entry in entries.items()
+        }
+        return merge_equal_groups(make_group(known[key], entry) for key, entry in entries.items())
+
+    def select_weights(self) -> dict[str, LazyTensor]:
+        """Returns parameters and buffers, without a key that all of them are below."""
+        found = {name: one for name, one in self.tensors.items() if _OTHERS.fullmatch(name) is None}
+        prefix = next((p for p in _OF_MODEL if found and all(name.startswith(p) for name in found)), "")
+        return {name.removeprefix(prefix): one for name, one in found.items()}
+
+
+def recognises(path: Path) -> bool:
+    """Returns whether `path` is a directory of DCP, and not one of fullshard's own checkpoints."""
+    return (path / METADATA).is_file() and not (path / MANIFEST).exists()
+
+
+def open_source(path: Path) -> ForeignCheckpoint:
+    """Opens a directory of DCP. Reads `.metadata` and small values; raises CheckpointError."""
+    table = read_dcp_directory(path)
+    moments, steps = table.read_moments()
+    tokens = as_number(table.read_value("train_state.ntokens_seen"))
+    found = ForeignCheckpoint(
+        format="DCP",
+        files=table.files,
+        weights=table.select_weights(),
+        moments=moments,
+        step=int(max(steps.values(), default=as_number(table.read_value("step", "global_step")) or 0)),
+        parameter_steps=steps,
+        tokens=None if tokens is None else int(tokens),
+        groups=table.read_groups([*moments]),
+        schedule_position=as_number(table.read_value(*_POSITIONS)),
+    )
+    if (step := as_number(table.read_value("train_state.step"))) is not None:
+        check_same_step(found, step, where="train_state.step")
+        return replace(found, format="torchtitan (DCP)", step=int(step))
+    if (path / _LIGHTNING).is_file():
+        found = as_lightning(found, read_torch_file(path / _LIGHTNING), file=path / _LIGHTNING)
+    return found
+
+
+def read_dcp_directory(path: Path) -> DcpDirectory:
+    """Reads the `.metadata` of a directory, and checks that its files hold what it lists.
+
+    Raises CheckpointError for names of files outside of the directory, and for compressed data;
+    DamagedCheckpointError for missing and truncated files, and for tensors that are not whole.
+    """
+    metadata = read_pickle(path / METADATA, classes=_CLASSES, values=_DTYPES | {"torch.Size": torch.Size})
+    try:
+        stored: dict[str, dict[tuple[int, ...], Any]] = {}
+        files = {path / METADATA}
+        for index, info in metadata.state["storage_data"].items():
+            file, part = _locate_part(path, info.state)
+            files.add(file)
+            stored.setdefault(index.state["fqn"], {})[tuple(index.state.get("offset") or ())] = part
+        listed = metadata.state["state_dict_metadata"].items()
+        tensors = {
+            n: _make_tensor(n, one.state, parts=stored[n])
+            for n, one in listed
+            if "chunks" in (one.state or {})
+        }
+        values = {n: next(iter(stored[n].values())) for n, _ in listed if n not in tensors}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise DamagedCheckpointError(f"{path / METADATA} is not the metadata of DCP.", got=got) from error
+    return DcpDirectory(tensors, values, tuple(sorted(files)))
+
+
+def _locate_part(directory: Path, info: Mapping[str, Any]) -> tuple[Path, Any]:
+    """Returns the file of a stored item, and a function that reads the item."""
+    name, begin, length = info["relative_path"], int(info["offset"]), int(info["length"])
+    if not isinstance(name, str) or Path(name).name != name or info.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{directory / METADATA} is not read.",
+            got=f"a file {name!r}, transforms {info.get('transform_descriptors')}",
+            why="the files of a checkpoint lie in its directory, and hold what torch.save writes",
+        )
+    path = directory / name
+    size_bytes = path.stat().st_size if path.is_file() else -1
+    if not 0 <= begin <= begin + length <= size_bytes:
+        raise DamagedCheckpointError(
+            f"{path} is {'missing' if size_bytes < 0 else 'truncated'}.",
+            got=None if size_bytes < 0 else f"{size_bytes} bytes, {begin + length} listed in {METADATA}",
+            why="each rank wrote a file of its own",
+            fix="the files of all ranks in one directory",
+        )
+    return path, partial(read_torch_part, path, begin=begin, length=length)
+
+
+def _make_tensor(name: str, listed: Mapping[str, Any], *, parts: Mapping[tuple[int, ...], Any]) -> LazyTensor:
+    dtype = next(one for one in listed["properties"].state if isinstance(one, torch.dtype))
+    boxes = [
+        SavedBox(offsets, size, partial(_read_box, parts[key], name=name, shape=size, dtype=dtype))
+        for chunk in listed["chunks"]
+        for offsets, size in [(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))]
+        if (key := offsets if offsets in parts else ()) in parts
+    ]
+    return LazyTensor.from_boxes(name, boxes, shape=tuple(listed["size"]), dtype=dtype)
+
+
+def _read_box(read: Any, *, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    found = read()
+    if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (shape, dtype):
+        got = f"{getattr(found, 'dtype', None)} {[*getattr(found, 'shape', [])]} for {dtype} {[*shape]}"
+        raise DamagedCheckpointError(f"a file of another checkpoint is in the place of {name}.", got=got)
+    return found.detach()

@@ -1,0 +1,26 @@
+"""The modules that read foreign checkpoints, in the order in which they are asked."""
+
+from pathlib import Path
+from types import ModuleType
+
+from fullshard.errors import CheckpointError, SpecError
+from fullshard.takeover import dcp, torch_files
+from fullshard.takeover.source import ForeignCheckpoint
+
+READERS: dict[str, ModuleType] = {"dcp": dcp, "torch": torch_files}
+"""Reader modules by the names that `--format` takes: each has `recognises(path)` and `open_source(path)`."""
+
+
+def open_foreign_checkpoint(path: Path, *, format_name: str = "auto") -> ForeignCheckpoint:
+    """Opens a checkpoint of another trainer. Raises CheckpointError, SpecError for an unknown format."""
+    if format_name != "auto" and format_name not in READERS:
+        raise SpecError("--format takes a format.", got=format_name, fix=", ".join(("auto", *READERS)))
+    readers = READERS.values() if format_name == "auto" else [READERS[format_name]]
+    reader = next((one for one in readers if one.recognises(path)), None)
+    if reader is None:
+        raise CheckpointError(
+            f"{path} is not a checkpoint that can be taken over.",
+            got="no such file or directory" if not path.exists() else None,
+            fix="the directory with .metadata or trainer_state.json in it, or a file of torch.save",
+        )
+    return reader.open_source(path)

@@ -1,0 +1,305 @@
+"""Matches the tensors of a foreign checkpoint with those of a run's model: names, boxes, order of moments.
+
+[Note: one map for all] `weights.names.map_file_tensors_to_model` gives the boxes of weights to copy. Moments
+have the shapes of their parameters, so the same boxes move them. Names and rows that another trainer has in
+another way (wrappers, torchtitan's Llama) are changed before, for weights and moments alike.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import CheckpointError, SpecError
+from fullshard.models.build import text_config
+from fullshard.models.decoder import DecoderModel
+from fullshard.quantities import join_names
+from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
+from fullshard.weights.files import iterate_copies
+from fullshard.weights.names import llama_weight_map, map_file_tensors_to_model
+
+T = TypeVar("T")
+ORDERS = ("decay-first", "parameters")
+"""Orders of numbered moments: groups of transformers' Trainer, or `model.parameters()`."""
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+# Names of torchtitan's Llama, and of the same tensors in a file of Hugging Face.
+_TITAN = {
+    **{"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+    "lm_head": "lm_head",
+    **{f"attention.w{one}": f"self_attn.{one}_proj" for one in "qkvo"},
+    **{f"attention.qkv_linear.w{one}": f"self_attn.{one}_proj" for one in "qkv"},
+    **{"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    **{f"feed_forward.w{i}": f"mlp.{one}_proj" for i, one in ((1, "gate"), (2, "down"), (3, "up"))},
+}
+_TITAN_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.weight")
+_ROTATED = re.compile(r".*\.w([qk])\.weight")
+# As transformers' Trainer selects parameters without weight decay, in its version 5.
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+@dataclass(frozen=True)
+class MatchedCheckpoint:
+    """The tensors of a source under the names of a run's model.
+
+    weights, moments, steps, groups: as in `ForeignCheckpoint`
+    sources: the names in the source that each tensor of the model consists of
+    missing: tensors of the model that the source lacks
+    left_over, left_over_state: names in the source of tensors, and of state, that the model does not have
+    """
+
+    weights: Mapping[str, LazyTensor]
+    moments: Mapping[str, Mapping[str, LazyTensor]]
+    steps: Mapping[str, float]
+    groups: tuple[ForeignGroup, ...]
+    sources: Mapping[str, tuple[str, ...]]
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    left_over_state: tuple[str, ...]
+
+
+def match_names(
+    source: ForeignCheckpoint,
+    model: nn.Module,
+    *,
+    names: Mapping[str, str] | None = None,
+    order: str | Sequence[str] | None = None,
+) -> MatchedCheckpoint:
+    """Returns the tensors of `source` under the names of `model`, which has no values.
+
+    names: {pattern of a name in the source: name in the model}; each `*` stands for the same text in both
+    order: order of numbered moments: one of ORDERS, or the parameters' names as in the source or the model
+
+    Raises CheckpointError if shapes or names do not fit, SpecError if an order is needed.
+    """
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    here, heads = _names_here(source, model, wanted=wanted, names=names or {})
+    source = _with_names(source, here, heads=heads)
+    original = {new: old for old, new in here.items()}
+    found = map_file_tensors_to_model(model, {name: one.shape for name, one in source.weights.items()})
+    _check_shapes(found, wanted)
+    if source.has_numbered_moments:
+        source = _name_numbered_moments(source, found, order=order, model=model)
+    first = {id(one): name for name, one in model.named_parameters()}
+    own = {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
+    parts: dict[str, tuple[BoxCopy, ...]] = {}
+    for name, some in found.parts.items():  # of a tied tensor, its own name counts before aliases
+        if own.get(name, name) == name or own[name] not in found.parts:
+            parts[own.get(name, name)] = some
+    named = {name: name for name in parameters}
+    named |= {part.source: name for name, some in parts.items() for part in some}
+    moved = {
+        name: _move_moments(source, parts.get(name, ()), name=name, shape=wanted[name]) for name in parameters
+    }
+    return MatchedCheckpoint(
+        weights={
+            name: _copy_boxes(some, wanted[name], sources=source.weights) for name, some in parts.items()
+        },
+        moments={name: state for name, state in moved.items() if state},
+        steps={named[old]: step for old, step in source.parameter_steps.items() if old in named},
+        groups=tuple(
+            replace(group, names=tuple(dict.fromkeys(named[one] for one in group.names if one in named)))
+            for group in source.groups
+        ),
+        sources={
+            name: tuple(dict.fromkeys(original[part.source] for part in some)) for name, some in parts.items()
+        },
+        missing=tuple(name for name in wanted if own.get(name, name) == name and name not in parts),
+        left_over=tuple(original[name] for name in found.surplus),
+        left_over_state=tuple(original.get(name, name) for name in source.moments if name not in named),
+    )
+
+
+def _names_here(
+    source: ForeignCheckpoint, model: nn.Module, *, wanted: Mapping[str, Shape], names: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Returns {name in the source: name in the model, or in a file of Hugging Face}.
+
+    Also returns the numbers of heads of queries and keys, by `q` and `k`, if rows are in torchtitan's order.
+    """
+    heads: dict[str, int] = {}
+    here = {name: _plain_name(name, names) for name in (*source.weights, *source.moments)}
+    weights = {here[name] for name in source.weights}
+    prefix = next(iter(weights), "").partition(".")[0] + "."  # a LightningModule's attribute
+    inside = {name.removeprefix(prefix) for name in weights}
+    is_attribute = all(name.startswith(prefix) for name in weights)
+    if is_attribute and inside & wanted.keys() and not weights & wanted.keys():
+        here, weights = {old: name.removeprefix(prefix) for old, name in here.items()}, inside
+    if "tok_embeddings.weight" in weights - wanted.keys():
+        heads = _head_counts(model)
+        here = {old: _titan_name(name) for old, name in here.items()}
+        weights = {here[name] for name in source.weights}
+    if isinstance(model, DecoderModel) and "model.embed_tokens.weight" in weights:
+        own = {llama: parts[0].source for llama, parts in llama_weight_map(wanted).parts.items()}
+        here = {old: own.get(name, name) for old, name in here.items()}
+    if len({here[name] for name in source.weights}) < len(source.weights):
+        raise CheckpointError("two tensors of the source would have one name.", fix="other --names")
+    return here, heads
+
+
+def _plain_name(name: str, names: Mapping[str, str]) -> str:
+    """Returns a name without wrappers' parts, after the first pattern of `names` that matches it."""
+    name = _WRAPPERS.sub("", name)
+    for pattern, new in names.items():
+        match = re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)"), name)
+        if match is not None:
+            for text in match.groups():
+                new = new.replace("*", text, 1)
+            return new
+    return name
+
+
+def _titan_name(name: str) -> str:
+    match = _TITAN_NAME.fullmatch(name)
+    if match is None or match[2] not in _TITAN:
+        return name
+    return f"model.layers.{match[1]}.{_TITAN[match[2]]}.weight" if match[1] else f"{_TITAN[match[2]]}.weight"
+
+
+def _head_counts(model: nn.Module) -> dict[str, int]:
+    config, keys = text_config(model), ("num_attention_heads", "num_key_value_heads")
+    if isinstance(model, DecoderModel):
+        config, keys = model.config, ("heads", "kv_heads")
+    counts = [getattr(config, key, None) for key in keys]
+    if not all(isinstance(one, int) for one in counts):
+        raise CheckpointError(
+            "torchtitan's queries and keys cannot be rearranged.",
+            got=f"a {type(model).__name__}, whose heads are not known",
+            fix="a run.toml with a Llama of transformers, or with the reference decoder",
+        )
+    return {letter: int(str(one)) for letter, one in zip("qk", counts, strict=True)}
+
+
+def _with_names(
+    source: ForeignCheckpoint, here: Mapping[str, str], *, heads: Mapping[str, int]
+) -> ForeignCheckpoint:
+    """Returns the source with other names, and its queries and keys in halves of heads (`heads`)."""
+
+    def changed(name: str, tensor: LazyTensor) -> LazyTensor:
+        match = _ROTATED.fullmatch(name)
+        return _in_halves_of_heads(tensor, heads[match[1]]) if heads and match is not None else tensor
+
+    return replace(
+        source,
+        weights={here[name]: changed(name, one) for name, one in source.weights.items()},
+        moments={
+            here[n]: {key: changed(n, one) for key, one in s.items()} for n, s in source.moments.items()
+        },
+        parameter_steps={here.get(name, name): step for name, step in source.parameter_steps.items()},
+        groups=tuple(replace(g, names=tuple(here.get(n, n) for n in g.names)) for g in source.groups),
+    )
+
+
+def _in_halves_of_heads(tensor: LazyTensor, heads: int) -> LazyTensor:
+    """Returns the rows in Hugging Face's order, which rotates the two halves of a head.
+
+    torchtitan rotates pairs of neighbouring rows. Its own export moves rows in the same way.
+    """
+
+    def read() -> Tensor:
+        rows = tensor.read()
+        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    return replace(tensor, read=read)
+
+
+def _name_numbered_moments(
+    source: ForeignCheckpoint, found: WeightMap, *, order: str | Sequence[str] | None, model: nn.Module
+) -> ForeignCheckpoint:
+    """Gives numbered moments the names of their parameters, and checks numbers and shapes."""
+    numbers = [name for group in source.groups for name in group.names]
+    order = order or source.default_order
+    if order is None:
+        raise SpecError(
+            "the source does not name the parameters of its optimizer state.",
+            got=f"numbers up to {len(numbers) - 1}, in the order of the groups that its program built",
+            fix="--order parameters (as in model.parameters()), --order decay-first, or a file of names",
+        )
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    names_here = {some[0].source: name for name, some in found.parts.items() if len(some) == 1}
+    known = [*parameters]
+    if source.default_order is None:
+        known = [name for name in source.weights if names_here.get(name) in parameters]
+    names = known if isinstance(order, str) else [*order]
+    if order == "decay-first":
+        decays = {name: _decays(names_here.get(name, name), model) for name in known}
+        names = sorted(known, key=lambda name: not decays[name])
+        if sum(decays.values()) != (count := len(source.groups[0].names)):
+            raise _other_order_error(f"{sum(decays.values())} parameters decay, {count} in the source")
+    if len(names) != len(numbers):
+        raise _other_order_error(f"{len(names)} parameters, {len(numbers)} in the source")
+    named = dict(zip(numbers, names, strict=True))
+    for number, state in source.moments.items():
+        name = names_here.get(named[number], named[number])
+        for key, tensor in state.items():
+            if name not in parameters or tensor.shape != tuple(parameters[name].shape):
+                raise _other_order_error(f"{key} {number} is {list(tensor.shape)}, which {name} is not")
+    return replace(_with_names(replace(source, weights={}), named, heads={}), weights=source.weights)
+
+
+def _decays(name: str, model: nn.Module) -> bool:
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return not isinstance(owner, nn.LayerNorm) and _WITHOUT_DECAY.search(name.lower()) is None
+
+
+def _other_order_error(got: str) -> CheckpointError:
+    return CheckpointError(
+        "the optimizer's state is not in this order.",
+        got=got,
+        fix=f"--order {', '.join(ORDERS)}, or a file with the names in the order of the optimizer",
+    )
+
+
+def _check_shapes(found: WeightMap, wanted: Mapping[str, Shape]) -> None:
+    other = [
+        f"{name} is {list(shape)} there and {list(wanted[name])} here"
+        for name, shape in found.shapes.items()
+        if tuple(shape) != wanted[name]
+    ]
+    if other or not found.parts:
+        raise CheckpointError(
+            "the source is of another model.",
+            got=join_names(other or found.surplus, most=3),
+            why=None if other else f"the model has {join_names([*wanted], most=3)}",
+            fix="the sizes of that model in [model]" if other else "--names, a file of names",
+        )
+
+
+def _move_moments(
+    source: ForeignCheckpoint, parts: Sequence[BoxCopy], *, name: str, shape: Shape
+) -> Mapping[str, LazyTensor]:
+    """Returns the state of the model's parameter `name`: its own, or the boxes of its sources' states."""
+    if source.default_order is not None or not parts:  # of the model in memory
+        return source.moments.get(name, {})
+    states = {part.source: source.moments.get(part.source, {}) for part in parts}
+    keys = set[str]().union(*states.values())
+    if lacking := [one for one, state in states.items() if set(state) != keys]:
+        got = f"no {join_names(sorted(keys))} of {join_names(lacking, most=3)}"
+        raise CheckpointError(f"the state of {name} is not whole.", got=got)
+    return {
+        key: _copy_boxes(parts, shape, sources={n: state[key] for n, state in states.items()})
+        for key in sorted(keys)
+    }
+
+
+def _copy_boxes(parts: Sequence[BoxCopy], shape: Shape, *, sources: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Returns the tensor that consists of boxes of `sources`. One whole source is read as it is."""
+    first = sources[parts[0].source]
+    if first.shape == shape and tuple(parts) == map_unchanged_tensor(parts[0].source, shape):
+        return first
+
+    def read() -> Tensor:
+        whole = torch.empty(shape, dtype=first.dtype)
+        moves = sorted(iterate_copies(whole, parts, offsets=[0] * len(shape)), key=lambda one: one.source)
+        for name, own in groupby(moves, key=lambda one: one.source):
+            flat = sources[name].read().reshape(-1)
+            for move in own:
+                move.fill_target(flat[move.begin : move.begin + move.span_length])
+        return whole
+
+    return LazyTensor(shape, first.dtype, read)

@@ -1,0 +1,114 @@
+"""State dicts of torch optimizers, as all formats of torch hold them: states, groups, schedules."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.quantities import join_names
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
+
+Moments = dict[str, dict[str, LazyTensor]]
+
+
+def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments, dict[str, float]]:
+    """Returns ({parameter: {key: tensor}} without counts of steps, {parameter: count}).
+
+    Raises CheckpointError if the counts differ, as in a mixture of two checkpoints.
+    """
+    steps = {name: one["step"].read().item() for name, one in states.items() if "step" in one}
+    if len(set(steps.values())) > 1:
+        first = {step: name for name, step in steps.items()}
+        raise CheckpointError(
+            "the source mixes several steps.",
+            got=join_names([f"{step:g} of {name}" for step, name in first.items()], most=3),
+            why="files of several checkpoints, or parameters that some steps did not update",
+            fix="all files of one checkpoint",
+        )
+    moments = {name: {k: v for k, v in one.items() if k != "step"} for name, one in states.items()}
+    return {name: one for name, one in moments.items() if one}, steps
+
+
+def read_optimizer_dict(
+    state_dict: Mapping[str, Any],
+) -> tuple[Moments, dict[str, float], tuple[ForeignGroup, ...], bool]:
+    """Returns moments, counts of steps and groups of an optimizer's state dict, and whether it has numbers.
+
+    Its states are by name (of DCP's full state dicts), or by the number of the parameter.
+    """
+    raw = cast(Mapping[Any, Mapping[str, Any]], state_dict.get("state", {}))
+    moments, steps = split_steps({str(key): state_tensors(one) for key, one in raw.items()})
+    groups = tuple(make_group(one.get("params", ()), one) for one in state_dict.get("param_groups", []))
+    return moments, steps, groups, any(isinstance(one, int) for one in raw)
+
+
+def state_tensors(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """Returns the tensors in a dict, such as the state of a parameter. A `step` may be a number there."""
+    tensors = {k: Tensor([v]).view(()) if k == "step" and as_number(v) else v for k, v in state.items()}
+    return {
+        key: one if isinstance(one, LazyTensor) else LazyTensor.from_tensor(one)
+        for key, one in tensors.items()
+        if isinstance(one, Tensor | LazyTensor)
+    }
+
+
+def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGroup:
+    """Returns a group of `names` with the values of a torch group, which may be tensors."""
+    betas: Any = entry.get("betas")
+    return ForeignGroup(
+        tuple(map(str, names)),
+        learning_rate=as_number(entry.get("lr")),
+        peak_rate=as_number(entry.get("initial_lr")),
+        weight_decay=as_number(entry.get("weight_decay")),
+        betas=(float(betas[0]), float(betas[1])) if isinstance(betas, list | tuple) else None,
+        eps=as_number(entry.get("eps")),
+    )
+
+
+def merge_equal_groups(groups: Iterable[ForeignGroup]) -> tuple[ForeignGroup, ...]:
+    """Joins groups that differ in their names alone. torchtitan saves one per parameter."""
+    merged: dict[ForeignGroup, tuple[str, ...]] = {}
+    for group in groups:
+        key = replace(group, names=())
+        merged[key] = merged.get(key, ()) + group.names
+    return tuple(replace(key, names=names) for key, names in merged.items())
+
+
+def as_number(value: Any) -> float | None:
+    """Returns a number, which may be in a tensor; None for any other value."""
+    return float(value) if isinstance(value, int | float | Tensor) else None
+
+
+def check_same_step(found: ForeignCheckpoint, step: float, *, where: str, may_skip: bool = False) -> None:
+    """Raises CheckpointError unless the optimizer counted as many updates as the trainer counted steps.
+
+    where: place of the trainer's count
+    may_skip: whether there is a loss scale, with which steps may have been skipped
+    """
+    counted = max(found.parameter_steps.values(), default=step)
+    if counted != step and not (may_skip and counted < step):
+        raise CheckpointError(
+            "the source mixes several steps.",
+            got=f"{where} is {step:g}, and the optimizer counted {counted:g} updates",
+            fix="all files of one checkpoint",
+        )
+
+
+def as_lightning(found: ForeignCheckpoint, content: Any, *, file: Path) -> ForeignCheckpoint:
+    """Returns the checkpoint with the facts that Lightning's `file` holds beside tensors."""
+    step = content.get("global_step") if isinstance(content, dict) else None
+    if not isinstance(step, int):
+        raise DamagedCheckpointError(f"{file} is not a file of Lightning.", got=f"global_step = {step!r}")
+    check_same_step(found, step, where=f"global_step of {file.name}")
+    schedules: Any = content.get("lr_schedulers") or [{}]
+    return replace(
+        found,
+        format="Lightning",
+        files=tuple(dict.fromkeys((*found.files, file))),
+        step=step,
+        schedule_position=as_number(schedules[0].get("last_epoch")),
+        version=str(content.get("pytorch-lightning_version")),
+    )

@@ -1,0 +1,211 @@
+"""Writes a foreign checkpoint as a committed checkpoint of a run, one tensor at a time.
+
+The snapshot holds tensors that are read when their bytes are written. So memory holds one parameter, and
+beside it what reading and converting it take: at most a second one.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.checkpoint.location import location_of
+from fullshard.checkpoint.save import CheckpointSaver, Snapshot
+from fullshard.distributed.host import as_memoryview
+from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
+from fullshard.models.build import build_model
+from fullshard.offload.store import make_lazy_tensor
+from fullshard.parallel.materialize import replace_parameters_by_meta
+from fullshard.parallel.units import find_units
+from fullshard.quantities import join_names
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.system.files import xxh3_digest, xxh3_digest_of_file
+from fullshard.takeover.names import MatchedCheckpoint
+from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
+from fullshard.training.groups import make_parameter_groups
+from fullshard.training.learning_rates import set_learning_rates
+from fullshard.training.muon import KIND
+from fullshard.training.resume import settings_that_affect_results
+from fullshard.training.state import StepCounts, TrainedWith, TrainState
+
+_ADAM, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "MuonAdamW", "sgd": "SGD"}
+"""`optimizer.name` of a run whose state can be taken over, and its class, by which checkpoints name it."""
+
+
+@dataclass(frozen=True)
+class ImportTarget:
+    """A run without values: its model on the meta device, in the dtypes that it is trained in.
+
+    groups: {name of a trained parameter: its group of the optimizer}
+    """
+
+    run: Run
+    plan: Plan
+    state: TrainState
+    groups: Mapping[str, dict[str, Any]]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.state.model
+
+    @classmethod
+    def of_run(cls, run: Run) -> "ImportTarget":
+        """Builds the target. Raises SpecError for optimizers and adapters that cannot be taken over."""
+        section = run.optimizer
+        if section.name.lower() not in _OPTIMIZERS or run.adapter.rank:
+            raise SpecError(
+                "the state of this run cannot be taken over.",
+                got=f"optimizer.name = {section.name!r}, adapter.rank = {run.adapter.rank}",
+                fix=f"{join_names(list(_OPTIMIZERS))}, without adapters",
+            )
+        # How a run is sharded changes nothing in its checkpoints.
+        plain = {name: type(getattr(run, name))() for name in ("sharding", "offload")}
+        plan = Plan.from_run(run.model_copy(update=plain), world_size=1, device="cpu")
+        model = build_model(run)
+        replace_parameters_by_meta(model, find_units(model, plan.run.sharding.units), plan=plan)
+        # Of a class that needs no shards: only its groups are used.
+        optimizer = torch.optim.SGD(make_parameter_groups(model, section), lr=section.learning_rate)
+        groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+        named = {name: groups[id(one)] for name, one in model.named_parameters() if id(one) in groups}
+        return cls(run, plan, TrainState(model, optimizer), named)
+
+    def state_keys(self, name: str) -> tuple[str, ...]:
+        """Returns the keys of the optimizer's state of the trained parameter `name`."""
+        section = self.run.optimizer
+        if section.name.lower() == "sgd":
+            return _MOMENTUM if section.options.get("momentum") else ()
+        return _MOMENTUM if self.groups[name].get(KIND) == "muon" else _ADAM
+
+    def compare_settings(self, matched: MatchedCheckpoint, *, step: int) -> "Iterator[SettingBeside]":
+        """Yields the settings of each group of the source, and those of the run after `step` steps."""
+        set_learning_rates(self.state.optimizer, self.run, step=step)
+        section = self.run.optimizer
+        for group in matched.groups:
+            own = {id(self.groups[name]): self.groups[name] for name in group.names if name in self.groups}
+            for one in own.values():
+                first, betas = group.names[0], one.get("betas", section.betas)
+                yield SettingBeside("learning rate", first, (group.learning_rate,), (float(one["lr"]),))
+                yield SettingBeside("weight decay", first, (group.weight_decay,), (one["weight_decay"],))
+                yield SettingBeside("betas", first, group.betas or (None,), betas)
+                yield SettingBeside("eps", first, (group.eps,), (section.eps,))
+
+
+@dataclass(frozen=True)
+class SettingBeside:
+    """A setting of the group of the parameter `first`: numbers of the source (or None), and of the run."""
+
+    key: str
+    first: str
+    saved: tuple[float | None, ...]
+    here: tuple[float, ...]
+
+    @property
+    def differs(self) -> bool:
+        """True if a number differs by more than 1e-6, relative."""
+        pairs = zip(self.saved, self.here, strict=False)
+        return not all(one is None or math.isclose(one, here, rel_tol=1e-6) for one, here in pairs)
+
+    def __str__(self) -> str:
+        saved, here = (", ".join(f"{one or 0:.8g}" for one in some) for some in (self.saved, self.here))
+        known = f"{saved} in the source" if None not in self.saved else "not in the source"
+        return f"{known}, {here} in the run" + ("  DIFFERS" if self.differs else "")
+
+
+def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget) -> Snapshot:
+    """Returns the state to save. Raises CheckpointError for missing tensors, and for other optimizers."""
+    if missing := matched.missing or matched.left_over_state:
+        what = "lacks tensors of the model" if matched.missing else "has state of other parameters"
+        raise CheckpointError(
+            f"the source {what}.",
+            got=join_names(missing, most=3),
+            fix="--names with the names of the same tensors there and here",
+        )
+    wanted, state = target.state.tensors(), target.state
+    tensors: dict[str, Tensor] = {}
+    for name, one in matched.weights.items():
+        tensors[f"model.{name}"] = _read_later(name, one, dtype=wanted[f"model.{name}"].dtype)
+    for name, moments in matched.moments.items():
+        keys, digests = target.state_keys(name), dict[str, str]()
+        if set(moments) != set(keys):
+            raise CheckpointError(
+                "the source's optimizer is another than the run's.",
+                got=f"{join_names(sorted(moments))} of {name}; in the run {join_names([*keys]) or 'nothing'}",
+                fix="optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there",
+            )
+        for key, one in moments.items():
+            later = _read_later(f"{key} of {name}", one, dtype=one.dtype, digests=digests)
+            tensors[f"optimizer.{name}.{key}"] = later
+        if keys == _ADAM:
+            tensors[f"optimizer.{name}.step"] = torch.tensor(matched.steps.get(name, float(source.step)))
+    state.step, state.rows = source.step, source.step * target.run.train.global_batch
+    state.counts = StepCounts(source.tokens or 0, source.skipped_steps)
+    state.trained_with = TrainedWith(run=settings_that_affect_results(target.run))
+    own = {"optimizer": _optimizer_class_name(target), "origin": describe_origin(source)}
+    values: dict[str, Any] = state.values() | own
+    return Snapshot(source.step, values, tensors, state.select_names_that_must_be_finite(tensors))
+
+
+def _read_later(
+    name: str, one: LazyTensor, *, dtype: torch.dtype, digests: dict[str, str] | None = None
+) -> Tensor:
+    """Returns a tensor that is read when it is saved. `digests`: of the moments of one parameter so far."""
+
+    def read() -> Tensor:
+        found = one.read()
+        if tuple(found.shape) != one.shape:
+            raise DamagedCheckpointError(f"{name} is not whole.", got=f"{[*found.shape]}, not {[*one.shape]}")
+        if digests is not None and found.any():
+            digests[name] = xxh3_digest(as_memoryview(found.contiguous().view(-1).view(torch.uint8)))
+            if len(set(digests.values())) < len(digests):
+                raise CheckpointError(
+                    f"{' and '.join(digests)} are equal in the source.",
+                    why="FSDP1 with use_orig_params writes this into full state dicts (torch 2.13)",
+                    fix="a sharded checkpoint of the same run (SHARDED_STATE_DICT)",
+                )
+        return found.to(dtype)
+
+    return make_lazy_tensor(torch.Size(one.shape), dtype, read=read)
+
+
+def _optimizer_class_name(target: ImportTarget) -> str:
+    name = _OPTIMIZERS[target.run.optimizer.name.lower()]
+    return "StochasticAdamW" if name == "AdamW" and target.plan.precision.stochastic_rounding else name
+
+
+def describe_origin(source: ForeignCheckpoint) -> dict[str, Any]:
+    """Returns what the manifest records of the source: format, version, and digests of its files."""
+    files = {str(path): xxh3_digest_of_file(path) for path in source.files}
+    return {"format": source.format, "version": source.version, "files": files}
+
+
+def read_all(snapshot: Snapshot) -> None:
+    """Reads every tensor once, and checks its numbers as a save does. Raises CheckpointError."""
+    for name, tensor in snapshot.tensors.items():
+        if (found := snapshot.find_unusable_number(name, tensor.cpu())) is not None:
+            raise CheckpointError(f"{name} cannot be trained on.", got=f"{found:g} in it")
+
+
+def write_checkpoint(snapshot: Snapshot, directory: str, *, plan: Plan) -> Path | str:
+    """Writes and commits the snapshot in `directory`. Returns its path. Raises CheckpointError."""
+    return CheckpointSaver(location_of(directory), plan=plan).save_snapshot(snapshot)
+
+
+def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
+    """Returns {dotted key of run.toml: value} that the source holds, for a run that continues it."""
+    keys = {key for state in source.moments.values() for key in state}
+    kind = "adamw" if not keys & {*_MOMENTUM} else "muon" if keys & {*_ADAM} else "sgd"
+    values = {
+        "learning_rate": [one.peak_rate or one.learning_rate for one in source.groups],
+        "weight_decay": [one.weight_decay for one in source.groups],
+        "betas": [one.betas for one in source.groups],
+        "eps": [one.eps for one in source.groups],
+    }
+    known = {key: [one for one in some if one is not None] for key, some in values.items()}
+    settings: dict[str, Any] = {f"optimizer.{key}": max(some) for key, some in known.items() if some}
+    return {"optimizer.name": kind} | settings | dict(source.settings)

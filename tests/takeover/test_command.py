@@ -1,0 +1,47 @@
+"""`fullshard ckpt import`: what it prints, writes and returns."""
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.cli.main import main
+from tests.takeover.test_formats import FIXTURES
+from tests.takeover.tiny import RUN
+
+
+def test_command_reports_every_tensor_and_writes_into_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, source = tmp_path / "run.toml", str(FIXTURES / "fsdp2_dcp/source")
+    run.write_text(RUN)
+    arguments = ["ckpt", "import", source, str(tmp_path / "out"), "--run", str(run)]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert not (tmp_path / "out").exists()
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    written = Path(printed.out.strip())
+    assert written == tmp_path / "out/checkpoints/step-00000003"
+    origin = read_manifest(written).values["origin"]
+    assert isinstance(origin, dict)
+    assert (origin["format"], len(origin["files"])) == ("DCP", 3)
+    for name in (*read_manifest(written).model_tensors, "model.not taken over", "model.learning rate of"):
+        assert name.removeprefix("model.") in printed.err
+
+
+def test_command_ends_with_2_if_a_rate_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.replace("0.01", "0.01001"))
+    source = str(FIXTURES / "torch_names/source.pt")
+    assert main(["ckpt", "import", source, str(tmp_path), "--run", str(run), "--dry-run"]) == 2
+    assert "0.004 in the source, 0.004004 in the run" in capsys.readouterr().err
+
+
+def test_command_without_a_run_prints_the_settings_that_the_source_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(FIXTURES / "torch_names/source.pt")
+    assert main(["ckpt", "import", source, str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "learning_rate = 0.01" in printed.out
+    assert "--run run.toml" in printed.err

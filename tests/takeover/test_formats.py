@@ -1,0 +1,138 @@
+"""Weights, first and second moments of each format are taken over without a difference."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fullshard.checkpoint.location import location_of
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.checkpoint.save import Snapshot
+from fullshard.checkpoint.storage import build_reader, read_with_dcp
+from fullshard.spec.run import Run
+from fullshard.takeover.formats import open_foreign_checkpoint
+from fullshard.takeover.names import match_names
+from fullshard.takeover.source import ForeignCheckpoint
+from fullshard.takeover.write import ImportTarget, make_snapshot, write_checkpoint
+from tests.takeover.tiny import RUN, STEPS
+
+FIXTURES = Path(__file__).with_name("fixtures")
+# Parts of names in torchtitan, and in the reference decoder.
+OF_DECODER = {
+    **{
+        "tok_embeddings": "embedding",
+        "output.": "head.",
+        "layers.": "blocks.",
+        "ffn_norm": "feed_forward_norm",
+    },
+    **{".wq.": ".query.", ".wk.": ".key.", ".wv.": ".value.", ".wo.": ".output."},
+    **{".w1.": ".gate.", ".w2.": ".down.", ".w3.": ".up."},
+}
+LLAMA = """
+[model]
+vocabulary = 11
+d_model = 12
+layers = 2
+heads = 2
+kv_heads = 1
+d_ff = 14
+"""
+
+
+def run_of(directory: Path, text: str = RUN) -> Run:
+    path = directory / "run.toml"
+    path.write_text(text)
+    return Run.load(path)
+
+
+def taken_over(
+    path: Path, run: Run, *, order: Any = None
+) -> tuple[ForeignCheckpoint, Snapshot, ImportTarget]:
+    source = open_foreign_checkpoint(path)
+    target = ImportTarget.of_run(run)
+    return (
+        source,
+        make_snapshot(source, match_names(source, target.model, order=order), target=target),
+        target,
+    )
+
+
+def read_back(snapshot: Snapshot, target: ImportTarget, directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the committed checkpoint."""
+    written = write_checkpoint(snapshot, str(directory), plan=target.plan)
+    ((_, files),) = location_of(directory).list_checkpoints()
+    manifest = read_manifest(written)
+    tensors = {n: torch.empty(one.shape, dtype=one.torch_dtype) for n, one in manifest.tensors.items()}
+    read_with_dcp(tensors, build_reader(files, manifest))
+    return tensors
+
+
+def assert_equals_truth(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    kinds = ("exp_avg", "exp_avg_sq")
+    names = {f"model.{n}": n for n in truth if not n.startswith("exp_avg")}
+    names |= {
+        f"optimizer.{n.removeprefix(f'{kind}.')}.{kind}": n
+        for kind in kinds
+        for n in truth
+        if n.startswith(f"{kind}.")
+    }
+    steps = {name for name in found if name.endswith(".step")}
+    assert found.keys() - steps == names.keys()
+    assert all(found[name].item() == STEPS for name in steps)
+    assert [name for name, own in names.items() if not torch.equal(found[name], truth[own])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        *(("fsdp2_dcp", "source"), ("torch_names", "source.pt"), ("torch_numbers", "source.pt")),
+        *(("torch_numbers", "legacy.pt"), ("fsdp1_flat", "source"), ("fsdp1_flat", "dcp")),
+        *(("accelerate_sharded", "source"), ("accelerate_full", "source")),
+        *(("lightning_sharded", "source"), ("lightning_full", "source.ckpt")),
+    ],
+)
+def test_an_import_holds_exactly_the_source(name: str, source: str, tmp_path: Path) -> None:
+    path, order = FIXTURES / name / source, None
+    if name == "torch_numbers":
+        order = (FIXTURES / name / "order.txt").read_text().split()
+    if name == "lightning_full":
+        order = "parameters"
+    found, snapshot, target = taken_over(path, run_of(tmp_path), order=order)
+    assert (found.step, found.tokens) == (STEPS, None)
+    truth = load_file(FIXTURES / name / "truth.safetensors")
+    assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
+    assert snapshot.values["origin"]["format"] == found.format
+    assert snapshot.values["rows"] == STEPS * 12
+
+
+def test_trainer_checkpoint_gives_its_model_and_the_order_of_its_moments(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = FIXTURES / "trainer/source"
+    run = run_of(tmp_path, f'[model]\nhf = "{path}"\n[train]\nsteps = 8\n')
+    found, snapshot, target = taken_over(path, run)
+    assert found.settings == {"model.hf": str(path), "train.steps": STEPS}
+    truth = load_file(FIXTURES / "trainer/truth.safetensors")
+    assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
+
+
+def test_torchtitan_llama_and_its_moments_get_the_rows_of_hugging_face(tmp_path: Path) -> None:
+    found, snapshot, target = taken_over(FIXTURES / "torchtitan/source", run_of(tmp_path, LLAMA))
+    assert (found.step, found.tokens) == (STEPS, 180)
+    truth: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(FIXTURES / "torchtitan/truth.safetensors").items():
+        for old, new in OF_DECODER.items():
+            name = name.replace(old, new)
+        truth[name] = tensor
+    assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
+
+
+def test_settings_of_the_source_stand_beside_those_of_the_run(tmp_path: Path) -> None:
+    source = open_foreign_checkpoint(FIXTURES / "fsdp2_dcp/source")
+    for text, differ in ((RUN, set()), (RUN.replace("0.01", "0.02"), {"learning rate"})):
+        target = ImportTarget.of_run(run_of(tmp_path, text))
+        matched = match_names(source, target.model)
+        settings = list(target.compare_settings(matched, step=source.step))
+        assert {one.key for one in settings if one.differs} == differ
+        assert {one.key for one in settings} == {"learning rate", "weight decay", "betas", "eps"}

@@ -1,0 +1,192 @@
+"""A source that is broken, mixed or hostile is refused by name, and nothing in it runs."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fullshard.errors import CheckpointError, SpecError
+from fullshard.takeover.formats import open_foreign_checkpoint
+from fullshard.takeover.names import match_names
+from fullshard.takeover.write import ImportTarget, read_all
+from tests.takeover.test_formats import FIXTURES, run_of, taken_over
+from tests.takeover.tiny import RUN, initial
+
+FLAG = Path("ran")
+SGD = RUN.replace("[optimizer]", '[optimizer]\nname = "sgd"').replace("betas = [0.9, 0.999]", "")
+
+
+class Calls:
+    """An object whose pickle calls a function."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, self.args
+
+
+HOSTILE = {
+    "posix.system": Calls(os.system, f"touch {FLAG}"),
+    "builtins.getattr": Calls(getattr, "text", "upper"),
+    "builtins.eval": Calls(eval, f"open('{FLAG}', 'w')"),
+}
+
+
+def write_metadata(path: Path, hostile: Calls) -> Path:
+    (path / ".metadata").write_bytes(pickle.dumps(hostile))
+    return path
+
+
+def write_value_of_dcp(path: Path, hostile: Calls) -> Path:
+    state = {"model": {"w": torch.ones(2)}, "train_state": {"step": hostile}}
+    dcp.save(state, checkpoint_id=str(path), no_dist=True)
+    return path
+
+
+def write_file(path: Path, hostile: Calls) -> Path:
+    torch.save({"model": {"w": torch.ones(2)}, "x": hostile}, path / "one.pt")
+    return path / "one.pt"
+
+
+def write_legacy_file(path: Path, hostile: Calls) -> Path:
+    torch.save({"model": {}, "x": hostile}, path / "one.pt", _use_new_zipfile_serialization=False)
+    return path / "one.pt"
+
+
+def write_rank_file(path: Path, hostile: Calls) -> Path:
+    torch.save({"model": {"w": hostile}}, path / "rank0.pt")
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "write", [write_metadata, write_value_of_dcp, write_file, write_legacy_file, write_rank_file]
+)
+def test_nothing_in_a_hostile_pickle_runs(
+    write: Callable[[Path, Calls], Path], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, HOSTILE[name])
+    with pytest.raises(CheckpointError, match=re.escape(name.removeprefix("builtins."))):
+        open_foreign_checkpoint(path)
+    assert not FLAG.exists()
+
+
+def edit_metadata(path: Path, edit: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    edit(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def point_outside(metadata: Any) -> None:
+    for one in metadata.storage_data.values():
+        one.relative_path = f"../{one.relative_path}"
+
+
+def remove_a_chunk(metadata: Any) -> None:
+    del metadata.storage_data[next(key for key in metadata.storage_data if key.fqn == "model.embed.weight")]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def swap(path: Path) -> None:
+    (path / "rank0.pt").rename(path / "x")
+    (path / "rank1.pt").rename(path / "rank0.pt")
+    (path / "x").rename(path / "rank1.pt")
+
+
+def claim_step_6(path: Path) -> None:
+    state = json.loads((path / "trainer_state.json").read_text())
+    (path / "trainer_state.json").write_text(json.dumps(state | {"global_step": 6}))
+
+
+def count_another_step(path: Path) -> None:
+    content = torch.load(path / "source.pt", weights_only=True)
+    content["optimizer"]["state"]["embed.weight"]["step"] += 1
+    torch.save(content, path / "source.pt")
+
+
+BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
+    ("fsdp2_dcp/source", "", lambda p: (p / "__1_0.distcp").unlink(), r"__1_0.distcp is missing"),
+    ("fsdp2_dcp/source", "", lambda p: cut(p / "__1_0.distcp"), r"__1_0.distcp is truncated"),
+    ("fsdp2_dcp/source", "", lambda p: cut(p / ".metadata"), r"metadata cannot be read"),
+    ("fsdp2_dcp/source", "", lambda p: edit_metadata(p, point_outside), r"'\.\./__._0.distcp'"),
+    ("fsdp2_dcp/source", "", lambda p: edit_metadata(p, remove_a_chunk), r"does not hold all of model.embed"),
+    ("fsdp1_flat/source", "", lambda p: (p / "rank1.pt").unlink(), r"rank 1 is missing"),
+    ("fsdp1_flat/source", "", lambda p: (p / "rank0.pt").unlink(), r"rank 0 is missing"),
+    ("fsdp1_flat/source", "", lambda p: cut(p / "rank1.pt"), r"rank1.pt cannot be read"),
+    ("fsdp1_flat/source", "", swap, r"rank0.pt is a file of another rank"),
+    ("fsdp1_flat/local", "", lambda _: None, r"local state dict of FSDP1"),
+    ("trainer/source", "", claim_step_6, r"global_step .* is 6, and the optimizer counted 3"),
+    ("torch_names", "source.pt", lambda p: cut(p / "source.pt"), r"source.pt cannot be read"),
+    ("torch_names", "source.pt", count_another_step, r"mixes several steps"),
+]
+
+
+@pytest.mark.parametrize(("name", "inside", "breaks", "match"), BROKEN)
+def test_a_broken_source_is_refused_by_name(
+    name: str, inside: str, breaks: Callable[[Path], object], match: str, tmp_path: Path
+) -> None:
+    path = shutil.copytree(FIXTURES / name, tmp_path / "source")
+    breaks(path)
+    with pytest.raises(CheckpointError, match=match):
+        open_foreign_checkpoint(path / inside)
+
+
+def test_second_moments_that_are_a_copy_of_the_first_are_refused(tmp_path: Path) -> None:
+    """FSDP1 itself wrote this file, with use_orig_params and a full state dict."""
+    _, snapshot, _ = taken_over(FIXTURES / "fsdp1_full/source.pt", run_of(tmp_path))
+    with pytest.raises(CheckpointError, match=r"exp_avg of .* and exp_avg_sq of .* are equal"):
+        read_all(snapshot)
+
+
+def test_numbered_moments_need_an_order_that_fits_their_shapes(tmp_path: Path) -> None:
+    source = FIXTURES / "torch_numbers/source.pt"
+    with pytest.raises(SpecError, match="--order"):
+        taken_over(source, run_of(tmp_path))
+    with pytest.raises(CheckpointError, match="not in this order"):
+        taken_over(source, run_of(tmp_path), order="parameters")
+
+
+def saved(path: Path, **entries: Any) -> Path:
+    torch.save({"model": initial().state_dict(), **entries}, path / "one.pt")
+    return path / "one.pt"
+
+
+def test_tensors_that_the_source_lacks_are_named(tmp_path: Path) -> None:
+    content = {name: one for name, one in initial().state_dict().items() if name != "norm.bias"}
+    with pytest.raises(CheckpointError, match="norm.bias"):
+        taken_over(saved(tmp_path, model=content), run_of(tmp_path))
+
+
+def test_state_without_a_parameter_and_state_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    state = {"exp_avg": torch.ones(11, 6), "exp_avg_sq": torch.ones(11, 6), "step": torch.tensor(1.0)}
+    one = {"state": {"embed.weight": state}, "param_groups": []}
+    with pytest.raises(CheckpointError, match="another than the run's"):
+        taken_over(saved(tmp_path, optimizer=one), run_of(tmp_path, SGD))
+    other = {"state": {"wqkv": state}, "param_groups": []}
+    with pytest.raises(CheckpointError, match="wqkv"):
+        taken_over(saved(tmp_path, optimizer=other), run_of(tmp_path))
+
+
+def test_names_of_a_map_are_those_of_the_model(tmp_path: Path) -> None:
+    content = {f"old.{name.replace('blocks', 'h')}": one for name, one in initial().state_dict().items()}
+    source = open_foreign_checkpoint(saved(tmp_path, model=content))
+    target = ImportTarget.of_run(run_of(tmp_path))
+    with pytest.raises(CheckpointError):
+        match_names(source, target.model, names={"old.seen": "head.weight", "old.head.weight": "seen"})
+    found = match_names(source, target.model, names={"old.h.*": "blocks.*", "old.*": "*"})
+    assert found.sources["blocks.1.down.weight"] == ("old.h.1.down.weight",)
+    assert (found.missing, found.left_over) == ((), ())
