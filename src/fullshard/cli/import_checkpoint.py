@@ -22,7 +22,7 @@ def import_checkpoint(
     run_path: Annotated[
         Path | None, typer.Option("--run", metavar="RUN.toml", help="The run; unset, what the source offers.")
     ] = None,
-    format_name: Annotated[str, typer.Option("--format", help="auto, dcp or torch.")] = "auto",
+    format_name: Annotated[str, typer.Option("--format", help="auto, deepspeed, dcp or torch.")] = "auto",
     order: Annotated[
         str | None, typer.Option(help="Of numbered moments: decay-first, parameters, or a file of names.")
     ] = None,
@@ -67,13 +67,16 @@ def import_checkpoint(
 
 def _offer_run(found: "ForeignCheckpoint", source: Path) -> "Run":
     """Prints the run.toml that the source gives, and returns it. Raises SpecError if it has no model."""
-    from fullshard.convert.conversion import nested_tables
+    from fullshard.convert.conversion import convert_config, nested_tables
     from fullshard.errors import SpecError
     from fullshard.spec.run import Run
     from fullshard.system.small_files import toml_text
     from fullshard.takeover.write import offered_settings
 
-    settings = nested_tables(offered_settings(found))
+    offered = offered_settings(found)
+    if found.config is not None:
+        offered |= convert_config(found.config, name=str(source)).settings | dict(found.settings)
+    settings = nested_tables(offered)
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
     typer.echo(escape_control_characters(toml_text(settings, head=head, comment=lambda _: None)), nl=False)
     if "model" not in settings:

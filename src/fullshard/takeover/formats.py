@@ -4,10 +4,10 @@ from pathlib import Path
 from types import ModuleType
 
 from fullshard.errors import CheckpointError, SpecError
-from fullshard.takeover import dcp, torch_files
+from fullshard.takeover import dcp, torch_files, zero
 from fullshard.takeover.source import ForeignCheckpoint
 
-READERS: dict[str, ModuleType] = {"dcp": dcp, "torch": torch_files}
+READERS: dict[str, ModuleType] = {"deepspeed": zero, "dcp": dcp, "torch": torch_files}
 """Reader modules by the names that `--format` takes: each has `recognises(path)` and `open_source(path)`."""
 
 
@@ -21,6 +21,6 @@ def open_foreign_checkpoint(path: Path, *, format_name: str = "auto") -> Foreign
         raise CheckpointError(
             f"{path} is not a checkpoint that can be taken over.",
             got="no such file or directory" if not path.exists() else None,
-            fix="the directory with .metadata or trainer_state.json in it, or a file of torch.save",
+            fix="the directory with .metadata, trainer_state.json or latest in it, or a file of torch.save",
         )
     return reader.open_source(path)

@@ -107,6 +107,7 @@ class ForeignCheckpoint:
     groups: the optimizer's parameter groups
     schedule_position: number of steps that the learning rate schedule took, or None
     settings: {dotted key of run.toml: value} that the source holds, for the offered run.toml
+    config: text of the trainer's own settings, for `fullshard convert`, or None
     version: version of the library that wrote it, or None
     notes: sentences for the report about what was not taken, and why
     """
@@ -124,5 +125,6 @@ class ForeignCheckpoint:
     groups: tuple[ForeignGroup, ...] = ()
     schedule_position: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    config: str | None = None
     version: str | None = None
     notes: tuple[str, ...] = ()

@@ -1,0 +1,374 @@
+"""DeepSpeed's checkpoints: ZeRO-1, ZeRO-2, ZeRO-3, BF16_Optimizer, and the universal form.
+
+[Note: layouts] Each rank keeps flat vectors of fp32 master weights, of `exp_avg` and of `exp_avg_sq`.
+
+ZeRO-1, ZeRO-2, BF16_Optimizer: one vector for each parameter group, padded and cut into equal parts. A
+parameter may lie in several parts.
+
+    group 0:  [ embed.weight | up.weight | down.we ][ ight | head.weight | padding ]
+                             rank 0                              rank 1
+
+ZeRO-3: each parameter is cut into equal parts, of which the last is padded. A rank's vector has its parts of
+the parameters of a sub-group. A parameter group lists the numbers of its sub-groups.
+
+    sub-group 0:  [ embed.weight 1/2 | up.weight 1/2 ][ embed.weight 2/2, padding | up.weight 2/2, padding ]
+                                 rank 0                                     rank 1
+
+Universal: one file for each parameter and kind of vector, without ranks.
+
+[Note: order of parameters] `param_shapes` has the order of the flat vectors. With round_robin_gradients,
+`param_slice_mappings` has another (DeepSpeed 0.19.8), and with it the universal form. So the mappings are not
+used, and master weights are compared with the weights of the model's file when they are read.
+"""
+
+import json
+import math
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system.small_files import VALUE_BYTES, read_text
+from fullshard.takeover.optimizer_state import check_same_step, make_group, split_steps, state_tensors
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
+from fullshard.takeover.stand_ins import read_torch_file
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_UNIVERSAL = "zero"
+_MASTER = "fp32"
+_PARALLEL = ("layer_", "expert_", "expp_rank_")  # begin the files of pipeline stages and of experts
+_CLASSES = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+_DAMAGE = (
+    *(LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError),
+    *(OSError, zipfile.BadZipFile),
+)
+_Groups = Sequence[Mapping[str, Sequence[int]]]
+"""{parameter: shape} of each flat vector, in the order of the vector."""
+_Slice = tuple[int, int]
+"""(begin, number of elements) in a flat vector of a rank."""
+_Tensors = dict[str, LazyTensor]
+
+
+def recognises(path: Path) -> bool:
+    """Returns whether `path` is a checkpoint of DeepSpeed, or a directory with the file `latest`."""
+    directory = _find_checkpoint(path)
+    return directory.is_dir() and any(_MODEL_FILE.fullmatch(one.name) for one in directory.iterdir())
+
+
+def open_source(path: Path) -> ForeignCheckpoint:
+    """Opens a checkpoint of DeepSpeed. Its tensors are joined from mapped files when they are read.
+
+    Raises CheckpointError for parts of tensor, pipeline or expert parallelism, and for files that do not
+    belong together; DamagedCheckpointError for missing and damaged files.
+    """
+    directory = _find_checkpoint(path)
+    try:
+        return _open_directory(directory)
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(
+            f"{directory} is not as DeepSpeed writes checkpoints.",
+            got=f"{type(error).__name__}: {error}",
+            why="a file is damaged, or of a version that is not known here",
+            fix="the checkpoint before it",
+        ) from error
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """Returns `path`, or the directory in it that its file `latest` names."""
+    for file in (path / "latest", path / "latest_universal"):
+        if file.is_file():
+            tag = read_text(file, most_bytes=VALUE_BYTES).strip()
+            if Path(tag).name != tag:
+                raise DamagedCheckpointError(f"{file} names no directory beside it.", got=tag)
+            return path / tag
+    return path
+
+
+def _open_directory(directory: Path) -> ForeignCheckpoint:
+    _check_is_not_parallel(directory)
+    files = _find_rank_files(directory, _MODEL_FILE)
+    models = [_read_rank_file(one) for one in files]
+    model = models[0]
+    is_universal = (directory / _UNIVERSAL).is_dir()
+    found = _open_universal(directory, model) if is_universal else _open_ranks(directory, models)
+    steps = {(int(one["global_steps"]), int(one["skipped_steps"])) for one in models}
+    if len(steps) > 1:
+        got = f"global_steps, skipped_steps = {sorted(steps)}"
+        raise CheckpointError(f"{directory} mixes several steps.", got=got, fix="the files of one step")
+    ((step, skipped),) = steps
+    schedule = model.get("lr_scheduler") or {}
+    begun = schedule.get("last_batch_iteration")  # counts from 0; last_epoch of torch from 1
+    samples = int(model.get("global_samples", 0))
+    is_of_trainer = (directory.parent / "config.json").is_file()  # of transformers
+    settings: dict[str, Any] = {"model.hf": str(directory.parent)} if is_of_trainer else {}
+    settings |= {"train.global_batch": samples // step} if step and samples and samples % step == 0 else {}
+    found = replace(
+        found,
+        files=(*files, *found.files),
+        weights=_join_weights(models, {name: state[_MASTER] for name, state in found.moments.items()}),
+        moments={n: {k: v for k, v in state.items() if k != _MASTER} for n, state in found.moments.items()},
+        step=step,
+        parameter_steps=found.parameter_steps or dict.fromkeys(found.moments, float(step - skipped)),
+        skipped_steps=skipped,
+        schedule_position=schedule.get("last_epoch") if begun is None else begun + 1,
+        settings=settings,
+        config=json.dumps(model["ds_config"]) if model.get("ds_config") else None,
+        version=model.get("ds_version"),
+        notes=(f"{samples} samples were trained on", *found.notes),
+    )
+    check_same_step(found, step - skipped, where=f"global_steps - skipped_steps of {files[0].name}")
+    return found
+
+
+def _check_is_not_parallel(directory: Path) -> None:
+    """Raises CheckpointError if the directory has files of tensor, pipeline or expert parallel parts."""
+    for path in sorted(directory.iterdir()):
+        match = _MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name)
+        if path.name.startswith(_PARALLEL) or (match is not None and int(match[2]) > 0):
+            raise CheckpointError(
+                f"{directory} has parts of tensor, pipeline or expert parallelism.",
+                got=path.name,
+                why="these parts are not joined here",
+                fix="its universal form (ds_to_universal), which has whole tensors",
+            )
+
+
+def _find_rank_files(directory: Path, name: re.Pattern[str], *, ranks: int | None = None) -> list[Path]:
+    """Returns the files with this `name` in the order of ranks, one of each rank.
+
+    ranks: number of ranks; None for those up to the last one that has a file
+
+    Raises DamagedCheckpointError if a rank has none or two, or if there are more.
+    """
+    matches = [match for one in directory.iterdir() if (match := name.fullmatch(one.name)) is not None]
+    found = sorted((int(match[1] or 0), directory / match[0]) for match in matches)
+    counts = Counter(rank for rank, _ in found)
+    expected = range(max(counts, default=0) + 1 if ranks is None else ranks)
+    wrong = [rank for rank in counts if counts[rank] != (rank in expected)]
+    wrong += [next(rank for rank in expected if rank not in counts)] if len(found) < len(expected) else []
+    if wrong:
+        kind = "model" if name is _MODEL_FILE else "optimizer"
+        raise DamagedCheckpointError(
+            f"{directory} does not have one {kind} file per rank.",
+            got=f"{counts[wrong[0]]} of rank {wrong[0]}; {len(expected)} ranks",
+            why="each rank wrote a file with its own parts",
+            fix="the files of all ranks of one checkpoint in the directory",
+        )
+    return [path for _, path in found]
+
+
+def _read_rank_file(path: Path) -> Any:
+    """Returns the content of a file. Raises CheckpointError if it was saved under the name of another."""
+    content = read_torch_file(path, classes=_CLASSES)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:  # torch.save names its records after the file
+            saved_as = archive.namelist()[0].partition("/")[0] + path.suffix
+        if saved_as != path.name and (_OPTIMIZER_FILE.fullmatch(saved_as) or _MODEL_FILE.fullmatch(saved_as)):
+            raise CheckpointError(f"{path} is not its own file.", got=f"saved as {saved_as}", fix="that name")
+    return content
+
+
+def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> ForeignCheckpoint:
+    """Returns the state in the optimizer files of all ranks, with master weights among the moments."""
+    if models[0].get("optimizer") is not None:
+        fix = "one more checkpoint with zero_optimization.stage = 1"
+        raise CheckpointError(f"{directory} was written without ZeRO.", fix=fix)
+    files = _find_rank_files(directory, _OPTIMIZER_FILE)
+    states = [_read_rank_file(path)["optimizer_state_dict"] for path in files]
+    stage = states[0].get("zero_stage", 1)  # BF16_Optimizer has none, and the layout of ZeRO-1
+    stage = int(getattr(stage, "args", [stage])[0])
+    count = states[0]["partition_count"]
+    ranks = int(count if isinstance(count, int) else max(count))
+    files = _find_rank_files(directory, _OPTIMIZER_FILE, ranks=ranks)
+    _find_rank_files(directory, _MODEL_FILE, ranks=ranks if stage == 3 else 1)
+    optimizers = [one["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for one in states]
+    masters = [one["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for one in states]
+    if isinstance(optimizers[0], list):
+        raise CheckpointError(f"{directory} is an elastic checkpoint.", fix="elastic_checkpoint = false")
+    vectors, steps = _read_vectors(files, masters=masters, optimizers=optimizers)
+    groups: _Groups = models[0]["param_shapes"]
+    tensors: dict[str, _Tensors] = {}
+    for number, shapes in enumerate(groups):
+        own = [one[number] for one in vectors]
+        if stage == 3:
+            slices = [_zero3_slices(shapes, rank=rank, ranks=ranks) for rank in range(ranks)]
+            size = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+            sizes = {one.shape[0] for vector in own for one in vector.values()}
+            if sizes != {size}:
+                raise _other_size_error(", ".join(shapes), got=f"vectors of {sizes} elements, not {size}")
+        else:
+            paddings = states[0].get("param_alignment_paddings")
+            padding = paddings[number] if paddings else [0] * len(shapes)
+            slices = [_zero1_slices(shapes, padding, rank=rank, vectors=one) for rank, one in enumerate(own)]
+        for name, shape in shapes.items():
+            tensors[name] = _join_parts(name, tuple(shape), [one[name] for one in slices], vectors=own)
+    scale = (getattr(states[0].get("loss_scaler"), "state", None) or {}).get("cur_scale", 1)
+    return ForeignCheckpoint(
+        format=f"DeepSpeed ZeRO-{stage}" if "zero_stage" in states[0] else "DeepSpeed BF16_Optimizer",
+        files=tuple(files),
+        weights={},
+        moments=tensors,
+        step=0,
+        parameter_steps=dict.fromkeys(tensors, max(steps.values())) if steps else {},
+        groups=_make_groups(groups, optimizers[0]),
+        notes=(f"the loss scale was {scale:g}; the fp32 weights are taken",) if scale != 1 else (),
+    )
+
+
+def _read_vectors(
+    files: Sequence[Path], *, masters: Sequence[Sequence[Tensor]], optimizers: Sequence[Mapping[str, Any]]
+) -> tuple[list[list[_Tensors]], dict[str, float]]:
+    """Returns ({`fp32`, `exp_avg`, …: vector} of each rank and group, counts of steps).
+
+    Raises CheckpointError if the counts differ.
+    """
+    table: dict[str, _Tensors] = {}
+    for path, own, optimizer in zip(files, masters, optimizers, strict=True):
+        steps = {number: one.get("step") for one in optimizer["param_groups"] for number in one["params"]}
+        for number, master in enumerate(own):
+            state = {"step": steps[number]} | optimizer["state"].get(number, {}) | {_MASTER: master}
+            table[f"group {number} of {path.name}"] = state_tensors(state)
+    vectors, counts = split_steps(table)
+    rest = iter(vectors.values())
+    return [[next(rest) for _ in own] for own in masters], counts
+
+
+def _zero1_slices(
+    shapes: Mapping[str, Sequence[int]], paddings: Sequence[int], *, rank: int, vectors: _Tensors
+) -> dict[str, _Slice]:
+    """Returns where parameters lie in a rank's part of ZeRO-1 or ZeRO-2. See [Note: layouts].
+
+    paddings: number of elements after each parameter, for its alignment
+    """
+    size = max(one.shape[0] for one in vectors.values())  # masters lack the padding at the end
+    slices: dict[str, _Slice] = {}
+    begin = -rank * size
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        end = begin + math.prod(shape)
+        slices[name] = (max(begin, 0), max(0, min(end, size) - max(begin, 0)))
+        begin = end + padding
+    return slices
+
+
+def _zero3_slices(shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int) -> dict[str, _Slice]:
+    """Returns where a rank's parts of parameters lie in its vector of ZeRO-3, without their padding."""
+    slices: dict[str, _Slice] = {}
+    begin = 0
+    for name, shape in shapes.items():
+        part = -(-math.prod(shape) // ranks)
+        slices[name] = (begin, max(0, min(part, math.prod(shape) - rank * part)))
+        begin += part
+    return slices
+
+
+def _join_parts(
+    name: str, shape: tuple[int, ...], slices: Sequence[_Slice], *, vectors: Sequence[_Tensors]
+) -> _Tensors:
+    """Returns {`fp32`, `exp_avg`, …: tensor} of a parameter. Raises DamagedCheckpointError if parts lack.
+
+    slices: its place in the `vectors` of each rank
+    """
+    parts = [(own, begin, size) for own, (begin, size) in zip(vectors, slices, strict=True) if size]
+    found = [min(one.shape[0] - begin, size) for own, begin, size in parts for one in own.values()]
+    listed, wanted = sum(size for *_, size in parts), math.prod(shape)
+    if listed != wanted or sum(found) != wanted * len(vectors[0]):
+        got = f"{min(listed, sum(found) // max(1, len(vectors[0])))} of its {wanted} elements"
+        raise _other_size_error(name, got=got)
+
+    def read(key: str) -> Tensor:
+        pieces = [own[key].read()[begin : begin + size] for own, begin, size in parts]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(shape)
+
+    return {key: LazyTensor(shape, one.dtype, partial(read, key)) for key, one in vectors[0].items()}
+
+
+def _other_size_error(name: str, *, got: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"the files of all ranks do not hold all of {name}.",
+        got=got,
+        why="a file is damaged or of another checkpoint, or its optimizer state is on an NVMe drive",
+        fix="all files of one checkpoint",
+    )
+
+
+def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpoint:
+    """Returns the state in `zero/NAME/*.pt` and `zero/optimizer_state.pt`, with masters among the moments."""
+    file = directory / _UNIVERSAL / "optimizer_state.pt"
+    files = sorted((directory / _UNIVERSAL).glob("*/*.pt"))
+    states: dict[str, dict[str, Any]] = {}
+    for path in files:
+        content = read_torch_file(path)
+        value = content["param"].reshape(-1) if isinstance(content, dict) else content  # flat after ZeRO-3
+        states.setdefault(path.parent.name, {})[path.stem] = value
+    groups: _Groups = model["param_shapes"]
+    tensors, steps = split_steps({name: state_tensors(state) for name, state in states.items()})
+    moments: dict[str, _Tensors] = {}  # frozen and shared parameters have a directory there too
+    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
+        state = tensors.get(name, {})
+        size = state[_MASTER].shape[0] if _MASTER in state else 0
+        moments[name] = _join_parts(name, tuple(shape), [(0, size)], vectors=[state])
+    return ForeignCheckpoint(
+        format="DeepSpeed universal",
+        files=(*files, file),
+        weights={},
+        moments=moments,
+        step=0,
+        parameter_steps=steps,
+        groups=_make_groups(groups, read_torch_file(file, classes=_CLASSES)),
+    )
+
+
+def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[ForeignGroup, ...]:
+    """Returns parameter groups, which list the numbers of their flat vectors."""
+    entries = optimizer["param_groups"]
+    return tuple(make_group([name for i in one["params"] for name in groups[i]], one) for one in entries)
+
+
+def _join_weights(models: Sequence[Mapping[str, Any]], masters: _Tensors) -> _Tensors:
+    """Returns master weights, buffers, frozen parameters, and the further names of shared parameters."""
+    model, module, ranks = models[0], models[0]["module"], len(models)
+    weights = {name: _compare_when_read(name, one, module.get(name)) for name, one in masters.items()}
+    frozen = model.get("frozen_param_shapes") or {}
+    shared: Mapping[str, str] = model.get("shared_params") or {}
+    for name in sorted(module.keys() - weights.keys() - shared.keys()):
+        shape = tuple(frozen.get(name, module[name].shape))
+        if module[name].shape == shape:
+            weights[name] = LazyTensor.from_tensor(module[name])
+        else:  # ZeRO-3 keeps parts of frozen parameters in the models' files, and an empty tensor here
+            parts = [{_MASTER: LazyTensor.from_tensor(one["frozen_param_fragments"][name])} for one in models]
+            slices = [_zero3_slices({name: shape}, rank=rank, ranks=ranks)[name] for rank in range(ranks)]
+            weights[name] = _join_parts(name, shape, slices, vectors=parts)[_MASTER]
+    return weights | {alias: weights[name] for alias, name in shared.items()}
+
+
+def _compare_when_read(name: str, master: LazyTensor, weight: Tensor | None) -> LazyTensor:
+    """Returns a master weight that is compared with the model's `weight`, if that is whole, when read."""
+    if weight is None or tuple(weight.shape) != master.shape:
+        return master
+
+    def read() -> Tensor:
+        found = master.read()
+        if not torch.equal(found.to(weight.dtype), weight):
+            raise CheckpointError(
+                f"{name} differs between the model's file and the optimizer's files.",
+                why="files of several steps or ranks are mixed, or its place in the flat vectors is another",
+                fix="all files of one checkpoint; with round_robin_gradients, not its universal form",
+            )
+        return found
+
+    return replace(master, read=read)
