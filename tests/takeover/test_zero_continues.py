@@ -98,7 +98,7 @@ def test_taken_over_steps_equal_those_of_an_unsharded_model(name: str, ranks: in
 
 def make_snapshot_of(path: Path) -> tuple[Snapshot, ImportTarget]:
     target, found = ImportTarget.of_run(RUN), zero.open_source(path)
-    return make_snapshot(found, match_names(found, target.model), target), target
+    return make_snapshot(found, match_names(found, target.model), target=target), target
 
 
 def continue_on_rank(directory: str) -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -137,5 +137,5 @@ def test_second_moments_that_are_a_copy_of_the_first_are_refused(tmp_path: Path)
     directory = Path(shutil.copytree(FIXTURES / "zero2_round_robin", tmp_path / "copy")) / "global_step3"
     for path in directory.glob("zero_*"):
         rewrite(path, make_equal)
-    with pytest.raises(CheckpointError, match="exp_avg and exp_avg_sq of"):
+    with pytest.raises(CheckpointError, match="are equal in the source"):
         read_all(make_snapshot_of(directory)[0])

@@ -216,7 +216,7 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
             padding = paddings[number] if paddings else [0] * len(shapes)
             slices = [_zero1_slices(shapes, padding, rank=rank, vectors=one) for rank, one in enumerate(own)]
         for name, shape in shapes.items():
-            tensors[name] = _join_parts(name, tuple(shape), [one[name] for one in slices], vectors=own)
+            tensors[name] = _join_parts(name, tuple(shape), slices=[one[name] for one in slices], vectors=own)
     scale = (getattr(states[0].get("loss_scaler"), "state", None) or {}).get("cur_scale", 1)
     return ForeignCheckpoint(
         format=f"DeepSpeed ZeRO-{stage}" if "zero_stage" in states[0] else "DeepSpeed BF16_Optimizer",
@@ -277,7 +277,7 @@ def _zero3_slices(shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int)
 
 
 def _join_parts(
-    name: str, shape: tuple[int, ...], slices: Sequence[_Slice], *, vectors: Sequence[_Tensors]
+    name: str, shape: tuple[int, ...], *, slices: Sequence[_Slice], vectors: Sequence[_Tensors]
 ) -> _Tensors:
     """Returns {`fp32`, `exp_avg`, …: tensor} of a parameter. Raises DamagedCheckpointError if parts lack.
 
@@ -321,7 +321,7 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpo
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
         state = tensors.get(name, {})
         size = state[_MASTER].shape[0] if _MASTER in state else 0
-        moments[name] = _join_parts(name, tuple(shape), [(0, size)], vectors=[state])
+        moments[name] = _join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
     return ForeignCheckpoint(
         format="DeepSpeed universal",
         files=(*files, file),
@@ -342,7 +342,7 @@ def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[Foreign
 def _join_weights(models: Sequence[Mapping[str, Any]], masters: _Tensors) -> _Tensors:
     """Returns master weights, buffers, frozen parameters, and the further names of shared parameters."""
     model, module, ranks = models[0], models[0]["module"], len(models)
-    weights = {name: _compare_when_read(name, one, module.get(name)) for name, one in masters.items()}
+    weights = {name: _compare_when_read(name, one, weight=module.get(name)) for name, one in masters.items()}
     frozen = model.get("frozen_param_shapes") or {}
     shared: Mapping[str, str] = model.get("shared_params") or {}
     for name in sorted(module.keys() - weights.keys() - shared.keys()):
@@ -352,11 +352,11 @@ def _join_weights(models: Sequence[Mapping[str, Any]], masters: _Tensors) -> _Te
         else:  # ZeRO-3 keeps parts of frozen parameters in the models' files, and an empty tensor here
             parts = [{_MASTER: LazyTensor.from_tensor(one["frozen_param_fragments"][name])} for one in models]
             slices = [_zero3_slices({name: shape}, rank=rank, ranks=ranks)[name] for rank in range(ranks)]
-            weights[name] = _join_parts(name, shape, slices, vectors=parts)[_MASTER]
+            weights[name] = _join_parts(name, shape, slices=slices, vectors=parts)[_MASTER]
     return weights | {alias: weights[name] for alias, name in shared.items()}
 
 
-def _compare_when_read(name: str, master: LazyTensor, weight: Tensor | None) -> LazyTensor:
+def _compare_when_read(name: str, master: LazyTensor, *, weight: Tensor | None) -> LazyTensor:
     """Returns a master weight that is compared with the model's `weight`, if that is whole, when read."""
     if weight is None or tuple(weight.shape) != master.shape:
         return master
