@@ -132,6 +132,21 @@ def test_files_of_plain_values_give_the_same_tensors(name: str, copied: Callable
         torch.testing.assert_close(tensor, read_truth(name)[0][key], rtol=0, atol=0)
 
 
+def without_moments(content: Any) -> None:
+    for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        del state["exp_avg"], state["exp_avg_sq"]
+
+
+def test_weights_are_found_without_moments(copied: Callable[[str], Path]):
+    """As with SGD: the vectors of weights lack the padding that moments have."""
+    directory = copied("zero2_fp32")
+    for rank in range(3):
+        rewrite(directory / OPTIMIZER.format(rank), without_moments)
+    found, (truth, _) = read_all(zero.open_source(directory)), read_truth("zero2_fp32")
+    assert all(torch.equal(tensor, truth[name]) for name, tensor in found.items())
+    assert found.keys() == {name for name in truth if not name.startswith("exp_avg")}
+
+
 def remove(name: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).unlink()
 

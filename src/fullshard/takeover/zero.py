@@ -214,7 +214,7 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
         else:
             paddings = states[0].get("param_alignment_paddings")
             padding = paddings[number] if paddings else [0] * len(shapes)
-            slices = [_zero1_slices(shapes, padding, rank=rank, vectors=one) for rank, one in enumerate(own)]
+            slices = [_zero1_slices(shapes, padding, rank=rank, vectors=own) for rank in range(ranks)]
         for name, shape in shapes.items():
             tensors[name] = _join_parts(name, tuple(shape), slices=[one[name] for one in slices], vectors=own)
     scale = (getattr(states[0].get("loss_scaler"), "state", None) or {}).get("cur_scale", 1)
@@ -249,13 +249,13 @@ def _read_vectors(
 
 
 def _zero1_slices(
-    shapes: Mapping[str, Sequence[int]], paddings: Sequence[int], *, rank: int, vectors: _Tensors
+    shapes: Mapping[str, Sequence[int]], paddings: Sequence[int], *, rank: int, vectors: Sequence[_Tensors]
 ) -> dict[str, _Slice]:
     """Returns where parameters lie in a rank's part of ZeRO-1 or ZeRO-2. See [Note: layouts].
 
     paddings: number of elements after each parameter, for its alignment
     """
-    size = max(one.shape[0] for one in vectors.values())  # masters lack the padding at the end
+    size = max(one.shape[0] for own in vectors for one in own.values())  # the last masters lack padding
     slices: dict[str, _Slice] = {}
     begin = -rank * size
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
