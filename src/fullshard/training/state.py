@@ -82,8 +82,7 @@ class TrainState:
         ("trained"); the frozen parameters then need their values before `load`
 
     A checkpoint holds everything except the data: a source by step resumes exactly, a plain iterable
-    restarts. Raises TrainError for an optimizer that does not update the model's
-    parameters, or whose step needs a closure.
+    restarts. Raises TrainError for an optimizer of other parameters, or whose step needs a closure.
     """
 
     def __init__(
