@@ -16,7 +16,7 @@ from fullshard.takeover.formats import open_foreign_checkpoint
 from fullshard.takeover.names import match_names
 from fullshard.takeover.source import ForeignCheckpoint
 from fullshard.takeover.write import ImportTarget, make_snapshot, write_checkpoint
-from tests.takeover.tiny import RUN, STEPS
+from tests.takeover.tiny import RUN, STEPS, initial
 
 FIXTURES = Path(__file__).with_name("fixtures")
 # Parts of names in torchtitan, and in the reference decoder.
@@ -136,3 +136,23 @@ def test_settings_of_the_source_stand_beside_those_of_the_run(tmp_path: Path) ->
         settings = list(target.compare_settings(matched, step=source.step))
         assert {one.key for one in settings if one.differs} == differ
         assert {one.key for one in settings} == {"learning rate", "weight decay", "betas", "eps"}
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_momentum_is_taken_over_for_the_optimizers_that_have_it(name: str, tmp_path: Path) -> None:
+    text = RUN.replace("betas = [0.9, 0.999]", f'name = "{name}"')
+    text += "[optimizer.options]\nmomentum = 0.9\n" if name == "sgd" else ""
+    target = ImportTarget.of_run(run_of(tmp_path, text))
+    model, state = initial(), dict[str, dict[str, torch.Tensor]]()
+    for own, one in model.named_parameters():
+        state[own] = {key: torch.rand_like(one) for key in target.state_keys(own)}
+    entries = {"optimizer": {"state": state, "param_groups": []}, "step": STEPS}
+    torch.save({"model": model.state_dict()} | entries, tmp_path / "one.pt")
+    source = open_foreign_checkpoint(tmp_path / "one.pt")
+    snapshot = make_snapshot(source, match_names(source, target.model), target=target)
+    found = read_back(snapshot, target, tmp_path / "out")
+    kinds = {own: {*one} for own, one in state.items()}
+    assert kinds["blocks.0.up.weight"] == {"momentum_buffer"}
+    assert (kinds["embed.weight"] == {"momentum_buffer"}) is (name == "sgd")
+    for own, one in state.items():
+        assert all(torch.equal(found[f"optimizer.{own}.{key}"], value) for key, value in one.items())

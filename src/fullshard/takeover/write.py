@@ -87,9 +87,10 @@ class ImportTarget:
         set_learning_rates(self.state.optimizer, self.run, step=step)
         section = self.run.optimizer
         for group in matched.groups:
-            own = {id(self.groups[name]): self.groups[name] for name in group.names if name in self.groups}
-            for one in own.values():
-                first, betas = group.names[0], one.get("betas", section.betas)
+            known = [name for name in group.names if name in self.groups]
+            for first in {id(self.groups[name]): name for name in reversed(known)}.values():
+                one = self.groups[first]
+                betas = one.get("betas", section.betas)
                 yield SettingBeside("learning rate", first, (group.learning_rate,), (float(one["lr"]),))
                 yield SettingBeside("weight decay", first, (group.weight_decay,), (one["weight_decay"],))
                 yield SettingBeside("betas", first, group.betas or (None,), betas)
