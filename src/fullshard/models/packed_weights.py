@@ -40,6 +40,7 @@ from fullshard.distributed.tensors import (
     set_linear_function,
 )
 from fullshard.errors import CheckpointError, ShardError
+from fullshard.models.adapters import reads_base_weight
 from fullshard.quantities import format_count, join_names
 from fullshard.spec.weight_map import Shape
 
@@ -364,6 +365,7 @@ def _frozen_matrices(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
                 "of experts": is_experts(module),
                 "tied": holders[id(parameter)] > 1,
                 "of other modules": type(module) is not nn.Linear or key != "weight",
+                "that their adapters read": reads_base_weight(modules.get(path.removesuffix(".base_layer"))),
                 "of routers": is_router(module, modules[outer]),
                 f"of columns that {BLOCK_COLUMNS} does not divide": parameter.shape[-1] % BLOCK_COLUMNS != 0,
             }

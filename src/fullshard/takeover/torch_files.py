@@ -14,7 +14,7 @@ from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.takeover import dcp, optimizer_state, rank_files
 from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.takeover.stand_ins import read_torch_file
-from fullshard.weights.files import find_weights_file, open_pretrained_files
+from fullshard.weights.files import FileTensor, find_weights_file, open_pretrained_files
 
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
@@ -135,7 +135,8 @@ def _read_weights(path: Path) -> tuple[dict[str, LazyTensor], tuple[Path, ...]]:
     file = next((path / one for one in _WEIGHT_FILES if (path / one).is_file()), None)
     if file is not None and find_weights_file(path) is None:
         return optimizer_state.state_tensors(read_torch_file(file)), (file,)
-    tensors = open_pretrained_files(path).tensors
+    every = open_pretrained_files(path).tensors
+    tensors = {name: one for name, one in every.items() if isinstance(one, FileTensor)}
     files = {one.file: path / one.file for one in tensors.values()}
     handles = {name: safe_open(file, framework="pt") for name, file in files.items()}
     return {

@@ -29,9 +29,9 @@ from fullshard.takeover.names import MatchedCheckpoint
 from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.training.groups import make_parameter_groups
 from fullshard.training.learning_rates import set_learning_rates
-from fullshard.training.muon import KIND
 from fullshard.training.resume import settings_that_affect_results
 from fullshard.training.state import StepCounts, TrainedWith, TrainState
+from fullshard.training.whole_matrices import KIND
 
 _ADAM, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "MuonAdamW", "sgd": "SGD"}
