@@ -151,6 +151,12 @@ def test_a_model_without_such_matrices_is_refused() -> None:
         pack_frozen_weights(nn.ModuleList([nn.Linear(60, 4)]).requires_grad_(False), "nf4")
 
 
+def test_an_input_that_was_cast_to_the_dtype_of_bytes_is_refused_by_name() -> None:
+    model = pack_frozen_weights(nn.ModuleList([nn.Linear(64, 4)]).requires_grad_(False), "nf4")
+    with pytest.raises(ShardError, match=r"the input of 0\.weight was cast to uint8"):
+        model[0](torch.ones(2, 64, dtype=torch.uint8))
+
+
 # Matmuls #
 def dequantised(run: Run) -> nn.Module:
     """The unsharded model of `run`, with matrices in the place of packed bytes."""
