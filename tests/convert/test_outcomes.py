@@ -66,12 +66,15 @@ OUTCOMES = {
     (AXOLOTL, "tokenizer_config: other/tokenizer"): LOST,
     (AXOLOTL, "s2_attention: true"): LOST,
     (AXOLOTL, "sdp_attention: true"): NOT_NEEDED,
-    (AXOLOTL, "peft_use_dora: true"): LOST,
-    (AXOLOTL, "peft_use_dora: false"): NOT_NEEDED,
+    (AXOLOTL, "peft_use_dora: true"): "adapter.options={'use_dora': True}",
     (AXOLOTL, "peft_init_lora_weights: pissa"): LOST,
     (AXOLOTL, "peft_init_lora_weights: gaussian"): "adapter.options={'init_lora_weights': 'gaussian'}",
     (AXOLOTL, "peft_use_rslora: true"): "adapter.options={'use_rslora': True}",
-    (TRAINER, "use_dora: true"): LOST,
+    (AXOLOTL, "peft_use_rslora: true\npeft_use_dora: true"): (
+        "adapter.options={'use_rslora': True, 'use_dora': True}"
+    ),
+    (AXOLOTL, "bnb_config_kwargs: {bnb_4bit_quant_type: fp4}"): LOST,
+    (TRAINER, "use_dora: true"): "adapter.options={'use_dora': True}",
     (AXOLOTL, "early_stopping_patience: 3"): LOST,
     (AXOLOTL, "eval_steps: 0.1"): "train.validate_every=0.1",
     (TRAINER, "group_by_length: true"): LOST,

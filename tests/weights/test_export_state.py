@@ -320,6 +320,7 @@ def test_groups_get_all_entries_of_the_adamw_of_torch(tmp_path: Path) -> None:
     ("values", "why"),
     [
         ({"optimizer": "MuonAdamW"}, "MuonAdamW"),
+        ({"optimizer": "SoapAdamW"}, "SoapAdamW"),
         ({"optimizer": "Adafactor"}, "Adafactor"),
         ({"parameter_groups": None}, "its groups are not recorded"),
     ],
@@ -332,6 +333,13 @@ def test_an_optimizer_that_nothing_else_loads_is_refused_by_name(
         exported(directory, tmp_path / "out", "dcp")
     assert not (tmp_path / "out").exists()
     exported(directory, tmp_path / "out", "dcp", optimizer=False)
+
+
+def test_a_packed_base_is_refused_by_name(tmp_path: Path) -> None:
+    packing = {"format": "nf4", "block_columns": 64, "names": ["a.weight"]}
+    directory = saved_state(tmp_path / "run", packed_weights=packing)
+    with pytest.raises(CheckpointError, match="packed base"):
+        exported(directory, tmp_path / "out", "torch", optimizer=False)
 
 
 def test_averages_are_refused_with_an_optimizer(tmp_path: Path) -> None:

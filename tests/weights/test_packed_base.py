@@ -169,3 +169,7 @@ def test_a_base_in_another_format_is_refused_by_name(ranks: Ranks, tmp_path: Pat
     run = plan_with(tmp_path, f"adapter.base_dtype={other}").run
     with pytest.raises(CheckpointError, match="adapter.base_dtype: nf4 in the checkpoint"):
         check_can_continue(run, build_model(run), manifest=manifest)
+    manifest.values["packed_weights"]["names"].pop()
+    same = plan_with(tmp_path).run
+    with pytest.raises(CheckpointError, match="nf4 of other matrices"):
+        check_can_continue(same, build_model(same), manifest=manifest)

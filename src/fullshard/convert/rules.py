@@ -150,9 +150,18 @@ class ConversionState:
         return count
 
     def record_setting(self, key: str, target: str, *, value: Any, why: str = "") -> None:
-        """Sets `target` of run.toml to `value`. If another value is set already, `key` is not supported."""
+        """Sets `target` of run.toml to `value`, or adds a table's other keys to it.
+
+        If another value is set already, `key` is not supported.
+        """
         before = self.settings.setdefault(target, value)
-        if before != value:
+        if (
+            isinstance(before, dict)
+            and isinstance(value, dict)
+            and before.keys().isdisjoint(cast(Any, value))
+        ):
+            self.settings[target] = {**cast(Any, before), **value}
+        elif before != value:
             first = self.origins.get(target, "something else")
             self.record_unsupported(key, f"{first} has set {target} = {before!r} already", misses=target)
             return
@@ -388,15 +397,7 @@ def apply_rules(state: ConversionState, rules: Rules) -> None:
             if rule.not_needed:
                 state.record_not_needed(key, rule.not_needed)
             elif rule.unsupported:
-                value = state.get(key)
-                switch = state.get(_key_of_switch(key, rule))
-                is_off = is_one_of_same_type(value, (None, *rule.unless))
-                if not (is_true_yes_on(switch) if rule.switch else not is_off):
-                    state.record_not_needed(key, "as it is here")
-                elif rule.misses and value == AUTO:
-                    state.record_auto_value(key, rule.misses)
-                else:
-                    state.record_unsupported(key, rule.unsupported, misses=rule.misses)
+                _apply_unsupported_rule(state, key, rule=rule)
             else:
                 _apply_rule_with_setting(state, key, rule=rule)
 
@@ -412,6 +413,18 @@ def convert_tracker_switches(state: ConversionState, switch_pattern: str) -> Non
 def list_exact_keys(rules: Iterable[str]) -> list[str]:
     """Returns the keys of `rules` that are not patterns, which are suggested for misspelled keys."""
     return [key for key in rules if not {*"*?"} & {*key}]
+
+
+def _apply_unsupported_rule(state: ConversionState, key: str, *, rule: KeyRule) -> None:
+    value = state.get(key)
+    switch = state.get(_key_of_switch(key, rule))
+    is_off = is_one_of_same_type(value, (None, *rule.unless))
+    if not (is_true_yes_on(switch) if rule.switch else not is_off):
+        state.record_not_needed(key, "as it is here")
+    elif rule.misses and value == AUTO:
+        state.record_auto_value(key, rule.misses)
+    else:
+        state.record_unsupported(key, rule.unsupported, misses=rule.misses)
 
 
 def _key_of_switch(key: str, rule: KeyRule) -> str:

@@ -85,14 +85,18 @@ def _train_and_return_if_interrupted(job: TrainJob) -> bool:
         with suppress(TrainError):  # its figures may be what failed
             _record_pending_step(job)
         if job.state.counts.skipped_in_a_row:
-            job.checkpoints.wait_for_saves()
-            before = job.checkpoints.last or (f"step {job.first_step - 1}" if job.first_step > 1 else None)
-            start = f"--resume starts at {before}, from before the skipped steps" if before else ""
-            fix = f"{error.fix}; {start or 'nothing was saved'}"
-            raise TrainError(error.what, got=error.got, why=error.why, fix=fix) from error
+            raise _add_checkpoint_before_skips(error, job) from error
         raise
     _record_pending_step(job)
     return interrupted
+
+
+def _add_checkpoint_before_skips(error: TrainError, job: TrainJob) -> TrainError:
+    """Returns `error`, which ended a run in skipped steps, with the checkpoint that a restart begins with."""
+    job.checkpoints.wait_for_saves()
+    before = job.checkpoints.last or (f"step {job.first_step - 1}" if job.first_step > 1 else None)
+    start = f"--resume starts at {before}, from before the skipped steps" if before else "nothing was saved"
+    return TrainError(error.what, got=error.got, why=error.why, fix=f"{error.fix}; {start}")
 
 
 def _run_steps_and_return_if_interrupted(job: TrainJob) -> bool:

@@ -278,11 +278,14 @@ def packed_weights_in_record(record: JsonValue, shapes: Mapping[str, Shape]) -> 
 
 def check_same_packing(model: nn.Module, record: JsonValue) -> None:
     """Raises CheckpointError if the checkpoint with this `record` is of a base in another format."""
-    before, now = (_values_of_record(one)[0] or "not packed" for one in (record, packing_record(model)))
-    if before != now:
+    current = packing_record(model)
+    if record != current:
+        before, now = (_values_of_record(one)[0] or "not packed" for one in (record, current))
         raise CheckpointError(
             "the run cannot continue: its frozen base is another.",
-            got=f"adapter.base_dtype: {before} in the checkpoint, {now} here",
+            got=f"adapter.base_dtype: {before} in the checkpoint, {now} here"
+            if before != now
+            else f"{before} of other matrices in the checkpoint than here",
             why="the adapters were trained with the rounding of that base",
             fix="adapter.base_dtype as it was, or another run.dir to start over",
         )

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.distributed.collectives import DirectAllGather, EmptyBuffers
 from fullshard.distributed.compression import (
+    CommunicationHook,
     CompressedCommunication,
     UnitCommunication,
     gather_rows,
@@ -135,20 +136,26 @@ def install_hook(
         hook = CompressedCommunication(section, near=settings.near_degree, seed=seed % 2**63)
         gathers, reduces = section.gather != "auto", section.changes_sums
     else:
-        hook = cast(Callable[[], Any], import_callable(section.hook, key="communication.hook"))()
-        methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(hook, name, None))}
-        if not methods & {"gather", "reduce"} or "wire_bytes" not in methods:
-            raise SpecError(
-                f"communication.hook = {section.hook!r} is not a hook.",
-                got=f"an object with {', '.join(sorted(methods)) or 'none of its methods'}",
-                fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
-            )
+        hook = _import_hook(section.hook)
         gathers, reduces = hasattr(hook, "gather"), hasattr(hook, "reduce")
     if gathers:
         unit.set_custom_all_gather(cast(Any, HookedAllGather(hook)))
     if reduces:
         unit.set_custom_reduce_scatter(cast(Any, HookedReduceScatter(hook)))
     return hook
+
+
+def _import_hook(dotted: str) -> CommunicationHook:
+    """Returns an instance of the class `package.module:Class`. Raises SpecError unless it is a hook."""
+    made = cast(Callable[[], Any], import_callable(dotted, key="communication.hook"))()
+    methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(made, name, None))}
+    if not methods & {"gather", "reduce"} or "wire_bytes" not in methods:
+        raise SpecError(
+            f"communication.hook = {dotted!r} is not a hook.",
+            got=f"an object with {', '.join(sorted(methods)) or 'none of its methods'}",
+            fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
+        )
+    return made
 
 
 def set_hooks(model: nn.Module, hooks: Mapping[str, UnitCommunication]) -> None:

@@ -1,4 +1,4 @@
-"""Finds the matrices of a model's repeated blocks that Muon orthogonalises by default."""
+"""Finds the matrices of a model's repeated blocks that Muon or SOAP updates by default."""
 
 import re
 

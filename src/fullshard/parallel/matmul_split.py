@@ -116,7 +116,7 @@ class MatmulSplit:
         begin = self.rank // (self.ranks // kv_heads) * rows
         self.compute_with_rows_only(projection, [slice(begin, begin + rows)])
 
-    def own_rows_of_packed_weight(self, linear: Any, *, parts: int) -> list[slice]:
+    def own_rows_of_fused_weight(self, linear: Any, *, parts: int) -> list[slice]:
         """Returns this rank's rows of each of the equal `parts` of a packed weight."""
         whole = linear.out_features // parts
         own = whole // self.ranks

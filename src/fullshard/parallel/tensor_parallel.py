@@ -196,7 +196,7 @@ def _apply_styles(styled: Iterable[StyledModule], split: MatmulSplit) -> None:
         elif style.startswith("colwise_heads_"):
             split.divide_kv_projection(module, kv_heads=int(number))
         elif style != _WHOLE:
-            split.compute_with_rows_only(module, split.own_rows_of_packed_weight(module, parts=int(number)))
+            split.compute_with_rows_only(module, split.own_rows_of_fused_weight(module, parts=int(number)))
 
 
 def _iterate_styled_modules(model: nn.Module, styles: Mapping[str, str]) -> Iterator[StyledModule]:

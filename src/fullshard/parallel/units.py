@@ -87,15 +87,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
             unit = owners[name.rpartition(".")[0]] or units[-1]
             unit.parameters[name] = parameter
     units = [unit for unit in units if unit.parameters or unit.is_root]
-    for override in section.overrides:
-        own = [unit for unit in units if any(fnmatchcase(n, override.match) for n in unit.name.split("+"))]
-        for unit in own:
-            unit.override = override
-        if not own:
-            raise ShardError(
-                f"sharding.units.overrides: no unit matches {override.match!r}.",
-                fix=f"one of {', '.join(unit.name for unit in units[:6])}",
-            )
+    _set_overrides(units, section.overrides)
     recomputed = {m for b in find_recompute_and_compile_blocks(model, units=units) for m in b.modules()}
     for unit in units:
         unit.is_embedding = _is_single_embedding(unit) and unit.modules[0] not in recomputed
@@ -390,3 +382,16 @@ def _units_inside_each_unit(paths: NamedModules, units: Sequence[Unit]) -> dict[
             found |= new
             left += new
     return inside
+
+
+def _set_overrides(units: Sequence[Unit], overrides: Sequence[UnitOverride]) -> None:
+    """Sets each unit's override, the last that matches. Raises ShardError for one that matches no unit."""
+    for override in overrides:
+        own = [unit for unit in units if any(fnmatchcase(n, override.match) for n in unit.name.split("+"))]
+        for unit in own:
+            unit.override = override
+        if not own:
+            raise ShardError(
+                f"sharding.units.overrides: no unit matches {override.match!r}.",
+                fix=f"one of {', '.join(unit.name for unit in units[:6])}",
+            )

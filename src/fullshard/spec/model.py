@@ -59,7 +59,7 @@ class ParamSpec(FrozenModel):
     itemsize: bytes per element in the module. Under a plan, shards of trained parameters have its master
         dtype, and computation its param dtype.
     is_gathered_in_fp8: True if it is gathered in fp8, one byte per element
-    is_hidden_matrix: True if Muon updates it by default: see `parallel.hidden_matrices`
+    is_hidden_matrix: True if Muon or SOAP updates it by default: see `parallel.hidden_matrices`
     aliases: other names of a tied parameter
     divided_dim: the dim that ranks divide which share matmuls or experts; None if each of them has all of it
     packed_columns: columns of a weight that is packed, whose last dim counts bytes; else None

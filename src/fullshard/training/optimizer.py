@@ -13,7 +13,7 @@ from fullshard.errors import ShardError, SpecError
 from fullshard.parallel.model_parameters import TORCH_DTYPE
 from fullshard.parallel.unit_events import check_parameters_not_replaced, reshard_unsharded_units
 from fullshard.spec.plan import Plan
-from fullshard.spec.settings.train_section import OPTIMIZER_NAMES, OptimizerSection
+from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.system.dotted import import_named_module
 from fullshard.torch_private.fsdp import list_units
 from fullshard.training.adafactor import Adafactor
@@ -114,7 +114,7 @@ def _import_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise SpecError(
             "optimizer.name names no optimizer.",
             got=repr(name),
-            fix=f"{', '.join(OPTIMIZER_NAMES)}, or the dotted name of a torch.optim.Optimizer",
+            fix="the dotted name of a torch.optim.Optimizer, such as torch.optim.NAdam",
         )
     return found
 

@@ -152,11 +152,11 @@ class WholeMatrixAdamW(torch.optim.Optimizer, ABC):
         for update in (updates[number] for number in dealt.alone):
             for index in update.iterate_whole_matrices():
                 self._update_alone(update, index)
+
+        def place(one: DealtMatrix) -> tuple[int, ...]:
+            return tuple(i - b for i, b in zip(one.index, dealt.begins[one.tensor], strict=False))
+
         for waves in dealt.waves:
-
-            def place(one: DealtMatrix) -> tuple[int, ...]:
-                return tuple(i - b for i, b in zip(one.index, dealt.begins[one.tensor], strict=False))
-
             wholes = dict[str, list[Tensor]]()
             for key, wave in waves.items():
                 every = [local_part_of(update.owner_tensors[key]) for update in updates]

@@ -41,7 +41,7 @@ from fullshard.weights.tensor_source import Weights, select_model_tensors
 StateFormat = Literal["dcp", "torchtitan", "accelerate", "torch"]
 _MODEL, _OPTIMIZER, _SCHEDULER = "pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin"  # of Accelerate
 _LIKE_ADAMW = ("AdamW", "StochasticAdamW", "AdamW8bit")  # their state is that of torch's AdamW
-_OWN_STATE = ("MuonAdamW", "Adafactor")
+_OWN_STATE = ("MuonAdamW", "SoapAdamW", "Adafactor")
 
 logger = logging.getLogger("fullshard")
 
@@ -67,6 +67,13 @@ def export_state(
         check_not_checkpoint_or_run_record(target / part)
 
     def write(files: CheckpointFiles, manifest: Manifest) -> None:
+        if (packing := manifest.values.get("packed_weights")) is not None:
+            raise CheckpointError(
+                "a packed base cannot be exported in this format.",
+                got=packing.get("format") if isinstance(packing, dict) else packing,
+                why="no other trainer reads its bytes",
+                fix="--format hf, which dequantises the base, or --format peft",
+            )
         wanted = select_model_tensors(manifest, weights)
         kept = [name for name in manifest.tensors if optimizer and name.startswith(OPTIMIZER_PREFIX)]
         wanted |= {name: (name, manifest.tensors[name]) for name in kept}

@@ -311,7 +311,8 @@ def _check_tensors_are_loadable(reading: _TensorAssignments) -> None:
             )
         dtype = reading.source_dtype(name)
         is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
-        if (tensor.is_floating_point() or name in reading.packed) and is_code and dtype != tensor.dtype:
+        is_cast = tensor.is_floating_point() and dtype != tensor.dtype
+        if is_code and (is_cast or name in reading.packed):
             raise CheckpointError(
                 f"{reading.files.directory} holds quantised weights.",
                 got=f"{name} is {str(dtype).removeprefix('torch.')}",

@@ -8,7 +8,7 @@ state         Muon: 4 bytes per element, in fp32, where AdamW has 8 and a step c
               SOAP: AdamW's, and 8 (m² + n²) per m x n matrix.
 temporaries   of a wave, on a rank with parts of S elements that owns O elements: the parts and what arrives,
               S + O; what arrives, in matrices, 2 O; O and Newton–Schulz, 2 m n + m² for m <= n; and back.
-              A matrix that is whole on its rank needs 3 m n + m². With SOAP, all state is in O too.
+              A matrix that is whole on its rank needs 3 m n + m². With SOAP, O counts all state too.
 seconds       the FLOP, max(largest matrix, sum / W), QR at the rate of matmuls; two exchanges, in each of
               which a rank sends (W - 1) / W² P b bytes, with SOAP all state too, as far as it changes; reads
               and writes of elements. Nothing hides them. Adafactor: up to three all-reduces per mesh axis.

@@ -80,7 +80,7 @@ class OptimizerGroup(value.FrozenModel):
     `weight_decay`: of each parameter in the group; unset, `optimizer.weight_decay`, which matrices have, and
         norms and biases have not
     `betas`: unset, `optimizer.betas`
-    `kind`: with `muon` or `soap`, what updates the matrices; unset, it for those of blocks, else AdamW
+    `kind`: with `muon` or `soap`, or `adamw`; unset, Muon or SOAP for matrices of blocks, AdamW for others
     """
 
     match: Annotated[tuple[str, ...], Field(min_length=1)]
