@@ -1,5 +1,6 @@
 """Weights, first and second moments of each format are taken over without a difference."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import Snapshot
 from fullshard.checkpoint.storage import build_reader, read_with_dcp
+from fullshard.errors import CheckpointError
 from fullshard.spec.run import Run
 from fullshard.takeover.formats import open_foreign_checkpoint
 from fullshard.takeover.names import match_names
-from fullshard.takeover.source import ForeignCheckpoint
+from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.takeover.write import ImportTarget, make_snapshot, write_checkpoint
 from tests.takeover.tiny import RUN, STEPS, initial
 
@@ -138,6 +140,19 @@ def test_settings_of_the_source_stand_beside_those_of_the_run(tmp_path: Path) ->
         assert {one.key for one in settings} == {"learning rate", "weight decay", "betas", "eps"}
 
 
+def test_only_llama_of_torchtitan_is_rearranged(tmp_path: Path) -> None:
+    """Qwen3 has the names of Llama, and two norms more."""
+    source = open_foreign_checkpoint(FIXTURES / "torchtitan/source")
+    name = "layers.0.attention.q_norm.weight"
+    more = replace(source, weights={**source.weights, name: LazyTensor.from_tensor(torch.ones(6))})
+    target = ImportTarget.of_run(run_of(tmp_path, LLAMA))
+    with pytest.raises(CheckpointError, match=name):
+        match_names(more, target.model)
+    target = ImportTarget.of_run(run_of(tmp_path))
+    with pytest.raises(CheckpointError, match="Tiny in the run"):
+        match_names(source, target.model)
+
+
 @pytest.mark.parametrize("name", ["sgd", "muon"])
 def test_momentum_is_taken_over_for_the_optimizers_that_have_it(name: str, tmp_path: Path) -> None:
     text = RUN.replace("betas = [0.9, 0.999]", f'name = "{name}"')
@@ -146,10 +161,14 @@ def test_momentum_is_taken_over_for_the_optimizers_that_have_it(name: str, tmp_p
     model, state = initial(), dict[str, dict[str, torch.Tensor]]()
     for own, one in model.named_parameters():
         state[own] = {key: torch.rand_like(one) for key in target.state_keys(own)}
-    entries = {"optimizer": {"state": state, "param_groups": []}, "step": STEPS}
+    group = {"params": ["blocks.0.up.weight"], "momentum": 0.8, "nesterov": name == "muon"}
+    entries = {"optimizer": {"state": state, "param_groups": [group]}, "step": STEPS}
     torch.save({"model": model.state_dict()} | entries, tmp_path / "one.pt")
     source = open_foreign_checkpoint(tmp_path / "one.pt")
-    snapshot = make_snapshot(source, match_names(source, target.model), target=target)
+    matched = match_names(source, target.model)
+    settings = target.compare_settings(matched, step=STEPS)
+    assert {one.key for one in settings if one.differs} == {"momentum"}
+    snapshot = make_snapshot(source, matched, target=target)
     found = read_back(snapshot, target, tmp_path / "out")
     kinds = {own: {*one} for own, one in state.items()}
     assert kinds["blocks.0.up.weight"] == {"momentum_buffer"}

@@ -161,7 +161,7 @@ def test_numbered_moments_need_an_order_that_fits_their_shapes(tmp_path: Path) -
 
 
 def saved(path: Path, **entries: Any) -> Path:
-    torch.save({"model": initial().state_dict(), **entries}, path / "one.pt")
+    torch.save({"model": initial().state_dict(), "step": 3, **entries}, path / "one.pt")
     return path / "one.pt"
 
 
@@ -179,6 +179,77 @@ def test_state_without_a_parameter_and_state_of_another_optimizer_are_refused(tm
     other = {"state": {"wqkv": state}, "param_groups": []}
     with pytest.raises(CheckpointError, match="wqkv"):
         taken_over(saved(tmp_path, optimizer=other), run_of(tmp_path))
+
+
+def optimizer_state(**changed: Any) -> dict[str, Any]:
+    """The state of AdamW after a step, with some parameters' state changed; None removes it."""
+    state: dict[str, Any] = {}
+    for name, one in initial().named_parameters():
+        state[name] = {
+            "exp_avg": one.detach(),
+            "exp_avg_sq": one.detach().square(),
+            "step": torch.tensor(3.0),
+        }
+    state |= {name.replace("__", "."): one for name, one in changed.items()}
+    return {"state": {n: one for n, one in state.items() if one is not None}, "param_groups": []}
+
+
+def test_trained_parameters_without_state_are_named_and_those_frozen_there_are_not_missed(
+    tmp_path: Path,
+) -> None:
+    for optimizer in ({}, optimizer_state(embed__weight=None)):
+        with pytest.raises(CheckpointError, match=r"no optimizer state[\s\S]*embed\.weight"):
+            taken_over(saved(tmp_path, optimizer=optimizer), run_of(tmp_path))
+    optimizer = optimizer_state(embed__weight=None)
+    optimizer["param_groups"] = [{"params": [*optimizer["state"]]}]
+    _, snapshot, _ = taken_over(saved(tmp_path, optimizer=optimizer), run_of(tmp_path))
+    assert {name for name in snapshot.tensors if "embed" in name} == {"model.embed.weight"}
+    assert snapshot.values["parameter_groups"] is None
+
+
+def test_weights_alone_begin_a_run_if_their_file_says_step_0(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="how many steps"):
+        open_foreign_checkpoint(saved(tmp_path, step=None))
+    _, snapshot, _ = taken_over(saved(tmp_path, step=0), run_of(tmp_path))
+    assert (snapshot.step, [name for name in snapshot.tensors if name.startswith("optimizer.")]) == (0, [])
+
+
+def test_state_of_another_shape_and_weights_that_are_codes_are_refused(tmp_path: Path) -> None:
+    other = optimizer_state()["state"]["head.weight"] | {"exp_avg": torch.ones(6, 11)}
+    with pytest.raises(CheckpointError, match="exp_avg is \\[6, 11\\]"):
+        taken_over(saved(tmp_path, optimizer=optimizer_state(head__weight=other)), run_of(tmp_path))
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        model = initial().state_dict()
+        model |= {"head.weight": model["head.weight"].to(dtype)}
+        with pytest.raises(CheckpointError, match=r"head\.weight is quantised"):
+            taken_over(saved(tmp_path, model=model, optimizer=optimizer_state()), run_of(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Adam", "RAdam", "NAdam"])
+def test_optimizers_whose_steps_are_not_those_of_adamw_are_refused(name: str, tmp_path: Path) -> None:
+    own = getattr(torch.optim, name)(initial().parameters(), weight_decay=0.1)
+    group = own.state_dict()["param_groups"][0]
+    optimizer = optimizer_state() | {"param_groups": [group | {"params": [*optimizer_state()["state"]]}]}
+    with pytest.raises(CheckpointError, match="is not AdamW"):
+        open_foreign_checkpoint(saved(tmp_path, optimizer=optimizer))
+
+
+def test_state_of_a_parameter_that_the_run_freezes_has_a_row(tmp_path: Path) -> None:
+    source = open_foreign_checkpoint(saved(tmp_path, optimizer=optimizer_state()))
+    model = initial()
+    model.embed.requires_grad_(False)
+    found = match_names(source, model)
+    assert found.frozen == ("embed.weight",)
+    assert (found.left_over_state, "embed.weight" in found.moments) == ((), False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_tensors_beside_the_model_do_not_hide_its_names(tmp_path: Path) -> None:
+    content = {"model": initial().state_dict(), "optim": optimizer_state(), "rng_state": torch.ones(3)}
+    dcp.save(content, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    source, snapshot, target = taken_over(tmp_path / "dcp", run_of(tmp_path))
+    assert "rng_state" in match_names(source, target.model).left_over
+    assert "optimizer.embed.weight.exp_avg" in snapshot.tensors
 
 
 def test_names_of_a_map_are_those_of_the_model(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def import_checkpoint(
     ] = None,
     format_name: Annotated[str, typer.Option("--format", help="auto, deepspeed, dcp or torch.")] = "auto",
     order: Annotated[
-        str | None, typer.Option(help="Of numbered moments: decay-first, parameters, or a file of names.")
+        str | None,
+        typer.Option(help="Of moments without names: decay-first, parameters, or a file of names."),
     ] = None,
     names_path: Annotated[
         Path | None, typer.Option("--names", metavar="MAP.toml", help='"name there" = "name here"; * is any.')
@@ -90,6 +91,7 @@ def _report_rows(found: "ForeignCheckpoint", matched: "MatchedCheckpoint") -> It
         state = ", ".join(matched.moments.get(name, {})) or "no state of the optimizer"
         yield name, f"{'taken' if sources == (name,) else 'renamed, from ' + ', '.join(sources)}; {state}"
     yield from ((name, "missing in the source") for name in matched.missing)
+    yield from ((name, "state not taken: frozen in the run") for name in matched.frozen)
     yield from ((name, "left over") for name in (*matched.left_over, *matched.left_over_state))
     tokens = "tokens unknown, counted from 0" if found.tokens is None else f"{found.tokens} tokens"
     position = "" if found.schedule_position is None else f", schedule at {found.schedule_position:g}"

@@ -25,7 +25,7 @@ from fullshard.takeover.optimizer_state import (
     merge_equal_groups,
     split_steps,
 )
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor, SavedBox
+from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, ForeignGroup, LazyTensor, SavedBox
 from fullshard.takeover.stand_ins import read_pickle, read_torch_file, read_torch_part
 
 METADATA = ".metadata"
@@ -40,9 +40,12 @@ _CLASSES = [
 _DTYPES = {f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _OPTIMIZER = r"(?:app\.)?(?:optim|optimizer|optimizer_\d+)"  # `app` is the name in torch's tutorial
 _STATE = re.compile(rf"{_OPTIMIZER}\.state\.(.+)\.([^.]+)")
-_GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.(lr|initial_lr|weight_decay|betas|eps|params)")
+_SETTINGS = "lr|initial_lr|weight_decay|betas|eps|params|amsgrad|decoupled_weight_decay|" + "|".join(
+    MOMENTUM_SETTINGS
+)
+_GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.({_SETTINGS})")
 _OF_MODEL = ("app.model.", "model.", "state_dict.")  # before names of weights; torchtitan has nothing
-_COUNTS = r"step|global_step|epoch|train_state\..+|(?:lr_)?scheduler\..+"
+_COUNTS = r"step|global_step|epoch|tokens|train_state\..+|(?:lr_)?scheduler\..+"
 _OTHERS = re.compile(rf"{_OPTIMIZER}\..+|{_COUNTS}")  # names that are not those of weights
 _POSITIONS = ("scheduler.last_epoch", "lr_scheduler.last_epoch", "lr_schedulers.0.last_epoch")
 
@@ -64,8 +67,8 @@ class DcpDirectory:
                 return self.tensors[name].read()
         return None
 
-    def read_moments(self) -> tuple[Moments, dict[str, float]]:
-        """Returns the optimizer state per parameter, and the number of updates of each."""
+    def read_moments(self) -> tuple[Moments, float | None]:
+        """Returns the optimizer state per parameter, and the number of updates."""
         states: dict[str, dict[str, LazyTensor]] = {}
         for name, tensor in self.tensors.items():
             if (match := _STATE.fullmatch(name)) is not None:
@@ -79,15 +82,19 @@ class DcpDirectory:
             if (match := _GROUP.fullmatch(name)) is not None:
                 entries.setdefault(match[1], {})[match[2]] = self.read_value(name)
         known = {
-            key: entry.get("params") or ([key] if key in names else names) for key, entry in entries.items()
+            key: entry.get("params") or (names if key.isdigit() else [key]) for key, entry in entries.items()
         }
         return merge_equal_groups(make_group(known[key], entry) for key, entry in entries.items())
 
     def select_weights(self) -> dict[str, LazyTensor]:
-        """Returns parameters and buffers, without a key that all of them are below."""
+        """Returns parameters and buffers, without the key that a model is below, and other tensors."""
         found = {name: one for name, one in self.tensors.items() if _OTHERS.fullmatch(name) is None}
-        prefix = next((p for p in _OF_MODEL if found and all(name.startswith(p) for name in found)), "")
-        return {name.removeprefix(prefix): one for name, one in found.items()}
+        trained = {match[1] for name in self.tensors if (match := _STATE.fullmatch(name)) is not None}
+        prefix = next((p for p in _OF_MODEL if any(name.startswith(p) for name in found)), "")
+        if trained & found.keys():  # as in torchtitan, also if they begin with `model.`
+            return found
+        others = {name: one for name, one in found.items() if not name.startswith(prefix)}
+        return {n.removeprefix(prefix): one for n, one in found.items() if n not in others} | others
 
 
 def recognises(path: Path) -> bool:
@@ -98,17 +105,19 @@ def recognises(path: Path) -> bool:
 def open_source(path: Path) -> ForeignCheckpoint:
     """Opens a directory of DCP. Reads `.metadata` and small values; raises CheckpointError."""
     table = read_dcp_directory(path)
-    moments, steps = table.read_moments()
-    tokens = as_number(table.read_value("train_state.ntokens_seen"))
+    moments, count = table.read_moments()
+    weights = table.select_weights()
+    tokens = as_number(table.read_value("train_state.ntokens_seen", "tokens"))
+    step = as_number(table.read_value("step", "global_step")) if count is None else count
     found = ForeignCheckpoint(
         format="DCP",
         files=table.files,
-        weights=table.select_weights(),
+        weights=weights,
         moments=moments,
-        step=int(max(steps.values(), default=as_number(table.read_value("step", "global_step")) or 0)),
-        parameter_steps=steps,
+        step=-1 if step is None else int(step),
+        update_count=count,
         tokens=None if tokens is None else int(tokens),
-        groups=table.read_groups([*moments]),
+        groups=table.read_groups([*weights]),
         schedule_position=as_number(table.read_value(*_POSITIONS)),
     )
     if (step := as_number(table.read_value("train_state.step"))) is not None:

@@ -23,4 +23,11 @@ def open_foreign_checkpoint(path: Path, *, format_name: str = "auto") -> Foreign
             got="no such file or directory" if not path.exists() else None,
             fix="the directory with .metadata, trainer_state.json or latest in it, or a file of torch.save",
         )
-    return reader.open_source(path)
+    found = reader.open_source(path)
+    if found.step < 0:
+        raise CheckpointError(
+            "the source does not say how many steps it was trained.",
+            why="its optimizer has no count, and there is no step or global_step",
+            fix='"step" beside "model" in the file; 0 to begin with the weights alone',
+        )
+    return found

@@ -27,7 +27,7 @@ T = TypeVar("T")
 ORDERS = ("decay-first", "parameters")
 """Orders of numbered moments: groups of transformers' Trainer, or `model.parameters()`."""
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-# Names of torchtitan's Llama, and of the same tensors in a file of Hugging Face.
+# Names of torchtitan's Llama 3, and of the same tensors in a file of Hugging Face.
 _TITAN = {
     **{"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
     "lm_head": "lm_head",
@@ -46,20 +46,21 @@ _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(
 class MatchedCheckpoint:
     """The tensors of a source under the names of a run's model.
 
-    weights, moments, steps, groups: as in `ForeignCheckpoint`
+    weights, moments, groups: as in `ForeignCheckpoint`
     sources: the names in the source that each tensor of the model consists of
     missing: tensors of the model that the source lacks
     left_over, left_over_state: names in the source of tensors, and of state, that the model does not have
+    frozen: names in the source of parameters that have state there, and are frozen in the run
     """
 
     weights: Mapping[str, LazyTensor]
     moments: Mapping[str, Mapping[str, LazyTensor]]
-    steps: Mapping[str, float]
     groups: tuple[ForeignGroup, ...]
     sources: Mapping[str, tuple[str, ...]]
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
     left_over_state: tuple[str, ...]
+    frozen: tuple[str, ...]
 
 
 def match_names(
@@ -91,17 +92,19 @@ def match_names(
     for name, some in found.parts.items():  # of a tied tensor, its own name counts before aliases
         if own.get(name, name) == name or own[name] not in found.parts:
             parts[own.get(name, name)] = some
-    named = {name: name for name in parameters}
-    named |= {part.source: name for name, some in parts.items() for part in some}
+    is_in_memory = source.default_order is not None  # moments have the names of the model in memory
+    named = {part.source: name for name, some in parts.items() for part in some}
+    named = {name: name for name in parameters} if is_in_memory else named
+    of_moments = {} if is_in_memory else parts
     moved = {
-        name: _move_moments(source, parts.get(name, ()), name=name, shape=wanted[name]) for name in parameters
+        name: _move_moments(source, of_moments.get(name, ()), name=name, shape=wanted[name])
+        for name in parameters
     }
     return MatchedCheckpoint(
         weights={
             name: _copy_boxes(some, wanted[name], sources=source.weights) for name, some in parts.items()
         },
         moments={name: state for name, state in moved.items() if state},
-        steps={named[old]: step for old, step in source.parameter_steps.items() if old in named},
         groups=tuple(
             replace(group, names=tuple(dict.fromkeys(named[one] for one in group.names if one in named)))
             for group in source.groups
@@ -112,6 +115,7 @@ def match_names(
         missing=tuple(name for name in wanted if own.get(name, name) == name and name not in parts),
         left_over=tuple(original[name] for name in found.surplus),
         left_over_state=tuple(original.get(name, name) for name in source.moments if name not in named),
+        frozen=tuple(original.get(n, n) for n in source.moments if n in named and named[n] not in parameters),
     )
 
 
@@ -157,6 +161,8 @@ def _plain_name(name: str, names: Mapping[str, str]) -> str:
 def _titan_name(name: str) -> str:
     match = _TITAN_NAME.fullmatch(name)
     if match is None or match[2] not in _TITAN:
+        if name.startswith("layers."):
+            raise _other_titan_error(f"{name} in the source")
         return name
     return f"model.layers.{match[1]}.{_TITAN[match[2]]}.weight" if match[1] else f"{_TITAN[match[2]]}.weight"
 
@@ -165,14 +171,19 @@ def _head_counts(model: nn.Module) -> dict[str, int]:
     config, keys = text_config(model), ("num_attention_heads", "num_key_value_heads")
     if isinstance(model, DecoderModel):
         config, keys = model.config, ("heads", "kv_heads")
+    elif getattr(config, "model_type", None) != "llama":
+        raise _other_titan_error(f"{type(model).__name__} in the run")
     counts = [getattr(config, key, None) for key in keys]
-    if not all(isinstance(one, int) for one in counts):
-        raise CheckpointError(
-            "torchtitan's queries and keys cannot be rearranged.",
-            got=f"a {type(model).__name__}, whose heads are not known",
-            fix="a run.toml with a Llama of transformers, or with the reference decoder",
-        )
     return {letter: int(str(one)) for letter, one in zip("qk", counts, strict=True)}
+
+
+def _other_titan_error(got: str) -> CheckpointError:
+    return CheckpointError(
+        "of torchtitan's models, Llama 3 alone is taken over.",
+        got=got,
+        why="others have the same names, and rotate queries and keys in another way",
+        fix="a run.toml with a Llama of transformers, or with the reference decoder",
+    )
 
 
 def _with_names(
@@ -190,7 +201,6 @@ def _with_names(
         moments={
             here[n]: {key: changed(n, one) for key, one in s.items()} for n, s in source.moments.items()
         },
-        parameter_steps={here.get(name, name): step for name, step in source.parameter_steps.items()},
         groups=tuple(replace(g, names=tuple(here.get(n, n) for n in g.names)) for g in source.groups),
     )
 
@@ -233,7 +243,10 @@ def _name_numbered_moments(
             raise _other_order_error(f"{sum(decays.values())} parameters decay, {count} in the source")
     if len(names) != len(numbers):
         raise _other_order_error(f"{len(names)} parameters, {len(numbers)} in the source")
-    named = dict(zip(numbers, names, strict=True))
+    keys = names_here  # the names under which moments are looked up: see `match_names`
+    if source.default_order is None:
+        keys = {new: old for old, new in names_here.items()} | {old: old for old in names_here}
+    named = dict(zip(numbers, (keys.get(name, name) for name in names), strict=True))
     for number, state in source.moments.items():
         name = names_here.get(named[number], named[number])
         for key, tensor in state.items():
@@ -274,13 +287,18 @@ def _move_moments(
     source: ForeignCheckpoint, parts: Sequence[BoxCopy], *, name: str, shape: Shape
 ) -> Mapping[str, LazyTensor]:
     """Returns the state of the model's parameter `name`: its own, or the boxes of its sources' states."""
-    if source.default_order is not None or not parts:  # of the model in memory
+    if not parts:
         return source.moments.get(name, {})
     states = {part.source: source.moments.get(part.source, {}) for part in parts}
     keys = set[str]().union(*states.values())
     if lacking := [one for one, state in states.items() if set(state) != keys]:
         got = f"no {join_names(sorted(keys))} of {join_names(lacking, most=3)}"
         raise CheckpointError(f"the state of {name} is not whole.", got=got)
+    for one, state in states.items():
+        for key, tensor in state.items():
+            if tensor.shape != (size := source.weights[one].shape):
+                got = f"{key} is {[*tensor.shape]}, and the parameter {[*size]}"
+                raise CheckpointError(f"the state of {one} is of another parameter.", got=got)
     return {
         key: _copy_boxes(parts, shape, sources={n: state[key] for n, state in states.items()})
         for key in sorted(keys)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.quantities import join_names
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
+from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, ForeignGroup, LazyTensor
 
 Moments = dict[str, dict[str, LazyTensor]]
 
 
-def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments, dict[str, float]]:
-    """Returns ({parameter: {key: tensor}} without counts of steps, {parameter: count}).
+def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments, float | None]:
+    """Returns ({parameter: {key: tensor}} without counts of steps, the count of updates, if there is one).
 
     Raises CheckpointError if the counts differ, as in a mixture of two checkpoints.
     """
@@ -29,20 +29,20 @@ def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments
             fix="all files of one checkpoint",
         )
     moments = {name: {k: v for k, v in one.items() if k != "step"} for name, one in states.items()}
-    return {name: one for name, one in moments.items() if one}, steps
+    return {name: one for name, one in moments.items() if one}, next(iter(steps.values()), None)
 
 
 def read_optimizer_dict(
     state_dict: Mapping[str, Any],
-) -> tuple[Moments, dict[str, float], tuple[ForeignGroup, ...], bool]:
-    """Returns moments, counts of steps and groups of an optimizer's state dict, and whether it has numbers.
+) -> tuple[Moments, float | None, tuple[ForeignGroup, ...], bool]:
+    """Returns moments, the count of updates and groups of a state dict, and whether it has numbers.
 
     Its states are by name (of DCP's full state dicts), or by the number of the parameter.
     """
     raw = cast(Mapping[Any, Mapping[str, Any]], state_dict.get("state", {}))
-    moments, steps = split_steps({str(key): state_tensors(one) for key, one in raw.items()})
+    moments, count = split_steps({str(key): state_tensors(one) for key, one in raw.items()})
     groups = tuple(make_group(one.get("params", ()), one) for one in state_dict.get("param_groups", []))
-    return moments, steps, groups, any(isinstance(one, int) for one in raw)
+    return moments, count, groups, any(isinstance(one, int) for one in raw)
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
@@ -56,8 +56,21 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
 
 
 def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGroup:
-    """Returns a group of `names` with the values of a torch group, which may be tensors."""
+    """Returns a group of `names` with the values of a torch group, which may be tensors.
+
+    Raises CheckpointError for groups of Adam with weight decay in the gradient, and of RAdam and NAdam.
+    """
     betas: Any = entry.get("betas")
+    momentum = {key: as_number(entry.get(key)) for key in MOMENTUM_SETTINGS}
+    decoupled = entry.get("decoupled_weight_decay")
+    if decoupled is not None and ("amsgrad" not in entry or not decoupled and entry.get("weight_decay")):
+        raise CheckpointError(
+            "the source's optimizer is not AdamW.",
+            got=f"decoupled_weight_decay = {decoupled}, weight_decay = {entry.get('weight_decay')}"
+            + ("" if "amsgrad" in entry else ", no amsgrad: RAdam or NAdam"),
+            why="with the same moments, its steps are others",
+            fix="weights alone (model.hf)",
+        )
     return ForeignGroup(
         tuple(map(str, names)),
         learning_rate=as_number(entry.get("lr")),
@@ -65,6 +78,7 @@ def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGrou
         weight_decay=as_number(entry.get("weight_decay")),
         betas=(float(betas[0]), float(betas[1])) if isinstance(betas, list | tuple) else None,
         eps=as_number(entry.get("eps")),
+        momentum={key: one for key, one in momentum.items() if one is not None},
     )
 
 
@@ -88,7 +102,7 @@ def check_same_step(found: ForeignCheckpoint, step: float, *, where: str, may_sk
     where: place of the trainer's count
     may_skip: whether there is a loss scale, with which steps may have been skipped
     """
-    counted = max(found.parameter_steps.values(), default=step)
+    counted = step if found.update_count is None else found.update_count
     if counted != step and not (may_skip and counted < step):
         raise CheckpointError(
             "the source mixes several steps.",

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fullshard.errors import DamagedCheckpointError
 
+MOMENTUM_SETTINGS = ("momentum", "nesterov", "dampening")
+"""Settings of SGD's and Muon's groups, as torch names them."""
+
 
 @dataclass(frozen=True)
 class SavedBox:
@@ -79,6 +82,7 @@ class ForeignGroup:
     names: its parameters as `ForeignCheckpoint.moments` names them, in the group's order
     learning_rate: the rate that the schedule has set for the next step
     peak_rate: the rate that the schedule multiplies
+    momentum: those of MOMENTUM_SETTINGS that the source holds
     """
 
     names: tuple[str, ...]
@@ -87,6 +91,7 @@ class ForeignGroup:
     weight_decay: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
+    momentum: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,8 @@ class ForeignCheckpoint:
         `has_numbered_moments`, the keys are "0", "1" … in the order of the optimizer's groups.
     default_order: order of numbered moments among the parameters of the model in memory, see `names.ORDERS`;
         None if the format has none: then it is asked for, and `weights` are in the model's order
-    step: number of finished optimizer steps
-    parameter_steps: the optimizer's own count of updates per parameter, if the source has one
+    step: number of finished optimizer steps; -1 if the source does not say
+    update_count: the optimizer's own count of updates, if the source has one
     tokens: trained tokens, or None
     skipped_steps: number of steps that were skipped
     groups: the optimizer's parameter groups
@@ -119,7 +124,7 @@ class ForeignCheckpoint:
     step: int
     has_numbered_moments: bool = False
     default_order: str | None = None
-    parameter_steps: Mapping[str, float] = field(default_factory=dict[str, float])
+    update_count: float | None = None
     tokens: int | None = None
     skipped_steps: int = 0
     groups: tuple[ForeignGroup, ...] = ()

@@ -52,17 +52,18 @@ def _from_content(content: Any, files: Sequence[Path]) -> ForeignCheckpoint:
             why="flat parameters have neither the names nor the shapes of the parameters in them",
             fix="StateDictType.SHARDED_STATE_DICT in the program that saves",
         )
-    moments, steps, groups, is_numbered = optimizer_state.read_optimizer_dict(
+    moments, count, groups, is_numbered = optimizer_state.read_optimizer_dict(
         _first(content, _OPTIMIZER) or {}
     )
+    step = optimizer_state.as_number(_first(content, ("step", "global_step"))) if count is None else count
     found = ForeignCheckpoint(
         format="torch.save" if len(files) == 1 else "torch.save, one file per rank",
         files=tuple(files),
         weights=weights,
         moments=moments,
-        step=int(max(steps.values(), default=_first(content, ("step", "global_step")) or 0)),
+        step=-1 if step is None else int(step),
         has_numbered_moments=is_numbered,
-        parameter_steps=steps,
+        update_count=count,
         groups=groups,
         schedule_position=optimizer_state.as_number((_first(content, _SCHEDULE) or {}).get("last_epoch")),
     )
@@ -84,11 +85,11 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
     is_numbered = False
     if (path / _DCP_OPTIMIZER).is_dir():
         table = dcp.read_dcp_directory(path / _DCP_OPTIMIZER)
-        moments, steps = table.read_moments()
-        groups, files = table.read_groups([*moments]), (*files, *table.files)
+        moments, count = table.read_moments()
+        groups, files = table.read_groups([*weights]), (*files, *table.files)
     else:
         file = next(path / one for one in _OPTIMIZER_FILES if (path / one).is_file())
-        moments, steps, groups, is_numbered = optimizer_state.read_optimizer_dict(read_torch_file(file))
+        moments, count, groups, is_numbered = optimizer_state.read_optimizer_dict(read_torch_file(file))
         files = (*files, file)
     schedule = next((path / one for one in _SCHEDULE_FILES if (path / one).is_file()), None)
     position = read_torch_file(schedule).get("last_epoch") if schedule else None
@@ -97,9 +98,9 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
         files=files,
         weights=weights,
         moments=moments,
-        step=int(max(steps.values(), default=0)),
+        step=-1 if count is None else int(count),
         has_numbered_moments=is_numbered,
-        parameter_steps=steps,
+        update_count=count,
         groups=groups,
         schedule_position=optimizer_state.as_number(position),
         settings={"model.hf": str(path)} if (path / "config.json").is_file() else {},
@@ -120,7 +121,7 @@ def _as_trainer(found: ForeignCheckpoint, path: Path) -> ForeignCheckpoint:
         format="Trainer of transformers",
         files=(*found.files, path / _TRAINER),
         step=step,
-        skipped_steps=step - int(max(found.parameter_steps.values(), default=step)),
+        skipped_steps=0 if found.update_count is None else step - int(found.update_count),
         tokens=state.get("num_input_tokens_seen") or None,
         default_order="decay-first" if found.has_numbered_moments else None,
         settings={**found.settings, "train.steps": steps},

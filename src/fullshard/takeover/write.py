@@ -26,7 +26,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.system.files import xxh3_digest, xxh3_digest_of_file
 from fullshard.takeover.names import MatchedCheckpoint
-from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
+from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, LazyTensor
 from fullshard.training.groups import make_parameter_groups
 from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.resume import settings_that_affect_results
@@ -90,11 +90,16 @@ class ImportTarget:
             known = [name for name in group.names if name in self.groups]
             for first in {id(self.groups[name]): name for name in reversed(known)}.values():
                 one = self.groups[first]
-                betas = one.get("betas", section.betas)
                 yield SettingBeside("learning rate", first, (group.learning_rate,), (float(one["lr"]),))
                 yield SettingBeside("weight decay", first, (group.weight_decay,), (one["weight_decay"],))
-                yield SettingBeside("betas", first, group.betas or (None,), betas)
-                yield SettingBeside("eps", first, (group.eps,), (section.eps,))
+                if self.state_keys(first) == _ADAM:
+                    betas = one.get("betas", section.betas)
+                    yield SettingBeside("betas", first, group.betas or (None,), betas)
+                    yield SettingBeside("eps", first, (group.eps,), (section.eps,))
+                    continue
+                own = section.options if section.name.lower() == "sgd" else section.muon.model_dump()
+                for key in MOMENTUM_SETTINGS:
+                    yield SettingBeside(key, first, (group.momentum.get(key),), (float(own.get(key, 0)),))
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
             got=join_names(missing, most=3),
             fix="--names with the names of the same tensors there and here",
         )
+    _check_has_state(source, matched, target=target)
     wanted, state = target.state.tensors(), target.state
     tensors: dict[str, Tensor] = {}
     for name, one in matched.weights.items():
@@ -140,22 +146,52 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
                 fix="optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there",
             )
         for key, one in moments.items():
-            later = _read_later(f"{key} of {name}", one, dtype=one.dtype, digests=digests)
+            # Moments have the dtype of their parameter, as those that the run's optimizer makes.
+            dtype = wanted[f"model.{name}"].dtype
+            later = _read_later(f"{key} of {name}", one, dtype=dtype, digests=digests)
             tensors[f"optimizer.{name}.{key}"] = later
         if keys == _ADAM:
-            tensors[f"optimizer.{name}.step"] = torch.tensor(matched.steps.get(name, float(source.step)))
+            count = source.step - source.skipped_steps if source.update_count is None else source.update_count
+            tensors[f"optimizer.{name}.step"] = torch.tensor(float(count))
     state.step, state.rows = source.step, source.step * target.run.train.global_batch
     state.counts = StepCounts(source.tokens or 0, source.skipped_steps)
     state.trained_with = TrainedWith(run=settings_that_affect_results(target.run))
-    own = {"optimizer": _optimizer_class_name(target), "origin": describe_origin(source)}
-    values: dict[str, Any] = state.values() | own
+    values: dict[str, Any] = dict(state.values())
+    values |= {"optimizer": _optimizer_class_name(target), "origin": describe_origin(source)}
+    values["parameter_groups"] = None  # those of `state` are of no optimizer that is trained with
     return Snapshot(source.step, values, tensors, state.select_names_that_must_be_finite(tensors))
+
+
+def _check_has_state(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget) -> None:
+    """Raises CheckpointError for trained parameters without optimizer state, after the first step.
+
+    Parameters that no group of the source has were frozen there.
+    """
+    grouped = {name for group in matched.groups for name in group.names} if matched.moments else set[str]()
+    trained = [name for name in target.groups if target.state_keys(name) and (name in grouped or not grouped)]
+    if source.step and (lacking := [name for name in trained if name not in matched.moments]):
+        raise CheckpointError(
+            "the source has no optimizer state of parameters that the run trains.",
+            got=join_names(lacking, most=3),
+            why=f"training would continue at step {source.step} with moments of zero",
+            fix="a checkpoint with its optimizer; for weights alone, model.hf, or a file with step 0",
+        )
 
 
 def _read_later(
     name: str, one: LazyTensor, *, dtype: torch.dtype, digests: dict[str, str] | None = None
 ) -> Tensor:
-    """Returns a tensor that is read when it is saved. `digests`: of the moments of one parameter so far."""
+    """Returns a tensor that is read when it is saved. `digests`: of the moments of one parameter so far.
+
+    Raises CheckpointError for integers and numbers of 8 bits that would become floating-point values.
+    """
+    if dtype.is_floating_point and (not one.dtype.is_floating_point or one.dtype.itemsize == 1):
+        raise CheckpointError(
+            f"{name} is quantised in the source.",
+            got=f"{one.dtype}, to be trained in {dtype}",
+            why="its numbers are codes, which need scales to be values",
+            fix="a checkpoint whose weights and moments are in bf16, fp16 or fp32",
+        )
 
     def read() -> Tensor:
         found = one.read()

@@ -123,7 +123,7 @@ def _open_directory(directory: Path) -> ForeignCheckpoint:
         weights=_join_weights(models, {name: state[_MASTER] for name, state in found.moments.items()}),
         moments={n: {k: v for k, v in state.items() if k != _MASTER} for n, state in found.moments.items()},
         step=step,
-        parameter_steps=found.parameter_steps or dict.fromkeys(found.moments, float(step - skipped)),
+        update_count=float(step - skipped) if found.update_count is None else found.update_count,
         skipped_steps=skipped,
         schedule_position=schedule.get("last_epoch") if begun is None else begun + 1,
         settings=settings,
@@ -192,15 +192,15 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
     states = [_read_rank_file(path)["optimizer_state_dict"] for path in files]
     stage = states[0].get("zero_stage", 1)  # BF16_Optimizer has none, and the layout of ZeRO-1
     stage = int(getattr(stage, "args", [stage])[0])
-    count = states[0]["partition_count"]
-    ranks = int(count if isinstance(count, int) else max(count))
+    counts = states[0]["partition_count"]
+    ranks = int(counts if isinstance(counts, int) else max(counts))
     files = _find_rank_files(directory, _OPTIMIZER_FILE, ranks=ranks)
     _find_rank_files(directory, _MODEL_FILE, ranks=ranks if stage == 3 else 1)
     optimizers = [one["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for one in states]
     masters = [one["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for one in states]
     if isinstance(optimizers[0], list):
         raise CheckpointError(f"{directory} is an elastic checkpoint.", fix="elastic_checkpoint = false")
-    vectors, steps = _read_vectors(files, masters=masters, optimizers=optimizers)
+    vectors, count = _read_vectors(files, masters=masters, optimizers=optimizers)
     groups: _Groups = models[0]["param_shapes"]
     tensors: dict[str, _Tensors] = {}
     for number, shapes in enumerate(groups):
@@ -224,7 +224,7 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
         weights={},
         moments=tensors,
         step=0,
-        parameter_steps=dict.fromkeys(tensors, max(steps.values())) if steps else {},
+        update_count=count,
         groups=_make_groups(groups, optimizers[0]),
         notes=(f"the loss scale was {scale:g}; the fp32 weights are taken",) if scale != 1 else (),
     )
@@ -232,8 +232,8 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
 
 def _read_vectors(
     files: Sequence[Path], *, masters: Sequence[Sequence[Tensor]], optimizers: Sequence[Mapping[str, Any]]
-) -> tuple[list[list[_Tensors]], dict[str, float]]:
-    """Returns ({`fp32`, `exp_avg`, …: vector} of each rank and group, counts of steps).
+) -> tuple[list[list[_Tensors]], float | None]:
+    """Returns ({`fp32`, `exp_avg`, …: vector} of each rank and group, the count of updates).
 
     Raises CheckpointError if the counts differ.
     """
@@ -243,9 +243,9 @@ def _read_vectors(
         for number, master in enumerate(own):
             state = {"step": steps[number]} | optimizer["state"].get(number, {}) | {_MASTER: master}
             table[f"group {number} of {path.name}"] = state_tensors(state)
-    vectors, counts = split_steps(table)
+    vectors, count = split_steps(table)
     rest = iter(vectors.values())
-    return [[next(rest) for _ in own] for own in masters], counts
+    return [[next(rest) for _ in own] for own in masters], count
 
 
 def _zero1_slices(
@@ -316,7 +316,7 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpo
         value = content["param"].reshape(-1) if isinstance(content, dict) else content  # flat after ZeRO-3
         states.setdefault(path.parent.name, {})[path.stem] = value
     groups: _Groups = model["param_shapes"]
-    tensors, steps = split_steps({name: state_tensors(state) for name, state in states.items()})
+    tensors, count = split_steps({name: state_tensors(state) for name, state in states.items()})
     moments: dict[str, _Tensors] = {}  # frozen and shared parameters have a directory there too
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
         state = tensors.get(name, {})
@@ -328,7 +328,7 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpo
         weights={},
         moments=moments,
         step=0,
-        parameter_steps=steps,
+        update_count=count,
         groups=_make_groups(groups, read_torch_file(file, classes=_CLASSES)),
     )
 
