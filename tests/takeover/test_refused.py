@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.takeover.formats import open_foreign_checkpoint
 from fullshard.takeover.names import match_names
+from fullshard.takeover.source import LazyTensor, SavedBox
 from fullshard.takeover.write import ImportTarget, read_all
 from tests.takeover.test_formats import FIXTURES, run_of, taken_over
 from tests.takeover.tiny import RUN, initial
@@ -118,12 +119,26 @@ def count_another_step(path: Path) -> None:
     torch.save(content, path / "source.pt")
 
 
+def add_an_optimizer(path: Path) -> None:
+    shutil.copy(path / "optimizer.bin", path / "optimizer_1.bin")
+
+
+def set_entry(key: str, value: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = torch.load(path / "source.pt", weights_only=True)
+        torch.save(content | {key: value}, path / "source.pt")
+
+    return change
+
+
+STRUCTURES = [("scheduler", "text"), ("optimizer", "text"), ("optimizer", {"state": {"x": 3}})]
+STRUCTURES += [("optimizer", {"param_groups": [3]}), ("optimizer", {"param_groups": [{"betas": []}]})]
 BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
     ("fsdp2_dcp/source", "", lambda p: (p / "__1_0.distcp").unlink(), r"__1_0.distcp is missing"),
     ("fsdp2_dcp/source", "", lambda p: cut(p / "__1_0.distcp"), r"__1_0.distcp is truncated"),
     ("fsdp2_dcp/source", "", lambda p: cut(p / ".metadata"), r"metadata cannot be read"),
     ("fsdp2_dcp/source", "", lambda p: edit_metadata(p, point_outside), r"'\.\./__._0.distcp'"),
-    ("fsdp2_dcp/source", "", lambda p: edit_metadata(p, remove_a_chunk), r"does not hold all of model.embed"),
+    ("fsdp2_dcp/source", "", lambda p: edit_metadata(p, remove_a_chunk), r"do not hold all of model.embed"),
     ("fsdp1_flat/source", "", lambda p: (p / "rank1.pt").unlink(), r"rank 1 is missing"),
     ("fsdp1_flat/source", "", lambda p: (p / "rank0.pt").unlink(), r"rank 0 is missing"),
     ("fsdp1_flat/source", "", lambda p: cut(p / "rank1.pt"), r"rank1.pt cannot be read"),
@@ -132,6 +147,12 @@ BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
     ("trainer/source", "", claim_step_6, r"global_step .* is 6, and the optimizer counted 3"),
     ("torch_names", "source.pt", lambda p: cut(p / "source.pt"), r"source.pt cannot be read"),
     ("torch_names", "source.pt", count_another_step, r"mixes several steps"),
+    ("torch_names", "source.pt", set_entry("optimizer_1", {}), r"several models or optimizers"),
+    ("accelerate_full/source", "", add_an_optimizer, r"several models or optimizers"),
+    *(
+        ("torch_names", "source.pt", set_entry(key, value), r"not as its trainer writes")
+        for key, value in STRUCTURES
+    ),
 ]
 
 
@@ -143,6 +164,43 @@ def test_a_broken_source_is_refused_by_name(
     breaks(path)
     with pytest.raises(CheckpointError, match=match):
         open_foreign_checkpoint(path / inside)
+
+
+def test_whole_tensors_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        model = initial().state_dict() | {"seen": torch.full((3,), float(rank))}
+        torch.save({"model": model, "step": 0, "rng": torch.ones(rank + 1)}, tmp_path / f"rank{rank}.pt")
+    _, snapshot, _ = taken_over(tmp_path, run_of(tmp_path))
+    with pytest.raises(CheckpointError, match="seen differs between"):
+        read_all(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("places", "sizes", "is_whole"),
+    [
+        ([(0, 0), (2, 0), (2, 1)], [(2, 2), (1, 1), (1, 1)], True),
+        ([(0, 0), (1, 0), (0, 0)], [(1, 2), (2, 2), (1, 2)], True),
+        ([(0, 0), (1, 0)], [(2, 2), (1, 2)], False),
+        ([(0, 0), (1, 0), (2, 1)], [(2, 2), (1, 1), (1, 1)], False),
+        ([(-1, 0), (2, 0)], [(2, 2), (1, 2)], False),
+    ],
+)
+def test_boxes_that_overlap_or_lie_outside_are_no_tensor(
+    places: list[tuple[int, int]], sizes: list[tuple[int, int]], is_whole: bool
+) -> None:
+    whole = torch.arange(6).view(3, 2)
+    boxes = [
+        SavedBox((y, x), (h, w), lambda y=y, x=x, h=h, w=w: whole[y : y + h, x : x + w])
+        for (y, x), (h, w) in zip(places, sizes, strict=True)
+    ]
+    if is_whole:
+        found = LazyTensor.from_boxes("w", boxes, shape=(3, 2), dtype=torch.int64)
+        assert torch.equal(found.read(), whole)
+        with pytest.raises(CheckpointError, match="of another checkpoint is in the place of w"):
+            LazyTensor.from_boxes("w", boxes, shape=(3, 2), dtype=torch.int32).read()
+    else:
+        with pytest.raises(CheckpointError, match="do not hold all of w"):
+            LazyTensor.from_boxes("w", boxes, shape=(3, 2), dtype=torch.int64)
 
 
 def test_second_moments_that_are_a_copy_of_the_first_are_refused(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "other values": (
         "zero2_fp32",
         change_values("mp_rank_00_model_states.pt", lambda content: content.update(param_shapes=[3])),
-        "not as DeepSpeed writes",
+        "not as its trainer writes",
     ),
     "without ZeRO": (
         "zero2_fp32",
@@ -254,6 +254,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda one: (one.parent / "latest").write_text("../x"),
         "no directory",
     ),
+    "no name in latest": ("zero2_fp32", lambda one: (one.parent / "latest").write_text(".."), "no directory"),
     "no universal file": ("universal3", remove("zero/norm.weight/fp32.pt"), "not hold all of norm.weight"),
     "swapped universal files": (
         "universal1",
@@ -270,7 +271,7 @@ def test_a_damaged_or_hostile_checkpoint_is_one_error(
     directory = copied(name)
     mutate(directory)
     with pytest.raises(CheckpointError) as caught:
-        read_all(zero.open_source(directory.parent))
+        read_all(open_foreign_checkpoint(directory.parent, format_name="deepspeed"))
     assert re.search(message, str(caught.value), re.DOTALL), caught.value
     assert not (directory / "ran").exists()
 

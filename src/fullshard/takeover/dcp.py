@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -20,6 +19,7 @@ from fullshard.takeover.optimizer_state import (
     Moments,
     as_lightning,
     as_number,
+    check_is_alone,
     check_same_step,
     make_group,
     merge_equal_groups,
@@ -135,23 +135,18 @@ def read_dcp_directory(path: Path) -> DcpDirectory:
     DamagedCheckpointError for missing and truncated files, and for tensors that are not whole.
     """
     metadata = read_pickle(path / METADATA, classes=_CLASSES, values=_DTYPES | {"torch.Size": torch.Size})
-    try:
-        stored: dict[str, dict[tuple[int, ...], Any]] = {}
-        files = {path / METADATA}
-        for index, info in metadata.state["storage_data"].items():
-            file, part = _locate_part(path, info.state)
-            files.add(file)
-            stored.setdefault(index.state["fqn"], {})[tuple(index.state.get("offset") or ())] = part
-        listed = metadata.state["state_dict_metadata"].items()
-        tensors = {
-            n: _make_tensor(n, one.state, parts=stored[n])
-            for n, one in listed
-            if "chunks" in (one.state or {})
-        }
-        values = {n: next(iter(stored[n].values())) for n, _ in listed if n not in tensors}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise DamagedCheckpointError(f"{path / METADATA} is not the metadata of DCP.", got=got) from error
+    stored: dict[str, dict[tuple[int, ...], Any]] = {}
+    files = {path / METADATA}
+    for index, info in metadata.state["storage_data"].items():
+        file, part = _locate_part(path, info.state)
+        files.add(file)
+        stored.setdefault(index.state["fqn"], {})[tuple(index.state.get("offset") or ())] = part
+    listed = metadata.state["state_dict_metadata"].items()
+    tensors = {
+        n: _make_tensor(n, one.state, parts=stored[n]) for n, one in listed if "chunks" in (one.state or {})
+    }
+    values = {n: next(iter(stored[n].values())) for n, _ in listed if n not in tensors}
+    check_is_alone((*tensors, *values))
     return DcpDirectory(tensors, values, tuple(sorted(files)))
 
 
@@ -179,17 +174,9 @@ def _locate_part(directory: Path, info: Mapping[str, Any]) -> tuple[Path, Any]:
 def _make_tensor(name: str, listed: Mapping[str, Any], *, parts: Mapping[tuple[int, ...], Any]) -> LazyTensor:
     dtype = next(one for one in listed["properties"].state if isinstance(one, torch.dtype))
     boxes = [
-        SavedBox(offsets, size, partial(_read_box, parts[key], name=name, shape=size, dtype=dtype))
+        SavedBox(offsets, size, parts[key])
         for chunk in listed["chunks"]
         for offsets, size in [(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))]
         if (key := offsets if offsets in parts else ()) in parts
     ]
     return LazyTensor.from_boxes(name, boxes, shape=tuple(listed["size"]), dtype=dtype)
-
-
-def _read_box(read: Any, *, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    found = read()
-    if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (shape, dtype):
-        got = f"{getattr(found, 'dtype', None)} {[*getattr(found, 'shape', [])]} for {dtype} {[*shape]}"
-        raise DamagedCheckpointError(f"a file of another checkpoint is in the place of {name}.", got=got)
-    return found.detach()

@@ -1,14 +1,17 @@
 """The modules that read foreign checkpoints, in the order in which they are asked."""
 
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
-from fullshard.errors import CheckpointError, SpecError
+from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.takeover import dcp, torch_files, zero
 from fullshard.takeover.source import ForeignCheckpoint
 
 READERS: dict[str, ModuleType] = {"deepspeed": zero, "dcp": dcp, "torch": torch_files}
 """Reader modules by the names that `--format` takes: each has `recognises(path)` and `open_source(path)`."""
+_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, zipfile.BadZipFile)
+"""Raised by readers for values of other types and sizes than a format has."""
 
 
 def open_foreign_checkpoint(path: Path, *, format_name: str = "auto") -> ForeignCheckpoint:
@@ -23,7 +26,15 @@ def open_foreign_checkpoint(path: Path, *, format_name: str = "auto") -> Foreign
             got="no such file or directory" if not path.exists() else None,
             fix="the directory with .metadata, trainer_state.json or latest in it, or a file of torch.save",
         )
-    found = reader.open_source(path)
+    try:
+        found = reader.open_source(path)
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(
+            f"{path} is not as its trainer writes checkpoints.",
+            got=f"{type(error).__name__}: {error}",
+            why="a file is damaged, or of a version that is not known here",
+            fix="the checkpoint before it",
+        ) from error
     if found.step < 0:
         raise CheckpointError(
             "the source does not say how many steps it was trained.",

@@ -1,5 +1,6 @@
 """State dicts of torch optimizers, as all formats of torch hold them: states, groups, schedules."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.quantities import join_names
 from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, ForeignGroup, LazyTensor
 
+_SECOND = re.compile(r"(?:optim|optimizer|(?:pytorch_)?model(?:_fsdp)?)_[1-9]\d*(?=\.|$)")
 Moments = dict[str, dict[str, LazyTensor]]
 
 
@@ -19,7 +21,8 @@ def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments
 
     Raises CheckpointError if the counts differ, as in a mixture of two checkpoints.
     """
-    steps = {name: one["step"].read().item() for name, one in states.items() if "step" in one}
+    read = {name: as_number(one["step"].read()) for name, one in states.items() if "step" in one}
+    steps = {name: step for name, step in read.items() if step is not None}
     if len(set(steps.values())) > 1:
         first = {step: name for name, step in steps.items()}
         raise CheckpointError(
@@ -93,7 +96,19 @@ def merge_equal_groups(groups: Iterable[ForeignGroup]) -> tuple[ForeignGroup, ..
 
 def as_number(value: Any) -> float | None:
     """Returns a number, which may be in a tensor; None for any other value."""
-    return float(value) if isinstance(value, int | float | Tensor) else None
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+    return float(value) if is_number else None
+
+
+def check_is_alone(names: Iterable[object]) -> None:
+    """Raises CheckpointError for names of files or entries of a second model or optimizer."""
+    if others := [str(name) for name in names if _SECOND.match(str(name))]:
+        raise CheckpointError(
+            "the source has several models or optimizers.",
+            got=join_names(others, most=3),
+            why="a run has one of each",
+            fix="a checkpoint with one model and one optimizer",
+        )
 
 
 def check_same_step(found: ForeignCheckpoint, step: float, *, where: str, may_skip: bool = False) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -56,7 +57,10 @@ def join_files(files: Sequence[Path]) -> Any:
 
 
 def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
-    """Returns what the `values` of all ranks are together. Anything but a tensor is rank 0's."""
+    """Returns what the `values` of all ranks are together. Anything but a tensor is rank 0's.
+
+    Whole tensors that differ, such as random states, raise CheckpointError when they are read.
+    """
     first = values[0]
     if isinstance(first, dict):
         keys = cast(dict[Any, Any], first).keys()
@@ -69,7 +73,17 @@ def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
     if isinstance(first, DTensor):
         fix = "a checkpoint that DCP writes"
         raise CheckpointError(f"{files[0]} holds DTensors of one rank.", got=name, fix=fix)
+    if isinstance(first, Tensor) and not all(torch.equal(first, one) for one in values[1:]):
+        return LazyTensor(tuple(first.shape), first.dtype, partial(_refuse_to_read, name))
     return first
+
+
+def _refuse_to_read(name: str) -> Tensor:
+    raise CheckpointError(
+        f"{name.removeprefix('.')} differs between the files of the ranks.",
+        why="it is no shard but a whole tensor, of which no rank's is more right than another's",
+        fix="the files of all ranks of one step",
+    )
 
 
 def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> LazyTensor:
@@ -83,8 +97,8 @@ def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[P
             raise CheckpointError(f"{file} is a file of another rank.", got=got, fix="its own name")
         for shard in shards:
             where = shard.state["metadata"].state
-            read = partial(torch.Tensor.detach, shard.state["tensor"])
-            boxes.append(SavedBox(tuple(where["shard_offsets"]), tuple(where["shard_sizes"]), read))
+            place_in_it = tuple(where["shard_offsets"]), tuple(where["shard_sizes"])
+            boxes.append(SavedBox(*place_in_it, partial(Tensor.detach, shard.state["tensor"])))
     shape, dtype = tuple(values[0].state[1].state["size"]), values[0].dtype
     return LazyTensor.from_boxes(name, boxes, shape=shape, dtype=dtype)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -46,33 +46,50 @@ class LazyTensor:
     ) -> Self:
         """Returns a tensor that `boxes` fill. Raises DamagedCheckpointError, with its `name`, if they do not.
 
-        Copies of a box, which several ranks have, are read once.
+        Copies of a box, which several ranks have, are read once. What a box reads is checked then.
         """
-        distinct = {box.offsets: box for box in boxes if math.prod(box.shape)}
+        distinct = sorted({box.offsets: box for box in boxes if math.prod(box.shape)}.items())
         inside = all(
             len(box.offsets) == len(box.shape) == len(shape)
-            and all(at + n <= size for at, n, size in zip(box.offsets, box.shape, shape, strict=True))
-            for box in distinct.values()
+            and all(0 <= at <= size - n for at, n, size in zip(box.offsets, box.shape, shape, strict=True))
+            for _, box in distinct
         )
-        found, wanted = sum(math.prod(box.shape) for box in distinct.values()), math.prod(shape)
-        if not inside or found != wanted:
+        found, wanted = sum(math.prod(box.shape) for _, box in distinct), math.prod(shape)
+        if not inside or found != wanted or _overlap([box for _, box in distinct]):
             raise DamagedCheckpointError(
-                f"the source does not hold all of {name}.",
+                f"the files of the source do not hold all of {name}.",
                 got=f"{found} of its {wanted} elements, of shape {list(shape)}",
-                why="files of some ranks are missing, or belong to another checkpoint",
+                why="files of some ranks are missing or of another checkpoint, or state is on an NVMe drive",
                 fix="all files of the checkpoint in one directory",
             )
 
         def read() -> Tensor:
-            if len(distinct) == 1:
-                return next(iter(distinct.values())).read()
-            result = torch.empty(shape, dtype=dtype)
-            for box in distinct.values():
-                place = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.shape, strict=True))
-                result[place] = box.read()
-            return result
+            result = torch.empty(shape, dtype=dtype) if len(distinct) != 1 else None
+            for offsets, box in distinct:
+                part = box.read().detach()
+                if (tuple(part.shape), part.dtype) != (box.shape, dtype):
+                    raise DamagedCheckpointError(
+                        f"a file of another checkpoint is in the place of {name}.",
+                        got=f"{part.dtype} {[*part.shape]} for {dtype} {[*box.shape]}",
+                    )
+                if result is None:
+                    return part
+                result[tuple(slice(at, at + n) for at, n in zip(offsets, box.shape, strict=True))] = part
+            return cast(Tensor, result)
 
         return cls(shape, dtype, read)
+
+
+def _overlap(boxes: Sequence[SavedBox]) -> bool:
+    """Returns whether two of `boxes`, which lie in the order of their first offsets, share an element."""
+    for index, box in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if not box.shape or other.offsets[0] >= box.offsets[0] + box.shape[0]:
+                break
+            corners = zip(box.offsets, box.shape, other.offsets, other.shape, strict=True)
+            if all(at < there + m and there < at + n for at, n, there, m in corners):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def open_source(path: Path) -> ForeignCheckpoint:
 def _from_content(content: Any, files: Sequence[Path]) -> ForeignCheckpoint:
     """Returns what a dict holds below the usual keys, or the weights that it is."""
     content = cast(dict[str, Any], content if isinstance(content, dict) else {})
+    optimizer_state.check_is_alone(name for name in content if "." not in str(name))
     weights = optimizer_state.state_tensors(_first(content, _MODEL) or content)
     if not weights:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
@@ -81,6 +82,7 @@ def _first(content: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 def _open_directory(path: Path) -> ForeignCheckpoint:
     """Opens a directory of Accelerate's `save_state` or of transformers' Trainer."""
+    optimizer_state.check_is_alone(one.name for one in path.iterdir())
     weights, files = _read_weights(path)
     is_numbered = False
     if (path / _DCP_OPTIMIZER).is_dir():

@@ -38,7 +38,7 @@ from torch import Tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.small_files import VALUE_BYTES, read_text
 from fullshard.takeover.optimizer_state import check_same_step, make_group, split_steps, state_tensors
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor, SavedBox
 from fullshard.takeover.stand_ins import read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -53,10 +53,6 @@ _CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 
-_DAMAGE = (
-    *(LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError),
-    *(OSError, zipfile.BadZipFile),
-)
 _Groups = Sequence[Mapping[str, Sequence[int]]]
 """{parameter: shape} of each flat vector, in the order of the vector."""
 _Slice = tuple[int, int]
@@ -76,16 +72,7 @@ def open_source(path: Path) -> ForeignCheckpoint:
     Raises CheckpointError for parts of tensor, pipeline or expert parallelism, and for files that do not
     belong together; DamagedCheckpointError for missing and damaged files.
     """
-    directory = _find_checkpoint(path)
-    try:
-        return _open_directory(directory)
-    except _DAMAGE as error:
-        raise DamagedCheckpointError(
-            f"{directory} is not as DeepSpeed writes checkpoints.",
-            got=f"{type(error).__name__}: {error}",
-            why="a file is damaged, or of a version that is not known here",
-            fix="the checkpoint before it",
-        ) from error
+    return _open_directory(_find_checkpoint(path))
 
 
 def _find_checkpoint(path: Path) -> Path:
@@ -93,7 +80,7 @@ def _find_checkpoint(path: Path) -> Path:
     for file in (path / "latest", path / "latest_universal"):
         if file.is_file():
             tag = read_text(file, most_bytes=VALUE_BYTES).strip()
-            if Path(tag).name != tag:
+            if tag in ("", "..") or Path(tag).name != tag:
                 raise DamagedCheckpointError(f"{file} names no directory beside it.", got=tag)
             return path / tag
     return path
@@ -129,7 +116,7 @@ def _open_directory(directory: Path) -> ForeignCheckpoint:
         settings=settings,
         config=json.dumps(model["ds_config"]) if model.get("ds_config") else None,
         version=model.get("ds_version"),
-        notes=(f"{samples} samples were trained on", *found.notes),
+        notes=(*([f"{samples} samples were trained on"] if samples else []), *found.notes),
     )
     check_same_step(found, step - skipped, where=f"global_steps - skipped_steps of {files[0].name}")
     return found
@@ -144,7 +131,7 @@ def _check_is_not_parallel(directory: Path) -> None:
                 f"{directory} has parts of tensor, pipeline or expert parallelism.",
                 got=path.name,
                 why="these parts are not joined here",
-                fix="its universal form (ds_to_universal), which has whole tensors",
+                fix="a checkpoint of a run whose ranks share no layers and no experts",
             )
 
 
@@ -210,7 +197,10 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
             size = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
             sizes = {one.shape[0] for vector in own for one in vector.values()}
             if sizes != {size}:
-                raise _other_size_error(", ".join(shapes), got=f"vectors of {sizes} elements, not {size}")
+                got = f"vectors of {sizes} elements, not {size}"
+                raise DamagedCheckpointError(
+                    f"{directory} does not hold all of {', '.join(shapes)}.", got=got
+                )
         else:
             paddings = states[0].get("param_alignment_paddings")
             padding = paddings[number] if paddings else [0] * len(shapes)
@@ -283,27 +273,27 @@ def _join_parts(
 
     slices: its place in the `vectors` of each rank
     """
-    parts = [(own, begin, size) for own, (begin, size) in zip(vectors, slices, strict=True) if size]
-    found = [min(one.shape[0] - begin, size) for own, begin, size in parts for one in own.values()]
-    listed, wanted = sum(size for *_, size in parts), math.prod(shape)
-    if listed != wanted or sum(found) != wanted * len(vectors[0]):
-        got = f"{min(listed, sum(found) // max(1, len(vectors[0])))} of its {wanted} elements"
-        raise _other_size_error(name, got=got)
+    joined: _Tensors = {}
+    for key, first in vectors[0].items():
+        boxes: list[SavedBox] = []
+        end = 0
+        for own, (begin, size) in zip(vectors, slices, strict=True):
+            held = max(0, min(size, own[key].shape[0] - begin))
+            boxes.append(
+                SavedBox((end,), (held,), partial(_read_slice, own[key], slice(begin, begin + held)))
+            )
+            end += size
+        flat = LazyTensor.from_boxes(name, boxes, shape=(math.prod(shape),), dtype=first.dtype)
+        joined[key] = LazyTensor(shape, first.dtype, partial(_read_as, flat, shape))
+    return joined
 
-    def read(key: str) -> Tensor:
-        pieces = [own[key].read()[begin : begin + size] for own, begin, size in parts]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(shape)
 
-    return {key: LazyTensor(shape, one.dtype, partial(read, key)) for key, one in vectors[0].items()}
+def _read_slice(vector: LazyTensor, place: slice) -> Tensor:
+    return vector.read()[place]
 
 
-def _other_size_error(name: str, *, got: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"the files of all ranks do not hold all of {name}.",
-        got=got,
-        why="a file is damaged or of another checkpoint, or its optimizer state is on an NVMe drive",
-        fix="all files of one checkpoint",
-    )
+def _read_as(flat: LazyTensor, shape: tuple[int, ...]) -> Tensor:
+    return flat.read().view(shape)
 
 
 def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpoint:
@@ -319,7 +309,7 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpo
     tensors, count = split_steps({name: state_tensors(state) for name, state in states.items()})
     moments: dict[str, _Tensors] = {}  # frozen and shared parameters have a directory there too
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
-        state = tensors.get(name, {})
+        state = tensors.get(name) or {_MASTER: LazyTensor.from_tensor(torch.empty(0))}
         size = state[_MASTER].shape[0] if _MASTER in state else 0
         moments[name] = _join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
     return ForeignCheckpoint(
