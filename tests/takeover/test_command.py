@@ -6,6 +6,7 @@ import pytest
 
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.cli.main import main
+from fullshard.errors import SpecError
 from tests.takeover.test_formats import FIXTURES
 from tests.takeover.tiny import RUN
 
@@ -20,6 +21,8 @@ def test_command_reports_every_tensor_and_writes_into_the_run(
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
     printed = capsys.readouterr()
+    assert f"--set run.dir={tmp_path / 'out'}" in printed.err
+    assert main(arguments) == SpecError.exit_code
     written = Path(printed.out.strip())
     assert written == tmp_path / "out/checkpoints/step-00000003"
     origin = read_manifest(written).values["origin"]

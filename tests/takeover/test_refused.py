@@ -196,7 +196,7 @@ def test_boxes_that_overlap_or_lie_outside_are_no_tensor(
     if is_whole:
         found = LazyTensor.from_boxes("w", boxes, shape=(3, 2), dtype=torch.int64)
         assert torch.equal(found.read(), whole)
-        with pytest.raises(CheckpointError, match="of another checkpoint is in the place of w"):
+        with pytest.raises(CheckpointError, match="another tensor is in the place of w"):
             LazyTensor.from_boxes("w", boxes, shape=(3, 2), dtype=torch.int32).read()
     else:
         with pytest.raises(CheckpointError, match="do not hold all of w"):

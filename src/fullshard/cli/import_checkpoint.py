@@ -38,6 +38,7 @@ def import_checkpoint(
     The report goes to standard error. Without --run, the run.toml that the source gives is printed.
     The exit code is 2 if a rate or another setting of the optimizer differs from the source's.
     """
+    from fullshard.checkpoint.location import location_of
     from fullshard.errors import SpecError
     from fullshard.report.table import show_labelled_lines
     from fullshard.spec.records.run_files import CHECKPOINTS
@@ -47,6 +48,10 @@ def import_checkpoint(
     from fullshard.takeover.names import ORDERS, match_names
     from fullshard.takeover.write import ImportTarget, make_snapshot, read_all, write_checkpoint
 
+    place = directory if "://" in directory else str(Path(directory, CHECKPOINTS))
+    if location_of(place).list_checkpoints():
+        why = "a run resumes from the newest, which may be another than the imported one"
+        raise SpecError("DIR holds checkpoints already.", got=place, why=why, fix="a new directory")
     found = open_foreign_checkpoint(source, format_name=format_name)
     target = ImportTarget.of_run(_offer_run(found, source) if run_path is None else Run.load(run_path))
     listed = order if order in (None, *ORDERS) else read_text(order, most_bytes=SETTINGS_BYTES).split()
@@ -59,8 +64,9 @@ def import_checkpoint(
     if dry_run:
         read_all(snapshot)
     else:
-        place = directory if "://" in directory else str(Path(directory, CHECKPOINTS))
         typer.echo(str(write_checkpoint(snapshot, place, plan=target.plan)))
+    if target.run.run.dir != directory:
+        print(f"it continues with --set run.dir={directory}", file=sys.stderr)
     if any(one.differs for one in settings):
         print("the run continues with other settings than the source", file=sys.stderr)
         raise typer.Exit(SpecError.exit_code)

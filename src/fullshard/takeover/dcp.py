@@ -40,10 +40,8 @@ _CLASSES = [
 _DTYPES = {f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _OPTIMIZER = r"(?:app\.)?(?:optim|optimizer|optimizer_\d+)"  # `app` is the name in torch's tutorial
 _STATE = re.compile(rf"{_OPTIMIZER}\.state\.(.+)\.([^.]+)")
-_SETTINGS = "lr|initial_lr|weight_decay|betas|eps|params|amsgrad|decoupled_weight_decay|" + "|".join(
-    MOMENTUM_SETTINGS
-)
-_GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.({_SETTINGS})")
+_SETTINGS = "lr|initial_lr|weight_decay|decoupled_weight_decay|betas|eps|params|amsgrad"
+_GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.({_SETTINGS}|{'|'.join(MOMENTUM_SETTINGS)})")
 _OF_MODEL = ("app.model.", "model.", "state_dict.")  # before names of weights; torchtitan has nothing
 _COUNTS = r"step|global_step|epoch|tokens|train_state\..+|(?:lr_)?scheduler\..+"
 _OTHERS = re.compile(rf"{_OPTIMIZER}\..+|{_COUNTS}")  # names that are not those of weights
@@ -81,10 +79,8 @@ class DcpDirectory:
         for name in (*self.values, *self.tensors):
             if (match := _GROUP.fullmatch(name)) is not None:
                 entries.setdefault(match[1], {})[match[2]] = self.read_value(name)
-        known = {
-            key: entry.get("params") or (names if key.isdigit() else [key]) for key, entry in entries.items()
-        }
-        return merge_equal_groups(make_group(known[key], entry) for key, entry in entries.items())
+        of_key = {key: names if key.isdigit() else [key] for key in entries}
+        return merge_equal_groups(make_group(e.get("params") or of_key[k], e) for k, e in entries.items())
 
     def select_weights(self) -> dict[str, LazyTensor]:
         """Returns parameters and buffers, without the key that a model is below, and other tensors."""
@@ -154,29 +150,22 @@ def _locate_part(directory: Path, info: Mapping[str, Any]) -> tuple[Path, Any]:
     """Returns the file of a stored item, and a function that reads the item."""
     name, begin, length = info["relative_path"], int(info["offset"]), int(info["length"])
     if not isinstance(name, str) or Path(name).name != name or info.get("transform_descriptors"):
-        raise CheckpointError(
-            f"{directory / METADATA} is not read.",
-            got=f"a file {name!r}, transforms {info.get('transform_descriptors')}",
-            why="the files of a checkpoint lie in its directory, and hold what torch.save writes",
-        )
+        got = f"a file {name!r}, transforms {info.get('transform_descriptors')}"
+        why = "the files of a checkpoint lie in its directory, and hold what torch.save writes"
+        raise CheckpointError(f"{directory / METADATA} is not read.", got=got, why=why)
     path = directory / name
     size_bytes = path.stat().st_size if path.is_file() else -1
     if not 0 <= begin <= begin + length <= size_bytes:
-        raise DamagedCheckpointError(
-            f"{path} is {'missing' if size_bytes < 0 else 'truncated'}.",
-            got=None if size_bytes < 0 else f"{size_bytes} bytes, {begin + length} listed in {METADATA}",
-            why="each rank wrote a file of its own",
-            fix="the files of all ranks in one directory",
-        )
+        what = f"{path} is {'missing' if size_bytes < 0 else 'truncated'}."
+        got = None if size_bytes < 0 else f"{size_bytes} bytes, {begin + length} listed in {METADATA}"
+        why = "each rank wrote a file of its own"
+        raise DamagedCheckpointError(what, got=got, why=why, fix="the files of all ranks in one directory")
     return path, partial(read_torch_part, path, begin=begin, length=length)
 
 
 def _make_tensor(name: str, listed: Mapping[str, Any], *, parts: Mapping[tuple[int, ...], Any]) -> LazyTensor:
     dtype = next(one for one in listed["properties"].state if isinstance(one, torch.dtype))
-    boxes = [
-        SavedBox(offsets, size, parts[key])
-        for chunk in listed["chunks"]
-        for offsets, size in [(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))]
-        if (key := offsets if offsets in parts else ()) in parts
-    ]
+    places = [(tuple(one.state["offsets"]), tuple(one.state["sizes"])) for one in listed["chunks"]]
+    known = [(at, size, at if at in parts else ()) for at, size in places]
+    boxes = [SavedBox(at, size, parts[key]) for at, size, key in known if key in parts]
     return LazyTensor.from_boxes(name, boxes, shape=tuple(listed["size"]), dtype=dtype)

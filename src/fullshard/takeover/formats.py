@@ -10,8 +10,8 @@ from fullshard.takeover.source import ForeignCheckpoint
 
 READERS: dict[str, ModuleType] = {"deepspeed": zero, "dcp": dcp, "torch": torch_files}
 """Reader modules by the names that `--format` takes: each has `recognises(path)` and `open_source(path)`."""
+# Raised by readers for values of other types and sizes than a format has.
 _DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, zipfile.BadZipFile)
-"""Raised by readers for values of other types and sizes than a format has."""
 
 
 def open_foreign_checkpoint(path: Path, *, format_name: str = "auto") -> ForeignCheckpoint:
@@ -21,24 +21,17 @@ def open_foreign_checkpoint(path: Path, *, format_name: str = "auto") -> Foreign
     readers = READERS.values() if format_name == "auto" else [READERS[format_name]]
     reader = next((one for one in readers if one.recognises(path)), None)
     if reader is None:
-        raise CheckpointError(
-            f"{path} is not a checkpoint that can be taken over.",
-            got="no such file or directory" if not path.exists() else None,
-            fix="the directory with .metadata, trainer_state.json or latest in it, or a file of torch.save",
-        )
+        what = f"{path} is not a checkpoint that can be taken over."
+        fix = "the directory with .metadata, trainer_state.json or latest in it, or a file of torch.save"
+        raise CheckpointError(what, got="no such file or directory" if not path.exists() else None, fix=fix)
     try:
         found = reader.open_source(path)
     except _DAMAGE as error:
-        raise DamagedCheckpointError(
-            f"{path} is not as its trainer writes checkpoints.",
-            got=f"{type(error).__name__}: {error}",
-            why="a file is damaged, or of a version that is not known here",
-            fix="the checkpoint before it",
-        ) from error
+        what, got = f"{path} is not as its trainer writes checkpoints.", f"{type(error).__name__}: {error}"
+        why = "a file is damaged, or of a version that is not known here"
+        raise DamagedCheckpointError(what, got=got, why=why, fix="the checkpoint before it") from error
     if found.step < 0:
-        raise CheckpointError(
-            "the source does not say how many steps it was trained.",
-            why="its optimizer has no count, and there is no step or global_step",
-            fix='"step" beside "model" in the file; 0 to begin with the weights alone',
-        )
+        why = "its optimizer has no count, and there is no step or global_step"
+        fix = '"step" beside "model" in the file; 0 to begin with the weights alone'
+        raise CheckpointError("the source does not say how many steps it was trained.", why=why, fix=fix)
     return found

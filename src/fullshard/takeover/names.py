@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTenso
 from fullshard.weights.files import iterate_copies
 from fullshard.weights.names import llama_weight_map, map_file_tensors_to_model
 
-T = TypeVar("T")
 ORDERS = ("decay-first", "parameters")
 """Orders of numbered moments: groups of transformers' Trainer, or `model.parameters()`."""
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -92,14 +91,12 @@ def match_names(
     for name, some in found.parts.items():  # of a tied tensor, its own name counts before aliases
         if own.get(name, name) == name or own[name] not in found.parts:
             parts[own.get(name, name)] = some
-    is_in_memory = source.default_order is not None  # moments have the names of the model in memory
-    named = {part.source: name for name, some in parts.items() for part in some}
-    named = {name: name for name in parameters} if is_in_memory else named
-    of_moments = {} if is_in_memory else parts
-    moved = {
-        name: _move_moments(source, of_moments.get(name, ()), name=name, shape=wanted[name])
-        for name in parameters
-    }
+    # The boxes of moments; with a default order, they have the names of the model in memory.
+    boxes = (
+        parts if source.default_order is None else {n: map_unchanged_tensor(n, wanted[n]) for n in parameters}
+    )
+    named = {part.source: name for name, some in boxes.items() for part in some}
+    moved = {n: _move_moments(source, boxes.get(n, ()), name=n, shape=wanted[n]) for n in parameters}
     return MatchedCheckpoint(
         weights={
             name: _copy_boxes(some, wanted[name], sources=source.weights) for name, some in parts.items()
@@ -161,29 +158,23 @@ def _plain_name(name: str, names: Mapping[str, str]) -> str:
 def _titan_name(name: str) -> str:
     match = _TITAN_NAME.fullmatch(name)
     if match is None or match[2] not in _TITAN:
-        if name.startswith("layers."):
-            raise _other_titan_error(f"{name} in the source")
-        return name
+        return name if match is None or match[1] is None else _raise_other_titan(f"{name} in the source")
     return f"model.layers.{match[1]}.{_TITAN[match[2]]}.weight" if match[1] else f"{_TITAN[match[2]]}.weight"
 
 
 def _head_counts(model: nn.Module) -> dict[str, int]:
-    config, keys = text_config(model), ("num_attention_heads", "num_key_value_heads")
     if isinstance(model, DecoderModel):
-        config, keys = model.config, ("heads", "kv_heads")
-    elif getattr(config, "model_type", None) != "llama":
-        raise _other_titan_error(f"{type(model).__name__} in the run")
-    counts = [getattr(config, key, None) for key in keys]
-    return {letter: int(str(one)) for letter, one in zip("qk", counts, strict=True)}
+        return {"q": model.config.heads, "k": model.config.kv_heads}
+    config: Any = text_config(model)
+    if getattr(config, "model_type", None) != "llama":
+        _raise_other_titan(f"{type(model).__name__} in the run")
+    return {"q": config.num_attention_heads, "k": config.num_key_value_heads}
 
 
-def _other_titan_error(got: str) -> CheckpointError:
-    return CheckpointError(
-        "of torchtitan's models, Llama 3 alone is taken over.",
-        got=got,
-        why="others have the same names, and rotate queries and keys in another way",
-        fix="a run.toml with a Llama of transformers, or with the reference decoder",
-    )
+def _raise_other_titan(got: str) -> NoReturn:
+    why = "others have the same names, and rotate queries and keys in another way"
+    fix = "a run.toml with a Llama of transformers, or with the reference decoder"
+    raise CheckpointError("of torchtitan's models, Llama 3 alone is read.", got=got, why=why, fix=fix)
 
 
 def _with_names(
@@ -225,11 +216,9 @@ def _name_numbered_moments(
     numbers = [name for group in source.groups for name in group.names]
     order = order or source.default_order
     if order is None:
-        raise SpecError(
-            "the source does not name the parameters of its optimizer state.",
-            got=f"numbers up to {len(numbers) - 1}, in the order of the groups that its program built",
-            fix="--order parameters (as in model.parameters()), --order decay-first, or a file of names",
-        )
+        got = f"numbers up to {len(numbers) - 1}, in the order of the groups that its program built"
+        fix = "--order parameters (as in model.parameters()), --order decay-first, or a file of names"
+        raise SpecError("the source does not name the parameters of its optimizer state.", got=got, fix=fix)
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     names_here = {some[0].source: name for name, some in found.parts.items() if len(some) == 1}
     known = [*parameters]
@@ -261,11 +250,8 @@ def _decays(name: str, model: nn.Module) -> bool:
 
 
 def _other_order_error(got: str) -> CheckpointError:
-    return CheckpointError(
-        "the optimizer's state is not in this order.",
-        got=got,
-        fix=f"--order {', '.join(ORDERS)}, or a file with the names in the order of the optimizer",
-    )
+    fix = f"--order {', '.join(ORDERS)}, or a file with the names in the order of the optimizer"
+    return CheckpointError("the optimizer's state is not in this order.", got=got, fix=fix)
 
 
 def _check_shapes(found: WeightMap, wanted: Mapping[str, Shape]) -> None:
@@ -275,30 +261,25 @@ def _check_shapes(found: WeightMap, wanted: Mapping[str, Shape]) -> None:
         if tuple(shape) != wanted[name]
     ]
     if other or not found.parts:
-        raise CheckpointError(
-            "the source is of another model.",
-            got=join_names(other or found.surplus, most=3),
-            why=None if other else f"the model has {join_names([*wanted], most=3)}",
-            fix="the sizes of that model in [model]" if other else "--names, a file of names",
-        )
+        what = "the source is of another model."
+        why = None if other else f"the model has {join_names([*wanted], most=3)}"
+        fix = "the sizes of that model in [model]" if other else "--names, a file of names"
+        raise CheckpointError(what, got=join_names(other or found.surplus, most=3), why=why, fix=fix)
 
 
 def _move_moments(
     source: ForeignCheckpoint, parts: Sequence[BoxCopy], *, name: str, shape: Shape
 ) -> Mapping[str, LazyTensor]:
     """Returns the state of the model's parameter `name`: its own, or the boxes of its sources' states."""
-    if not parts:
-        return source.moments.get(name, {})
     states = {part.source: source.moments.get(part.source, {}) for part in parts}
     keys = set[str]().union(*states.values())
     if lacking := [one for one, state in states.items() if set(state) != keys]:
         got = f"no {join_names(sorted(keys))} of {join_names(lacking, most=3)}"
         raise CheckpointError(f"the state of {name} is not whole.", got=got)
-    for one, state in states.items():
-        for key, tensor in state.items():
-            if tensor.shape != (size := source.weights[one].shape):
-                got = f"{key} is {[*tensor.shape]}, and the parameter {[*size]}"
-                raise CheckpointError(f"the state of {one} is of another parameter.", got=got)
+    for one, key in ((one, key) for one in states for key in sorted(keys)):
+        if one in source.weights and states[one][key].shape != (size := source.weights[one].shape):
+            got = f"{key} is {[*states[one][key].shape]}, and the parameter {[*size]}"
+            raise CheckpointError(f"the state of {one} is of another parameter.", got=got)
     return {
         key: _copy_boxes(parts, shape, sources={n: state[key] for n, state in states.items()})
         for key in sorted(keys)

@@ -25,12 +25,10 @@ def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments
     steps = {name: step for name, step in read.items() if step is not None}
     if len(set(steps.values())) > 1:
         first = {step: name for name, step in steps.items()}
-        raise CheckpointError(
-            "the source mixes several steps.",
-            got=join_names([f"{step:g} of {name}" for step, name in first.items()], most=3),
-            why="files of several checkpoints, or parameters that some steps did not update",
-            fix="all files of one checkpoint",
-        )
+        what = "the source mixes several steps."
+        got = join_names([f"{step:g} of {name}" for step, name in first.items()], most=3)
+        why = "files of several checkpoints, or parameters that some steps did not update"
+        raise CheckpointError(what, got=got, why=why, fix="all files of one checkpoint")
     moments = {name: {k: v for k, v in one.items() if k != "step"} for name, one in states.items()}
     return {name: one for name, one in moments.items() if one}, next(iter(steps.values()), None)
 
@@ -67,13 +65,9 @@ def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGrou
     momentum = {key: as_number(entry.get(key)) for key in MOMENTUM_SETTINGS}
     decoupled = entry.get("decoupled_weight_decay")
     if decoupled is not None and ("amsgrad" not in entry or not decoupled and entry.get("weight_decay")):
-        raise CheckpointError(
-            "the source's optimizer is not AdamW.",
-            got=f"decoupled_weight_decay = {decoupled}, weight_decay = {entry.get('weight_decay')}"
-            + ("" if "amsgrad" in entry else ", no amsgrad: RAdam or NAdam"),
-            why="with the same moments, its steps are others",
-            fix="weights alone (model.hf)",
-        )
+        got = "weight decay in the gradient (Adam)" if "amsgrad" in entry else "RAdam or NAdam"
+        why = "with the same moments, its steps are others"
+        raise CheckpointError("the source's optimizer is not AdamW.", got=got, why=why, fix="weights alone")
     return ForeignGroup(
         tuple(map(str, names)),
         learning_rate=as_number(entry.get("lr")),
@@ -103,12 +97,8 @@ def as_number(value: Any) -> float | None:
 def check_is_alone(names: Iterable[object]) -> None:
     """Raises CheckpointError for names of files or entries of a second model or optimizer."""
     if others := [str(name) for name in names if _SECOND.match(str(name))]:
-        raise CheckpointError(
-            "the source has several models or optimizers.",
-            got=join_names(others, most=3),
-            why="a run has one of each",
-            fix="a checkpoint with one model and one optimizer",
-        )
+        got, fix = join_names(others, most=3), "a checkpoint with one of each"
+        raise CheckpointError("the source has several models or optimizers.", got=got, fix=fix)
 
 
 def check_same_step(found: ForeignCheckpoint, step: float, *, where: str, may_skip: bool = False) -> None:
@@ -119,11 +109,8 @@ def check_same_step(found: ForeignCheckpoint, step: float, *, where: str, may_sk
     """
     counted = step if found.update_count is None else found.update_count
     if counted != step and not (may_skip and counted < step):
-        raise CheckpointError(
-            "the source mixes several steps.",
-            got=f"{where} is {step:g}, and the optimizer counted {counted:g} updates",
-            fix="all files of one checkpoint",
-        )
+        got = f"{where} is {step:g}, and the optimizer counted {counted:g} updates"
+        raise CheckpointError("the source mixes several steps.", got=got, fix="all files of one checkpoint")
 
 
 def as_lightning(found: ForeignCheckpoint, content: Any, *, file: Path) -> ForeignCheckpoint:

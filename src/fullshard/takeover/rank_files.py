@@ -79,11 +79,8 @@ def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
 
 
 def _refuse_to_read(name: str) -> Tensor:
-    raise CheckpointError(
-        f"{name.removeprefix('.')} differs between the files of the ranks.",
-        why="it is no shard but a whole tensor, of which no rank's is more right than another's",
-        fix="the files of all ranks of one step",
-    )
+    what, fix = f"{name.removeprefix('.')} differs between the files of the ranks.", "files of one step"
+    raise CheckpointError(what, why="it is a whole tensor in each, and no shard", fix=fix)
 
 
 def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> LazyTensor:
@@ -97,15 +94,12 @@ def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[P
             raise CheckpointError(f"{file} is a file of another rank.", got=got, fix="its own name")
         for shard in shards:
             where = shard.state["metadata"].state
-            place_in_it = tuple(where["shard_offsets"]), tuple(where["shard_sizes"])
-            boxes.append(SavedBox(*place_in_it, partial(Tensor.detach, shard.state["tensor"])))
+            read = partial(Tensor.detach, shard.state["tensor"])
+            boxes.append(SavedBox(tuple(where["shard_offsets"]), tuple(where["shard_sizes"]), read))
     shape, dtype = tuple(values[0].state[1].state["size"]), values[0].dtype
     return LazyTensor.from_boxes(name, boxes, shape=shape, dtype=dtype)
 
 
 def _missing_rank_error(file: Path, rank: int) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"the file of rank {rank} is missing beside {file}.",
-        why="each rank wrote a file with its own shards",
-        fix="the files of all ranks in one directory",
-    )
+    why, fix = "each rank wrote a file with its own shards", "the files of all ranks in one directory"
+    return DamagedCheckpointError(f"the file of rank {rank} is missing beside {file}.", why=why, fix=fix)

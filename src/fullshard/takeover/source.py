@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,18 +65,16 @@ class LazyTensor:
             )
 
         def read() -> Tensor:
-            result = torch.empty(shape, dtype=dtype) if len(distinct) != 1 else None
+            result = torch.empty(shape, dtype=dtype)
             for offsets, box in distinct:
-                part = box.read().detach()
-                if (tuple(part.shape), part.dtype) != (box.shape, dtype):
-                    raise DamagedCheckpointError(
-                        f"a file of another checkpoint is in the place of {name}.",
-                        got=f"{part.dtype} {[*part.shape]} for {dtype} {[*box.shape]}",
-                    )
-                if result is None:
-                    return part
+                part: Any = box.read()
+                if (getattr(part, "shape", None), getattr(part, "dtype", None)) != (box.shape, dtype):
+                    got = f"{getattr(part, 'dtype', part)} for {dtype} {[*box.shape]}"
+                    raise DamagedCheckpointError(f"another tensor is in the place of {name}.", got=got)
+                if len(distinct) == 1:
+                    return part.detach()
                 result[tuple(slice(at, at + n) for at, n in zip(offsets, box.shape, strict=True))] = part
-            return cast(Tensor, result)
+            return result
 
         return cls(shape, dtype, read)
 
@@ -83,11 +82,10 @@ class LazyTensor:
 def _overlap(boxes: Sequence[SavedBox]) -> bool:
     """Returns whether two of `boxes`, which lie in the order of their first offsets, share an element."""
     for index, box in enumerate(boxes):
-        for other in boxes[index + 1 :]:
-            if not box.shape or other.offsets[0] >= box.offsets[0] + box.shape[0]:
-                break
-            corners = zip(box.offsets, box.shape, other.offsets, other.shape, strict=True)
-            if all(at < there + m and there < at + n for at, n, there, m in corners):
+        ends = [at + n for at, n in zip(box.offsets, box.shape, strict=True)]
+        for other in takewhile(lambda one, ends=ends: one.offsets[0] < ends[0], boxes[index + 1 :]):
+            corners = zip(box.offsets, ends, other.offsets, other.shape, strict=True)
+            if all(at < there + n and there < end for at, end, there, n in corners):
                 return True
     return False
 

@@ -2,7 +2,7 @@
 
 [Note: stand-ins] `torch.load(weights_only=True)` makes tensors and plain values, and refuses every other
 class. Some formats keep facts in classes of their library. Each class of a fixed list is replaced by an inert
-one, whose instances keep their arguments and state. A pickle that asks for any other name is refused.
+one, whose instances keep their arguments and state. A pickle that names any other class is refused.
 
 A nested class is pickled as `getattr(Class, "Nested")`. `builtins.getattr` is never called: in its place,
 `_find_nested_class` accepts only stand-ins, and returns another stand-in.
@@ -81,12 +81,10 @@ def read_torch_file(
     with _refused_or_damaged(path):
         is_zip, size_bytes = zipfile.is_zipfile(path), path.stat().st_size
         if not is_zip and size_bytes > LEGACY_BYTES:
-            raise CheckpointError(
-                f"{path} is not read.",
-                got=f"{format_bytes(size_bytes)} in a format that is not a zip archive, or a truncated one",
-                why="the format before torch 1.6 cannot be mapped, and would be in memory as a whole",
-                fix="torch.save(torch.load(path, weights_only=True), path) on a machine with the memory",
-            )
+            got = f"{format_bytes(size_bytes)} in a format that is not a zip archive, or a truncated one"
+            why = "the format before torch 1.6 cannot be mapped, and would be in memory as a whole"
+            fix = "torch.save(torch.load(path, weights_only=True), path) on a machine with the memory"
+            raise CheckpointError(f"{path} is not read.", got=got, why=why, fix=fix)
         asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else ())
         if unknown := asked - known.keys():
             raise _refusal_error(path, f"its pickle asks for {join_names(sorted(unknown), most=3)}")
@@ -139,21 +137,16 @@ def _refused_or_damaged(path: Path) -> Generator[None]:
         inner = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
         raise _refusal_error(path, str(inner).partition(" Please use")[0]) from error
     except _DAMAGE as error:
-        raise DamagedCheckpointError(
-            f"{path} cannot be read.",
-            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            why="it is truncated, damaged, or no file of torch.save",
-            fix="the checkpoint before it, or a new copy of the file",
-        ) from error
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        why = "it is truncated, damaged, or is not a file of torch.save"
+        fix = "the checkpoint before it, or a new copy of the file"
+        raise DamagedCheckpointError(f"{path} cannot be read.", got=got, why=why, fix=fix) from error
 
 
 def _refusal_error(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is not read.",
-        got=got,
-        why="reading a pickle can run code, so only what checkpoints need is accepted",
-        fix="the weights as safetensors, or the file written anew by its own trainer",
-    )
+    why = "reading a pickle can run code, so only what checkpoints need is accepted"
+    fix = "the weights as safetensors, or the file written anew by its own trainer"
+    return CheckpointError(f"{path} is not read.", got=got, why=why, fix=fix)
 
 
 def _make_stand_in(dotted: str, base: type) -> type:

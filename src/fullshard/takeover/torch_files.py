@@ -47,12 +47,10 @@ def _from_content(content: Any, files: Sequence[Path]) -> ForeignCheckpoint:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
         raise CheckpointError(f"{files[0]} holds no weights that are known here.", got=got, fix=fix)
     if flat := [name for name in weights if name.endswith("_flat_param")]:
-        raise CheckpointError(
-            f"{files[0]} is a local state dict of FSDP1.",
-            got=join_names(flat, most=2),
-            why="flat parameters have neither the names nor the shapes of the parameters in them",
-            fix="StateDictType.SHARDED_STATE_DICT in the program that saves",
-        )
+        what = f"{files[0]} is a local state dict of FSDP1."
+        why = "flat parameters have neither the names nor the shapes of the parameters in them"
+        fix = "StateDictType.SHARDED_STATE_DICT in the program that saves"
+        raise CheckpointError(what, got=join_names(flat, most=2), why=why, fix=fix)
     moments, count, groups, is_numbered = optimizer_state.read_optimizer_dict(
         _first(content, _OPTIMIZER) or {}
     )

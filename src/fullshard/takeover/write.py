@@ -59,11 +59,9 @@ class ImportTarget:
         """Builds the target. Raises SpecError for optimizers and adapters that cannot be taken over."""
         section = run.optimizer
         if section.name.lower() not in _OPTIMIZERS or run.adapter.rank:
-            raise SpecError(
-                "the state of this run cannot be taken over.",
-                got=f"optimizer.name = {section.name!r}, adapter.rank = {run.adapter.rank}",
-                fix=f"{join_names(list(_OPTIMIZERS))}, without adapters",
-            )
+            what = "the state of this run cannot be taken over."
+            got = f"optimizer.name = {section.name!r}, adapter.rank = {run.adapter.rank}"
+            raise SpecError(what, got=got, fix=f"{join_names(list(_OPTIMIZERS))}, without adapters")
         # How a run is sharded changes nothing in its checkpoints.
         plain = {name: type(getattr(run, name))() for name in ("sharding", "offload")}
         plan = Plan.from_run(run.model_copy(update=plain), world_size=1, device="cpu")
@@ -125,14 +123,19 @@ class SettingBeside:
 
 def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget) -> Snapshot:
     """Returns the state to save. Raises CheckpointError for missing tensors, and for other optimizers."""
-    if missing := matched.missing or matched.left_over_state:
-        what = "lacks tensors of the model" if matched.missing else "has state of other parameters"
-        raise CheckpointError(
-            f"the source {what}.",
-            got=join_names(missing, most=3),
-            fix="--names with the names of the same tensors there and here",
-        )
-    _check_has_state(source, matched, target=target)
+    as_there = "--names with the names of the same tensors there and here"
+    from_weights = "a checkpoint with its optimizer; for weights alone, model.hf, or a file with step 0"
+    for what, names, fix in (
+        ("lacks tensors of the model", matched.missing, as_there),
+        ("has state of other parameters", matched.left_over_state, as_there),
+        (
+            "has no optimizer state of trained parameters",
+            _without_state(source, matched, target=target),
+            from_weights,
+        ),
+    ):
+        if names:
+            raise CheckpointError(f"the source {what}.", got=join_names(names, most=3), fix=fix)
     wanted, state = target.state.tensors(), target.state
     tensors: dict[str, Tensor] = {}
     for name, one in matched.weights.items():
@@ -140,14 +143,11 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
     for name, moments in matched.moments.items():
         keys, digests = target.state_keys(name), dict[str, str]()
         if set(moments) != set(keys):
-            raise CheckpointError(
-                "the source's optimizer is another than the run's.",
-                got=f"{join_names(sorted(moments))} of {name}; in the run {join_names([*keys]) or 'nothing'}",
-                fix="optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there",
-            )
+            got = f"{join_names(sorted(moments))} of {name}; in the run {join_names([*keys]) or 'nothing'}"
+            fix = "optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there"
+            raise CheckpointError("the source's optimizer is another than the run's.", got=got, fix=fix)
         for key, one in moments.items():
-            # Moments have the dtype of their parameter, as those that the run's optimizer makes.
-            dtype = wanted[f"model.{name}"].dtype
+            dtype = wanted[f"model.{name}"].dtype  # as of the state that the run's optimizer makes
             later = _read_later(f"{key} of {name}", one, dtype=dtype, digests=digests)
             tensors[f"optimizer.{name}.{key}"] = later
         if keys == _ADAM:
@@ -156,26 +156,21 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
     state.step, state.rows = source.step, source.step * target.run.train.global_batch
     state.counts = StepCounts(source.tokens or 0, source.skipped_steps)
     state.trained_with = TrainedWith(run=settings_that_affect_results(target.run))
-    values: dict[str, Any] = dict(state.values())
-    values |= {"optimizer": _optimizer_class_name(target), "origin": describe_origin(source)}
-    values["parameter_groups"] = None  # those of `state` are of no optimizer that is trained with
+    files = {str(path): xxh3_digest_of_file(path) for path in source.files}
+    origin = {"format": source.format, "version": source.version, "files": files}
+    values: dict[str, Any] = dict(state.values()) | {"origin": origin}
+    # The groups of `state` are of no optimizer that is trained with.
+    values |= {"optimizer": _optimizer_class_name(target), "parameter_groups": None}
     return Snapshot(source.step, values, tensors, state.select_names_that_must_be_finite(tensors))
 
 
-def _check_has_state(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget) -> None:
-    """Raises CheckpointError for trained parameters without optimizer state, after the first step.
-
-    Parameters that no group of the source has were frozen there.
-    """
+def _without_state(
+    source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget
+) -> list[str]:
+    """Returns trained parameters without state after the first step, except those that were frozen there."""
     grouped = {name for group in matched.groups for name in group.names} if matched.moments else set[str]()
     trained = [name for name in target.groups if target.state_keys(name) and (name in grouped or not grouped)]
-    if source.step and (lacking := [name for name in trained if name not in matched.moments]):
-        raise CheckpointError(
-            "the source has no optimizer state of parameters that the run trains.",
-            got=join_names(lacking, most=3),
-            why=f"training would continue at step {source.step} with moments of zero",
-            fix="a checkpoint with its optimizer; for weights alone, model.hf, or a file with step 0",
-        )
+    return [name for name in trained if source.step and name not in matched.moments]
 
 
 def _read_later(
@@ -186,12 +181,9 @@ def _read_later(
     Raises CheckpointError for integers and numbers of 8 bits that would become floating-point values.
     """
     if dtype.is_floating_point and (not one.dtype.is_floating_point or one.dtype.itemsize == 1):
-        raise CheckpointError(
-            f"{name} is quantised in the source.",
-            got=f"{one.dtype}, to be trained in {dtype}",
-            why="its numbers are codes, which need scales to be values",
-            fix="a checkpoint whose weights and moments are in bf16, fp16 or fp32",
-        )
+        got, why = f"{one.dtype}, to be trained in {dtype}", "its numbers are codes, which scales make values"
+        fix = "a checkpoint whose weights and moments are in bf16, fp16 or fp32"
+        raise CheckpointError(f"{name} is quantised in the source.", got=got, why=why, fix=fix)
 
     def read() -> Tensor:
         found = one.read()
@@ -200,11 +192,9 @@ def _read_later(
         if digests is not None and found.any():
             digests[name] = xxh3_digest(as_memoryview(found.contiguous().view(-1).view(torch.uint8)))
             if len(set(digests.values())) < len(digests):
-                raise CheckpointError(
-                    f"{' and '.join(digests)} are equal in the source.",
-                    why="FSDP1 with use_orig_params writes this into full state dicts (torch 2.13)",
-                    fix="a sharded checkpoint of the same run (SHARDED_STATE_DICT)",
-                )
+                why = "FSDP1 with use_orig_params writes this into full state dicts (torch 2.13)"
+                fix = "a sharded checkpoint of the same run (SHARDED_STATE_DICT)"
+                raise CheckpointError(f"{' and '.join(digests)} are equal in the source.", why=why, fix=fix)
         return found.to(dtype)
 
     return make_lazy_tensor(torch.Size(one.shape), dtype, read=read)
@@ -213,12 +203,6 @@ def _read_later(
 def _optimizer_class_name(target: ImportTarget) -> str:
     name = _OPTIMIZERS[target.run.optimizer.name.lower()]
     return "StochasticAdamW" if name == "AdamW" and target.plan.precision.stochastic_rounding else name
-
-
-def describe_origin(source: ForeignCheckpoint) -> dict[str, Any]:
-    """Returns what the manifest records of the source: format, version, and digests of its files."""
-    files = {str(path): xxh3_digest_of_file(path) for path in source.files}
-    return {"format": source.format, "version": source.version, "files": files}
 
 
 def read_all(snapshot: Snapshot) -> None:

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +73,7 @@ def open_source(path: Path) -> ForeignCheckpoint:
     Raises CheckpointError for parts of tensor, pipeline or expert parallelism, and for files that do not
     belong together; DamagedCheckpointError for missing and damaged files.
     """
-    return _open_directory(_find_checkpoint(path))
-
-
-def _find_checkpoint(path: Path) -> Path:
-    """Returns `path`, or the directory in it that its file `latest` names."""
-    for file in (path / "latest", path / "latest_universal"):
-        if file.is_file():
-            tag = read_text(file, most_bytes=VALUE_BYTES).strip()
-            if tag in ("", "..") or Path(tag).name != tag:
-                raise DamagedCheckpointError(f"{file} names no directory beside it.", got=tag)
-            return path / tag
-    return path
-
-
-def _open_directory(directory: Path) -> ForeignCheckpoint:
+    directory = _find_checkpoint(path)
     _check_is_not_parallel(directory)
     files = _find_rank_files(directory, _MODEL_FILE)
     models = [_read_rank_file(one) for one in files]
@@ -122,17 +109,25 @@ def _open_directory(directory: Path) -> ForeignCheckpoint:
     return found
 
 
+def _find_checkpoint(path: Path) -> Path:
+    """Returns `path`, or the directory in it that its file `latest` names."""
+    for file in (path / "latest", path / "latest_universal"):
+        if file.is_file():
+            tag = read_text(file, most_bytes=VALUE_BYTES).strip()
+            if tag in ("", "..") or Path(tag).name != tag:
+                raise DamagedCheckpointError(f"{file} names no directory beside it.", got=tag)
+            return path / tag
+    return path
+
+
 def _check_is_not_parallel(directory: Path) -> None:
     """Raises CheckpointError if the directory has files of tensor, pipeline or expert parallel parts."""
     for path in sorted(directory.iterdir()):
         match = _MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name)
         if path.name.startswith(_PARALLEL) or (match is not None and int(match[2]) > 0):
-            raise CheckpointError(
-                f"{directory} has parts of tensor, pipeline or expert parallelism.",
-                got=path.name,
-                why="these parts are not joined here",
-                fix="a checkpoint of a run whose ranks share no layers and no experts",
-            )
+            what = f"{directory} has parts of tensor, pipeline or expert parallelism."
+            fix = "a checkpoint of a run whose ranks share no layers and no experts"
+            raise CheckpointError(what, got=path.name, why="these parts are not joined here", fix=fix)
 
 
 def _find_rank_files(directory: Path, name: re.Pattern[str], *, ranks: int | None = None) -> list[Path]:
@@ -150,12 +145,10 @@ def _find_rank_files(directory: Path, name: re.Pattern[str], *, ranks: int | Non
     wrong += [next(rank for rank in expected if rank not in counts)] if len(found) < len(expected) else []
     if wrong:
         kind = "model" if name is _MODEL_FILE else "optimizer"
-        raise DamagedCheckpointError(
-            f"{directory} does not have one {kind} file per rank.",
-            got=f"{counts[wrong[0]]} of rank {wrong[0]}; {len(expected)} ranks",
-            why="each rank wrote a file with its own parts",
-            fix="the files of all ranks of one checkpoint in the directory",
-        )
+        what = f"{directory} does not have one {kind} file per rank."
+        got = f"{counts[wrong[0]]} of rank {wrong[0]}; {len(expected)} ranks"
+        fix = "the files of all ranks of one checkpoint in the directory"
+        raise DamagedCheckpointError(what, got=got, why="each rank wrote a file with its own parts", fix=fix)
     return [path for _, path in found]
 
 
@@ -198,9 +191,7 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
             sizes = {one.shape[0] for vector in own for one in vector.values()}
             if sizes != {size}:
                 got = f"vectors of {sizes} elements, not {size}"
-                raise DamagedCheckpointError(
-                    f"{directory} does not hold all of {', '.join(shapes)}.", got=got
-                )
+                raise DamagedCheckpointError(f"the files do not hold all of {', '.join(shapes)}.", got=got)
         else:
             paddings = states[0].get("param_alignment_paddings")
             padding = paddings[number] if paddings else [0] * len(shapes)
@@ -273,27 +264,21 @@ def _join_parts(
 
     slices: its place in the `vectors` of each rank
     """
-    joined: _Tensors = {}
-    for key, first in vectors[0].items():
+    begins = [0, *accumulate(size for _, size in slices)]
+
+    def join(key: str) -> LazyTensor:
         boxes: list[SavedBox] = []
-        end = 0
-        for own, (begin, size) in zip(vectors, slices, strict=True):
+        for at, own, (begin, size) in zip(begins, vectors, slices, strict=False):
             held = max(0, min(size, own[key].shape[0] - begin))
-            boxes.append(
-                SavedBox((end,), (held,), partial(_read_slice, own[key], slice(begin, begin + held)))
-            )
-            end += size
-        flat = LazyTensor.from_boxes(name, boxes, shape=(math.prod(shape),), dtype=first.dtype)
-        joined[key] = LazyTensor(shape, first.dtype, partial(_read_as, flat, shape))
-    return joined
+            boxes.append(SavedBox((at,), (held,), partial(_read_slice, own[key], begin=begin, length=held)))
+        flat = LazyTensor.from_boxes(name, boxes, shape=(math.prod(shape),), dtype=vectors[0][key].dtype)
+        return LazyTensor(shape, flat.dtype, lambda: flat.read().view(shape))
+
+    return {key: join(key) for key in vectors[0]}
 
 
-def _read_slice(vector: LazyTensor, place: slice) -> Tensor:
-    return vector.read()[place]
-
-
-def _read_as(flat: LazyTensor, shape: tuple[int, ...]) -> Tensor:
-    return flat.read().view(shape)
+def _read_slice(vector: LazyTensor, *, begin: int, length: int) -> Tensor:
+    return vector.read()[begin : begin + length]
 
 
 def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpoint:
