@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, zeros
 
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
 from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, storage_id
@@ -45,24 +45,19 @@ def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
     )
 
 
-def empty_sharded_like(tensor: Tensor, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    """Returns an uninitialised tensor of `shape`, with as many dims as `tensor`, sharded in the same dims.
+def zeros_sharded_like(tensor: Tensor, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor of zeros of `shape`, with as many dims as `tensor`, sharded in the same dims.
 
     Dims that are reduced to size 1 are replicated over the mesh axes that shard them in `tensor`.
     """
     if not isinstance(tensor, DTensor):
-        return torch.empty(tuple(shape), dtype=dtype, device=tensor.device)
-    mesh, placements = tensor.device_mesh, list(tensor.placements)
+        return torch.zeros(tuple(shape), dtype=dtype, device=tensor.device)
+    placements = list(tensor.placements)
     for axis, one in enumerate(placements):
         dim = None if one.is_replicate() else cast(Any, one).dim
         if dim is not None and shape[dim] == 1 != tensor.shape[dim]:
             placements[axis] = Replicate()
-    whole = torch.empty(tuple(shape), device="meta")
-    size, _ = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
-    local = torch.empty(tuple(size), dtype=dtype, device=tensor.device)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return zeros(tuple(shape), dtype=dtype, device_mesh=tensor.device_mesh, placements=placements)
 
 
 def shard_offsets(tensor: Tensor) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.collectives import all_reduce_together
-from fullshard.distributed.tensors import empty_sharded_like
+from fullshard.distributed.tensors import zeros_sharded_like
 from fullshard.spec.dealing import dims_of_means
 from fullshard.torch_private.tensors import foreach_norm
 from fullshard.training.low_bit_adamw import local_part_of, step_count_of
@@ -70,7 +70,7 @@ class Adafactor(torch.optim.Optimizer):
         for key, dims in means.items():
             if key not in state:
                 shape = [1 if dim in dims else n for dim, n in enumerate(parameter.shape)]
-                state[key] = empty_sharded_like(parameter, shape, dtype=torch.float32).zero_()
+                state[key] = zeros_sharded_like(parameter, shape, dtype=torch.float32)
         gradient: Tensor = local_part_of(parameter.grad).float()
         if self.grad_scale is not None:
             gradient.div_(self.grad_scale)

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from fullshard.distributed.tensors import empty_sharded_like
+from fullshard.distributed.tensors import zeros_sharded_like
 from fullshard.spec.dealing import Shape
 from fullshard.training.low_bit_adamw import local_part_of
 from fullshard.training.whole_matrices import DIRECTION, MatrixUpdate, WholeMatrixAdamW
@@ -82,7 +82,7 @@ class MuonAdamW(WholeMatrixAdamW):
             state.pop(_SQUARES, None)  # of a run before, with `row_decay`
         elif _SQUARES not in state:
             shape = (*parameter.shape[:-1], 1)
-            state[_SQUARES] = empty_sharded_like(parameter, shape, dtype=torch.float32).zero_()
+            state[_SQUARES] = zeros_sharded_like(parameter, shape, dtype=torch.float32)
         rate = float(group["lr"])
         return MatrixUpdate(
             parameter,

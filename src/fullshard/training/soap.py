@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fullshard.distributed.tensors import empty_sharded_like
+from fullshard.distributed.tensors import zeros_sharded_like
 from fullshard.training.low_bit_adamw import local_part_of
 from fullshard.training.whole_matrices import DIRECTION, MatrixUpdate, WholeMatrixAdamW
 
@@ -51,7 +51,7 @@ class SoapAdamW(WholeMatrixAdamW):
             state.clear()  # the count is on the host, which reads it
             state |= {"step": torch.zeros(()), **{key: torch.zeros_like(parameter) for key in _MOMENTS}}
             for key, shape in shapes.items():
-                state[key] = empty_sharded_like(parameter, shape, dtype=torch.float32).zero_()
+                state[key] = zeros_sharded_like(parameter, shape, dtype=torch.float32)
         t, betas, gradient = int(state["step"]), group["betas"], cast(Tensor, parameter.grad)
         refreshes = t % self.section.soap.precondition_frequency == 0
         state["step"] += 1

@@ -18,7 +18,7 @@ from fullshard.checkpoint.manifest import (
     steps_skipped_in_a_row,
 )
 from fullshard.checkpoint.results import RESULTS, EvaluationResult, encode_results, read_results
-from fullshard.distributed.tensors import empty_sharded_like
+from fullshard.distributed.tensors import zeros_sharded_like
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.models.packed_weights import check_same_packing, packing_record
 from fullshard.offload.adamw import StreamingAdamW
@@ -421,7 +421,7 @@ def _empty_optimizer_tensor(
         isinstance(optimizer, SoapAdamW)
         or all(own in (1, size) for own, size in zip(info.shape, parameter.shape, strict=True))
     ):  # such as sums over rows
-        return empty_sharded_like(parameter.detach(), info.shape, dtype=info.torch_dtype)
+        return zeros_sharded_like(parameter.detach(), info.shape, dtype=info.torch_dtype)
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = parameter.device if key != "step" or fused else torch.device("cpu")
     return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
