@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.owners import Wave, gather_layouts
 from fullshard.spec.dealing import WAVE_ELEMENTS, DealtMatrix, Shape, deal_matrices, deal_state
 from fullshard.spec.settings.train_section import OptimizerSection
-from fullshard.torch_private.tensors import foreach_add, fused_adamw
 from fullshard.training.low_bit_adamw import find_or_make_adamw_state, local_part_of
 
 KIND = "kind"
@@ -125,27 +125,24 @@ class WholeMatrixAdamW(torch.optim.Optimizer, ABC):
 
     def _update_by_adamw(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         states = [find_or_make_adamw_state(self, one) for one in parameters]
-        steps = [state["step"] for state in states]
-        foreach_add(steps, [torch.ones_like(steps[0])] * len(steps))
-        lists = ([local_part_of(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        fused_adamw(
+        adamw(
             [local_part_of(one) for one in parameters],
             [local_part_of(one.grad) for one in parameters],
-            *lists,
+            [local_part_of(state["exp_avg"]) for state in states],
+            [local_part_of(state["exp_avg_sq"]) for state in states],
             [],
-            steps,
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
+            [state["step"] for state in states],
+            fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
         )
-        if self.found_inf is not None:
-            foreach_add(steps, [-self.found_inf] * len(steps))
 
     def _update_matrices(self, updates: Sequence[MatrixUpdate], batch: Hashable) -> None:
         dealt, device = self._deal(updates), updates[0].parameter.device
