@@ -38,7 +38,13 @@ from fullshard.spec.settings.communication_section import (
 
 
 class UnitCommunication(Protocol):
-    """Methods that gather and reduce one unit. The group is that of the ranks that shard it."""
+    """Methods that gather and reduce one unit. The group is that of the ranks that shard it.
+
+    `communication.hook` is a class of them without arguments, of which each unit has an instance. A hook may
+    lack `gather` or `reduce`: fullshard then sends in its own way. It may lack both `state` and `load_state`.
+    It has `wire_bytes(n, dtype)`, which returns the bytes in which `n` elements of `dtype` (fp32, bf16, fp16)
+    are sent; for the planner. Only floating-point units come to it.
+    """
 
     def gather(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Returns (W, n): the shards (n) of all ranks of the group. Equal on all ranks, the own row too."""
@@ -54,18 +60,6 @@ class UnitCommunication(Protocol):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes over a `state`, whose tensors are on the CPU."""
-
-
-class CommunicationHook(UnitCommunication, Protocol):
-    """Protocol of `communication.hook`: a class without arguments, of which each unit has an instance.
-
-    A hook may lack `gather` or `reduce`: fullshard then sends in its own way. It may lack both `state` and
-    `load_state`. Only floating-point units come to it.
-    """
-
-    def wire_bytes(self, n: int, dtype: str) -> int:
-        """Returns the bytes in which `n` elements of `dtype` (fp32, bf16, fp16) are sent; for the planner."""
-        ...
 
 
 class CompressedCommunication:

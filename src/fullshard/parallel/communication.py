@@ -18,12 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.distributed.collectives import DirectAllGather, EmptyBuffers
-from fullshard.distributed.compression import (
-    CommunicationHook,
-    CompressedCommunication,
-    UnitCommunication,
-    gather_rows,
-)
+from fullshard.distributed.compression import CompressedCommunication, UnitCommunication, gather_rows
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import ShardError, SpecError
 from fullshard.spec.plan import MergedUnitSettings, Plan
@@ -145,7 +140,7 @@ def install_hook(
     return hook
 
 
-def _import_hook(dotted: str) -> CommunicationHook:
+def _import_hook(dotted: str) -> UnitCommunication:
     """Returns an instance of the class `package.module:Class`. Raises SpecError unless it is a hook."""
     made = cast(Callable[[], Any], import_callable(dotted, key="communication.hook"))()
     methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(made, name, None))}
