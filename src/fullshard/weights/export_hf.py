@@ -44,6 +44,7 @@ from fullshard.weights.tensor_source import (
     LORA_FACTORS,
     LayerMerging,
     Weights,
+    merge_error,
     open_model_tensors,
     select_model_tensors,
 )
@@ -217,18 +218,12 @@ def layer_merging_of_run(
     if not saved:
         return None
     if run is None or run.adapter.rank == 0:
-        raise CheckpointError(
-            "the adapters cannot be merged.",
-            got="no [adapter] in the checkpoint's run",
-            fix="--format safetensors, which writes the tensors by their own names",
-        )
+        fix = "--format safetensors, which writes the tensors by their own names"
+        raise merge_error("no [adapter] in the checkpoint's run", fix=fix)
     base, model = build_base_and_adapted_meta_models(recorded, run)
     layers = layer_merging_by_name(model, base=base)
     if others := [name for name, module in saved.items() if module not in layers]:
-        raise CheckpointError(
-            "the adapters cannot be merged.",
-            got=f"adapters of other modules than the checkpoint's run has: {', '.join(others[:4])}",
-        )
+        raise merge_error(f"adapters of other modules than the checkpoint's run has: {', '.join(others[:4])}")
     return {name: layers[module] for name, module in saved.items()}
 
 
@@ -291,9 +286,7 @@ def _layer_merging(name: str, layer: Any) -> LayerMerging:
 
 
 def _merge_error(got: str, why: str = "only W + scale · B A can be merged into W") -> CheckpointError:
-    return CheckpointError(
-        "the adapters cannot be merged.", got=got, why=why, fix="--format peft, which keeps them apart"
-    )
+    return merge_error(got, why=why, fix="--format peft, which keeps them apart")
 
 
 def _check_no_adapted_weight_is_shared(base: nn.Module, merged: Set[str]) -> None:

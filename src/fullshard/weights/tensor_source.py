@@ -231,6 +231,10 @@ class MergedModelTensors:
         return flat.view(saved.shape).float()
 
 
+def merge_error(got: str, *, why: str | None = None, fix: str | None = None) -> CheckpointError:
+    return CheckpointError("the adapters cannot be merged.", got=got, why=why, fix=fix)
+
+
 def lora_adapters_by_base(
     tensors: Mapping[str, SavedTensor | Tensor], layers: Mapping[str, LayerMerging]
 ) -> dict[str, LoraAdapter]:
@@ -248,20 +252,12 @@ def lora_adapters_by_base(
         module, _, _ = name.partition(ADDED)
         kinds = [pair for pair in LORA_FACTORS if name in (f"{module}{one}" for one in pair)]
         if not kinds or len(tensor.shape) != 2:
-            raise CheckpointError(
-                "the adapters cannot be merged.",
-                got=f"{name}, {tensor}",
-                why="it is not a factor of a matrix",
-            )
+            raise merge_error(f"{name}, {tensor}", why="it is not a factor of a matrix")
         plain = name_in_base(f"{module}.{layers[module].parameter}")
         base = saved.get(plain)
         if base is None:
-            raise CheckpointError(
-                "the adapters cannot be merged.",
-                got=f"{name}, and no {plain}",
-                why="the checkpoint holds adapters alone",
-                fix="--format peft, which writes these",
-            )
+            why, fix = "the checkpoint holds adapters alone", "--format peft, which writes these"
+            raise merge_error(f"{name}, and no {plain}", why=why, fix=fix)
         a, b = (f"{module}{one}" for one in kinds[0])
         found[base] = LoraAdapter(base, a, b, layers[module])
     return found
