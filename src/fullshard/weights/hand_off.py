@@ -22,6 +22,7 @@ from fullshard.parallel.unit_events import reshard_unsharded_units
 from fullshard.spec.plan import Plan
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_weights_by_name
 from fullshard.weights.export_hf import describe_for_transformers, layer_merging_of_run
+from fullshard.weights.files import iterate_copies
 from fullshard.weights.names import full_transformers_config
 from fullshard.weights.tensor_source import ADDED, LayerMerging, lora_adapters_by_base
 
@@ -153,13 +154,10 @@ class _GatheredTensors:
 
     def assemble(self, parts: Sequence[BoxCopy], shape: Shape, *, dtype: torch.dtype) -> Tensor:
         """Returns a new tensor of which `parts` fill boxes. Gathers their sources: collective."""
-        sources = [self._gather(part.source) for part in parts]
-        target = torch.empty(shape, dtype=dtype, device=sources[0].device)
-        for part, whole in zip(parts, sources, strict=True):
-            box = target
-            for dim, (begin, size) in enumerate(zip(part.at, part.shape, strict=True)):
-                box = box.narrow(dim, begin, size)
-            box.copy_(whole.as_strided(part.shape, part.strides, part.begin))
+        sources = {part.source: self._gather(part.source).view(-1) for part in parts}
+        target = torch.empty(shape, dtype=dtype, device=sources[parts[0].source].device)
+        for move in iterate_copies(target, parts, offsets=[0] * len(shape)):
+            move.fill_target(sources[move.source][move.begin :])
         return target
 
     def release(self, names: Iterable[str]) -> None:
