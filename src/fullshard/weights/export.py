@@ -179,7 +179,7 @@ def write_export(
     """
     check_not_checkpoint_or_run_record(target)
 
-    def write(files: CheckpointFiles, manifest: Manifest) -> SafetensorsWriter:
+    def write(files: CheckpointFiles, manifest: Manifest) -> None:
         outgoing = _build_writer(
             files, manifest, naming=naming, open_source=open_source, dtype=dtype, shard_bytes=shard_bytes
         )
@@ -195,13 +195,11 @@ def write_export(
             make_durable_directory((target / name).parent)
             with open_atomic_replacement(target / name) as file:
                 file.write(data)
-        return outgoing
+        logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.total_tensor_bytes))
 
     def export_checkpoint(files: CheckpointFiles, manifest: Manifest) -> None:
-        written = run_raising_checkpoint_error(
-            lambda: write(files, manifest), doing=f"exporting {files} to {target}"
-        )
-        logger.info("exported %s to %s (%s)", files, target, format_bytes(written.total_tensor_bytes))
+        doing = f"exporting {files} to {target}"
+        run_raising_checkpoint_error(lambda: write(files, manifest), doing=doing)
 
     call_with_newest_checkpoint(checkpoint, export_checkpoint)
 
