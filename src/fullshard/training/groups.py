@@ -140,12 +140,10 @@ def group_lines(model: nn.Module, section: OptimizerSection) -> list[str]:
 
 
 def _lines_of_group(group: MatchedGroup, section: OptimizerSection) -> list[str]:
-    if not section.matrix_kind:
-        return [_group_line(group, section, parameters=group.parameters)]
-    title = _TITLES[section.matrix_kind]
-    by_kind: dict[str, dict[str, nn.Parameter]] = {title: {}, "AdamW": {}}
+    title, rest = (_TITLES[section.matrix_kind], "AdamW") if section.matrix_kind else ("", "")
+    by_kind: dict[str, list[Tensor]] = {title: [], rest: []}
     for name, parameter in group.parameters.items():
-        by_kind[title if name in group.matrices else "AdamW"][name] = parameter
+        by_kind[title if name in group.matrices else rest].append(parameter)
     lines = [_group_line(group, section, parameters=own, kind=kind) for kind, own in by_kind.items() if own]
     if fused := find_fused_matrices(sorted(group.matrices)):
         lines.append(f"{title} takes fused matrices as one: {join_names(fused, most=3)}")
@@ -153,19 +151,14 @@ def _lines_of_group(group: MatchedGroup, section: OptimizerSection) -> list[str]
 
 
 def _group_line(
-    group: MatchedGroup,
-    section: OptimizerSection,
-    *,
-    parameters: Mapping[str, nn.Parameter],
-    kind: str = "",
+    group: MatchedGroup, section: OptimizerSection, *, parameters: Sequence[Tensor], kind: str
 ) -> str:
     settings = group.settings
     decay = "by default" if settings.weight_decay is None else f"{settings.weight_decay:g}"
     parts = [
         "all others" if group.is_rest else join_names(list(settings.match)),
         *([kind] if kind else []),
-        f"{format_count(sum(map(Tensor.numel, parameters.values())))} in "
-        f"{count_text(len(parameters), 'tensor')}",
+        f"{format_count(sum(map(Tensor.numel, parameters)))} in {count_text(len(parameters), 'tensor')}",
         f"rate {section.learning_rate * settings.lr_factor:.4g}",
         f"weight decay {decay}",
         *([f"betas {list(settings.betas)}"] if settings.betas and kind != "Muon" else []),
