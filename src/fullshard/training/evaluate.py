@@ -150,17 +150,16 @@ def _metrics_error(name: str, *, got: str) -> TrainError:
 
 def _merge_metrics(by_rank: list[dict[str, _Figure]], name: str) -> dict[str, float]:
     """Returns the metrics over all ranks. Raises TrainError if ranks have other names or numbers."""
+    kinds = [{key: count is None for key, (_, count) in figures.items()} for figures in by_rank]
+    if any(one != kinds[0] for one in kinds):
+        raise _differing_metrics_error(name, [sorted(figures) for figures in by_rank])
     merged: dict[str, float] = {}
     for key, (first, count) in by_rank[0].items():
-        parts = [figures.get(key) for figures in by_rank]
-        known = [part for part in parts if part is not None and (part[1] is None) == (count is None)]
-        if len(known) < len(parts) or any(one.keys() != by_rank[0].keys() for one in by_rank):
-            raise _differing_metrics_error(name, [sorted(figures) for figures in by_rank])
+        numbers = [figures[key][0] for figures in by_rank]
         if count is not None:
-            counted = math.fsum(part[1] or 0.0 for part in known)
-            merged[key] = math.fsum(part[0] for part in known) / counted if counted else math.nan
+            counted = math.fsum(figures[key][1] or 0.0 for figures in by_rank)
+            merged[key] = math.fsum(numbers) / counted if counted else math.nan
             continue
-        numbers = [part[0] for part in known]
         if any(one != first and not (math.isnan(one) and math.isnan(first)) for one in numbers):
             raise _differing_metrics_error(name, [f"{key} = {one}" for one in numbers])
         merged[key] = first
