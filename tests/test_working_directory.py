@@ -63,6 +63,8 @@ COMMANDS = [
         ["ckpt", "verify", "out"],
     ),
     ["ckpt", "export", "out", "model.safetensors"],
+    ["ckpt", "export", "out", "state.pt", "--format", "torch", "--optimizer"],
+    ["ckpt", "import", "state.pt", "taken", "--run", "tiny.toml"],
     ["check", *SETTINGS],
     ["calibrate", "--device=cpu", "--ranks=1", "--seconds=0.1", "--out=measured.toml"],
 ]
@@ -86,6 +88,9 @@ def hostile(tmp_path: Path) -> Iterator[Path]:
     (directory / "planted-1.dist-info" / "METADATA").write_text("Name: planted\nVersion: 1\n")
     (directory / "planted-1.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
     (directory / "ds.json").write_text(json.dumps(CONFIG))
+    keys = [one.partition("=") for one in TINY]
+    lines = [f"{key} = {value if value.isdigit() else json.dumps(value)}" for key, _, value in keys]
+    (directory / "tiny.toml").write_text("\n".join(lines))
     yield directory
     assert not (tmp_path / "marks").exists(), (tmp_path / "marks").read_text()
 
@@ -109,6 +114,7 @@ def test_no_command_of_an_installed_fullshard_runs_a_file_of_the_working_directo
     (tmp_path / "fullshard").write_text(PROGRAM)
     run_in(hostile, str(tmp_path / "fullshard"), json.dumps(COMMANDS))
     assert (hostile / "model.safetensors").is_file()
+    assert (hostile / "taken" / "checkpoints" / "step-00000002").is_dir()
     tried = [f"{' '.join(words)} " for words in COMMANDS]
     assert all(any(words.startswith(f"{name} ") for words in tried) for name in _COMMANDS)
 

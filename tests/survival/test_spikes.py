@@ -195,7 +195,8 @@ def resumed(directory: Path) -> tuple[Any, Any, list[Step], list[Step]]:
 
 def test_a_resumed_run_skips_the_steps_of_an_uninterrupted_one(ranks: Any, tmp_path: Path) -> None:
     for other, own, after, straight in ranks(2).run(resumed, tmp_path):
-        assert other == own
+        groups = "parameter_groups"  # known from the first step on
+        assert other | {groups: None} == own | {groups: None}
         assert (own["rows"], own["rollbacks"]) == (8 * BATCH, 1)
         assert own["best"] == {"a.loss": {"value": 0.25, "step": 3, "data": None}}
         assert [one.loss for one in after] == [one.loss for one in straight]

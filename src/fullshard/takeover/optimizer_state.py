@@ -38,12 +38,17 @@ def read_optimizer_dict(
 ) -> tuple[Moments, float | None, tuple[ForeignGroup, ...], bool]:
     """Returns moments, the count of updates and groups of a state dict, and whether it has numbers.
 
-    Its states are by name (of DCP's full state dicts), or by the number of the parameter.
+    Its states are by name (of DCP's full state dicts), or by the number of the parameter, which an optimizer
+    of `named_parameters()` has named.
     """
     raw = cast(Mapping[Any, Mapping[str, Any]], state_dict.get("state", {}))
-    moments, count = split_steps({str(key): state_tensors(one) for key, one in raw.items()})
-    groups = tuple(make_group(one.get("params", ()), one) for one in state_dict.get("param_groups", []))
-    return moments, count, groups, any(isinstance(one, int) for one in raw)
+    listed = cast(list[Mapping[str, Any]], state_dict.get("param_groups", []))
+    names: dict[Any, str] = {}
+    for one in listed:
+        names |= zip(one.get("params", ()), one.get("param_names", ()), strict=False)
+    moments, count = split_steps({str(names.get(key, key)): state_tensors(one) for key, one in raw.items()})
+    groups = tuple(make_group([names.get(n, n) for n in one.get("params", ())], one) for one in listed)
+    return moments, count, groups, any(isinstance(one, int) and one not in names for one in raw)
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
