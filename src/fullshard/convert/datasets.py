@@ -83,7 +83,8 @@ def _read_source(state: ConversionState, head: str) -> _Source | None:
     own = {name: value for name, value in leaves if value not in (None, "")}
     path, files = own.get("path"), own.get("data_files") or own.get("path")
     paths = _as_list(files)
-    kind = _KINDS.get(str(own.get("ds_type", path))) or _KINDS.get(PurePosixPath(paths[0]).suffix)
+    suffix = PurePosixPath(paths[0]).suffix if paths else ""
+    kind = _KINDS.get(str(own.get("ds_type", path))) or _KINDS.get(suffix)
     is_elsewhere = "data_files" in own and path not in _KINDS  # files within a dataset
     if not isinstance(path, str) or is_elsewhere or any("://" in one for one in paths):
         return None
