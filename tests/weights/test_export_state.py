@@ -274,7 +274,7 @@ def saved_state(directory: Path, **values: Any) -> Path:
 
 
 def read_dcp(directory: Path) -> dict[str, Any]:
-    """All values of a DCP directory, nested as its metadata says."""
+    """Returns all values of a DCP directory, nested as its metadata lists them."""
     file = directory.with_suffix(".whole")
     dcp_to_torch_save(directory, file)
     return torch.load(file, weights_only=True)

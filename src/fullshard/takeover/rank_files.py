@@ -31,8 +31,8 @@ _CLASSES = [
 def find_files(path: Path) -> list[Path]:
     """Returns the files of all ranks, in their order: those like the file `path`, or in the directory.
 
-    Empty if there is none. Raises CheckpointError for files of several kinds in the directory, and for a
-    missing rank.
+    The list is empty if the path has no such file. Raises CheckpointError for files of several kinds in the
+    directory, and for a missing rank.
     """
     if not path.exists() or (path.is_file() and _NAME.fullmatch(path.name) is None):
         return []

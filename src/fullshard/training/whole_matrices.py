@@ -99,7 +99,7 @@ class WholeMatrixAdamW(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _start_update(self, parameter: Tensor, group: dict[str, Any]) -> MatrixUpdate:
-        """Returns the update of a parameter of `group`, whose state it makes if there is none."""
+        """Returns the update of a parameter of `group`, whose state is made before the first update."""
 
     @abstractmethod
     def _update_wholes(self, wholes: dict[str, list[Tensor]], batch: Any) -> None:

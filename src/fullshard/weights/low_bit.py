@@ -55,7 +55,7 @@ _WITHOUT_USE = (".weight_shape", ".input_scale", ".input_zero_point", ".activati
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a model are quantised, from its config.json.
+    """Quantisation of the weights of a model, from its config.json.
 
     layouts: names of the layouts of codes, in lower case
     bits: numbers of bits of codes, of any module
