@@ -1,5 +1,6 @@
 """Updates with given gradients: sharded on the ranks of a pool, each of which has its part of them."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import dtensor_from_local_part, local_tensor, shard_offsets
 from fullshard.models.loss import choose_loss
 from fullshard.parallel.materialize import materialize
@@ -90,6 +92,61 @@ def state_after_updates(run: Run, model: str) -> TrainState:
         set_gradients(state.model, step)
         state.optimizer.step()
     return state
+
+
+def values_and_state(state: TrainState) -> Tensors:
+    """Parameters, and their tensors of state as "name key", whole."""
+    found = whole(state.model)
+    for name, parameter in state.model.named_parameters():
+        for key, one in state.optimizer.state.get(parameter, {}).items():
+            if isinstance(one, Tensor) and one.ndim:
+                found[f"{name} {key}"] = one.full_tensor() if isinstance(one, DTensor) else one
+    return found
+
+
+def updated_here(run: Run, model: str) -> Tensors:
+    """Parameters and state after STEPS updates with given gradients."""
+    return values_and_state(state_after_updates(run, model))
+
+
+def differing(found: Tensors, wanted: Tensors) -> list[str]:
+    assert wanted
+    return [name for name, one in wanted.items() if not torch.equal(found[name], one)]
+
+
+def resumed(run: Run, model: str, source: Path | None, target: Path, first: int) -> Tensors:
+    """One update with given gradients, of a state that is loaded from `source`, and saved in `target`."""
+    state, plan = state_of(run, model)
+    if source is not None:
+        load(state, source)
+    set_gradients(state.model, first)
+    state.optimizer.step()
+    save(state, target, plan=plan)
+    return values_and_state(state)
+
+
+def resumed_on_fewer_ranks(ranks: Any, directory: Path, **run: Any) -> Tensors:
+    """Three updates of ODD, each in a run that resumes the one before: on 3, 2 and 1 ranks."""
+    source, found = None, Tensors()
+    for step, count in enumerate((3, 2, 1)):
+        target = directory / str(step)
+        found = ranks(count).run(resumed, run_of(ranks=count, model=ODD, **run), ODD, source, target, step)[0]
+        source = target
+    return found
+
+
+def keys_after_another_kind(name: str, kinds: tuple[str, str], matrix: str, directory: Path) -> set[str]:
+    """Trains a step, resumes with another kind of one matrix, and returns its keys of state then."""
+    for number, kind in enumerate(kinds):
+        group = f"optimizer.groups=[{{match=['{matrix}'], kind='{kind}'}}]"
+        state, plan = state_of(run_of(name, 2, DECODER, extra=[group]), DECODER)
+        if number:
+            load(state, directory)
+        set_gradients(state.model, number)
+        state.optimizer.step()
+        state.step = number + 1
+        save(state, directory, plan=plan)
+    return set(state.optimizer.state[dict(state.model.named_parameters())[matrix]])
 
 
 def bits_of_skipped_step(run: Run, model: str, found_inf_before: float = 0.0) -> list[str]:

@@ -1,13 +1,11 @@
 """Muon on shards is Muon on whole matrices, bit for bit, and moves no more than its formula."""
 
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import load, save
 from fullshard.errors import CheckpointError, PlanError, SpecError
@@ -17,7 +15,6 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.training.groups import group_lines, match_groups
-from fullshard.training.state import TrainState
 from tests.training import given_gradients
 from tests.training.given_gradients import (
     CASES,
@@ -31,33 +28,22 @@ from tests.training.given_gradients import (
     assert_training_does_not_depend_on_ranks_nor_on_microbatches,
     bits_by_decision,
     bits_of_skipped_step,
+    differing,
     gradients,
-    set_gradients,
+    keys_after_another_kind,
+    resumed_on_fewer_ranks,
     state_after_updates,
     state_of,
+    updated_here,
 )
 from tests.training.runs import same_bits, whole
 from tests.training.same_numbers import build
 
-MATRIX = "*.attention.query.weight"
+MATRIX = "blocks.0.attention.query.weight"
 
 
 def run_of(ranks: int, model: str, strategy: str = "full_shard", **more: Any) -> Run:
     return given_gradients.run_of("muon", ranks, model, strategy=strategy, **more)
-
-
-def momentum_of(state: TrainState) -> Tensors:
-    """Momentum, and v of NorMuon under names that end in " v"."""
-    found = {name: state.optimizer.state.get(one, {}) for name, one in state.model.named_parameters()}
-    kept = {name: one["momentum_buffer"] for name, one in found.items() if "momentum_buffer" in one}
-    kept |= {f"{name} v": one["row_var"] for name, one in found.items() if "row_var" in one}
-    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in kept.items()}
-
-
-def updated_here(run: Run, model: str) -> tuple[Tensors, Tensors]:
-    """(parameters, momentum) after STEPS updates with given gradients."""
-    state = state_after_updates(run, model)
-    return whole(state.model), momentum_of(state)
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype, *, steps: int = 5) -> Tensor:
@@ -85,36 +71,28 @@ def updated_by_reference(
     nesterov: bool = True,
     rms: bool = True,
     row_decay: float = 0.0,
-) -> tuple[Tensors, Tensors]:
-    """(parameters, momentum and v) of Muon's matrices, without sharding."""
+) -> Tensors:
+    """Returns what `updated_here` does, of Muon's matrices."""
     module = materialize(build(model, run), seed=run.run.seed)
-    names, momentum = list(find_hidden_matrices(module)), Tensors()
+    names, found = list(find_hidden_matrices(module)), Tensors()
     values = {name: one.detach() for name, one in module.named_parameters()}
     for step in range(STEPS):
         given = gradients(module, step)
         for name in names:
-            buffer = momentum.setdefault(name, torch.zeros_like(values[name])).lerp_(given[name], 1 - 0.95)
+            buffer = found.setdefault(f"{name} momentum_buffer", torch.zeros_like(values[name]))
+            buffer.lerp_(given[name], 1 - 0.95)
             update = given[name].lerp(buffer, 0.95) if nesterov else buffer
             matrices = update.unbind() if update.ndim == 3 else [update]
             every = [orthogonalised(one, dtype) for one in matrices]
             if row_decay:
-                v = momentum.setdefault(f"{name} v", torch.zeros(*update.shape[:-1], 1))
+                v = found.setdefault(f"{name} row_var", torch.zeros(*update.shape[:-1], 1))
                 vs = v.unbind() if v.ndim == 3 else [v]
                 every = [normalised(one, of, row_decay) for one, of in zip(every, vs, strict=True)]
             o = torch.stack(every).view(update.shape)
             rows, columns = update.shape[-2:]
             factor = 0.2 * max(rows, columns) ** 0.5 if rms else max(1.0, rows / columns) ** 0.5
             values[name].mul_(1 - RATE * DECAY).add_(o, alpha=-RATE * factor)
-    return {name: values[name] for name in names}, momentum
-
-
-def differing(found: tuple[Tensors, Tensors], wanted: tuple[Tensors, Tensors]) -> list[str]:
-    return [
-        f"{kind} {name}"
-        for kind, own, reference in zip(("value", "momentum"), found, wanted, strict=True)
-        for name, one in reference.items()
-        if not torch.equal(own[name], one)
-    ]
+    return found | {name: values[name] for name in names}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -155,43 +133,12 @@ def test_each_setting_does_what_its_formula_says(extra: str, reference: dict[str
 
 
 # Resumed, skipped, accumulated #
-def resumed(run: Run, model: str, source: Path | None, target: Path, first: int) -> tuple[Tensors, Tensors]:
-    """One update with given gradients, of a state that is loaded from `source`, and saved in `target`."""
-    state, plan = state_of(run, model)
-    if source is not None:
-        load(state, source)
-    set_gradients(state.model, first)
-    state.optimizer.step()
-    save(state, target, plan=plan)
-    return whole(state.model), momentum_of(state)
-
-
 @pytest.mark.parametrize(("extra", "row_decay"), [((), 0.0), ((NORMUON,), 0.9)])
 def test_a_resume_on_fewer_ranks_is_bitwise_the_run_without_a_break(
     extra: tuple[str, ...], row_decay: float, ranks: Any, tmp_path: Path
 ) -> None:
-    source: Path | None = None
-    for step, count in enumerate((3, 2, 1)):
-        run = run_of(count, ODD, extra=extra)
-        target = tmp_path / str(step)
-        found = ranks(count).run(resumed, run, ODD, source, target, step)[0]
-        source = target
+    found = resumed_on_fewer_ranks(ranks, tmp_path, name="muon", extra=extra)
     assert differing(found, updated_by_reference(run_of(1, ODD), ODD, row_decay=row_decay)) == []
-
-
-def state_after_another_kind(first: str, second: str, tmp_path: Path) -> list[tuple[str, set[str]]]:
-    """Trains a step, resumes with another kind of one matrix, and returns its keys of state then."""
-    for number, kind in enumerate((first, second)):
-        group = f"optimizer.groups=[{{match=['{MATRIX}'], kind='{kind}'}}]"
-        state, plan = state_of(run_of(2, DECODER, extra=[group]), DECODER)
-        if number:
-            load(state, tmp_path)
-        set_gradients(state.model, number)
-        state.optimizer.step()
-        state.step = number + 1
-        save(state, tmp_path, plan=plan)
-    names = {name: set(state.optimizer.state[one]) for name, one in state.model.named_parameters()}
-    return [(name, keys) for name, keys in names.items() if fnmatch(name, MATRIX)]
 
 
 @pytest.mark.parametrize(
@@ -204,9 +151,8 @@ def state_after_another_kind(first: str, second: str, tmp_path: Path) -> list[tu
 def test_a_parameter_of_another_kind_resumes_with_state_of_that_kind_alone(
     first: str, second: str, keys: set[str], ranks: Any, tmp_path: Path
 ) -> None:
-    for found in ranks(2).run(state_after_another_kind, first, second, tmp_path):
-        assert found
-        assert all(own == keys for _, own in found)
+    found = ranks(2).run(keys_after_another_kind, "muon", (first, second), MATRIX, tmp_path)
+    assert found == [keys] * 2
 
 
 def resumed_from_adamw(tmp_path: Path) -> None:
@@ -237,7 +183,7 @@ def test_training_does_not_depend_on_ranks_nor_on_microbatches(ranks: Any) -> No
 
 def adamw_parameters(name: str) -> Tensors:
     """Parameters outside of the matrices, after given gradients."""
-    found, _ = updated_here(run_of(2, DECODER, extra=[f"optimizer.name={name}"]), DECODER)
+    found = whole(state_after_updates(run_of(2, DECODER, extra=[f"optimizer.name={name}"]), DECODER).model)
     return {
         key: one
         for key, one in found.items()

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import PlanError, SpecError
 from fullshard.parallel.hidden_matrices import find_hidden_matrices
@@ -18,7 +16,6 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import OptimizerSection
 from fullshard.training.gradients import host_waits_before_each_update, update_parameters
 from fullshard.training.groups import group_lines, match_groups
-from fullshard.training.state import TrainState
 from tests.training import given_gradients
 from tests.training.given_gradients import (
     CASES,
@@ -28,13 +25,16 @@ from tests.training.given_gradients import (
     RATE,
     STEPS,
     Tensors,
+    differing,
     gradients,
+    keys_after_another_kind,
+    resumed_on_fewer_ranks,
     set_gradients,
-    state_after_updates,
     state_of,
     trained,
+    updated_here,
 )
-from tests.training.runs import local_bits, same_bits, whole
+from tests.training.runs import local_bits, same_bits
 from tests.training.same_numbers import build
 
 MATRIX = "blocks.0.attention.query.weight"
@@ -45,20 +45,6 @@ KEYS = {"exp_avg", "exp_avg_sq", "left_gram", "left_basis", "right_gram", "right
 def run_of(ranks: int, model: str, strategy: str = "full_shard", **more: Any) -> Run:
     extra = (EVERY_STEP, *more.pop("extra", ()))
     return given_gradients.run_of("soap", ranks, model, strategy=strategy, extra=extra, **more)
-
-
-def values_and_state(state: TrainState) -> Tensors:
-    """Parameters, and their state as "name key"."""
-    found = whole(state.model)
-    for name, parameter in state.model.named_parameters():
-        for key, one in state.optimizer.state.get(parameter, {}).items():
-            if key in KEYS:
-                found[f"{name} {key}"] = one.full_tensor() if isinstance(one, DTensor) else one
-    return found
-
-
-def updated_here(run: Run, model: str) -> Tensors:
-    return values_and_state(state_after_updates(run, model))
 
 
 class Soap:
@@ -124,11 +110,6 @@ def updated_by_reference(run: Run, model: str, *, frequency: int = 1, most: int 
     return found
 
 
-def differing(found: Tensors, wanted: Tensors) -> list[str]:
-    assert wanted
-    return [name for name, one in wanted.items() if not torch.equal(found[name], one)]
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_update_of_given_gradients_is_bitwise_that_of_whole_matrices(
     case: tuple[Any, ...], ranks: Any
@@ -153,38 +134,9 @@ def test_each_setting_does_what_its_formula_says(setting: str, reference: dict[s
     assert differing(found, updated_by_reference(run, DECODER, **reference)) == []
 
 
-def resumed(run: Run, model: str, source: Path | None, target: Path, first: int) -> Tensors:
-    """One update with given gradients, of a state that is loaded from `source`, and saved in `target`."""
-    state, plan = state_of(run, model)
-    if source is not None:
-        load(state, source)
-    set_gradients(state.model, first)
-    state.optimizer.step()
-    save(state, target, plan=plan)
-    return values_and_state(state)
-
-
 def test_a_resume_on_fewer_ranks_is_bitwise_the_run_without_a_break(ranks: Any, tmp_path: Path) -> None:
-    source: Path | None = None
-    for step, count in enumerate((3, 2, 1)):
-        target = tmp_path / str(step)
-        found = ranks(count).run(resumed, run_of(count, ODD), ODD, source, target, step)[0]
-        source = target
+    found = resumed_on_fewer_ranks(ranks, tmp_path, name="soap", extra=[EVERY_STEP])
     assert differing(found, updated_by_reference(run_of(1, ODD), ODD)) == []
-
-
-def keys_after_another_kind(first: str, second: str, tmp_path: Path) -> set[str]:
-    """Trains a step, resumes with another kind of one matrix, and returns its keys of state then."""
-    for number, kind in enumerate((first, second)):
-        group = f"optimizer.groups=[{{match=['{MATRIX}'], kind='{kind}'}}]"
-        state, plan = state_of(run_of(2, DECODER, extra=[group]), DECODER)
-        if number:
-            load(state, tmp_path)
-        set_gradients(state.model, number)
-        state.optimizer.step()
-        state.step = number + 1
-        save(state, tmp_path, plan=plan)
-    return set(state.optimizer.state[dict(state.model.named_parameters())[MATRIX]])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +149,8 @@ def keys_after_another_kind(first: str, second: str, tmp_path: Path) -> set[str]
 def test_a_parameter_of_another_kind_resumes_with_state_of_that_kind_alone(
     first: str, second: str, keys: set[str], ranks: Any, tmp_path: Path
 ) -> None:
-    assert ranks(2).run(keys_after_another_kind, first, second, tmp_path) == [keys] * 2
+    found = ranks(2).run(keys_after_another_kind, "soap", (first, second), MATRIX, tmp_path)
+    assert found == [keys] * 2
 
 
 def bits_after_scaled_step(run: Run, factor: float) -> tuple[bool, Tensors]:

@@ -7,7 +7,7 @@ strategies, and of units that are not sharded) is FSDP2's own all-reduce, and st
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any, cast
 
@@ -20,9 +20,9 @@ from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.distributed.collectives import DirectAllGather, EmptyBuffers
 from fullshard.distributed.compression import CompressedCommunication, UnitCommunication, gather_rows
 from fullshard.distributed.ranges import TimedRange
-from fullshard.errors import ShardError, SpecError
+from fullshard.errors import ShardError
 from fullshard.spec.plan import MergedUnitSettings, Plan
-from fullshard.system.dotted import import_callable
+from fullshard.spec.settings.communication_section import import_hook
 
 logger = logging.getLogger("fullshard")
 
@@ -131,26 +131,13 @@ def install_hook(
         hook = CompressedCommunication(section, near=settings.near_degree, seed=seed % 2**63)
         gathers, reduces = section.gather != "auto", section.changes_sums
     else:
-        hook = _import_hook(section.hook)
+        hook = cast(UnitCommunication, import_hook(section.hook))
         gathers, reduces = hasattr(hook, "gather"), hasattr(hook, "reduce")
     if gathers:
         unit.set_custom_all_gather(cast(Any, HookedAllGather(hook)))
     if reduces:
         unit.set_custom_reduce_scatter(cast(Any, HookedReduceScatter(hook)))
     return hook
-
-
-def _import_hook(dotted: str) -> UnitCommunication:
-    """Returns an instance of the class `package.module:Class`. Raises SpecError unless it is a hook."""
-    made = cast(Callable[[], Any], import_callable(dotted, key="communication.hook"))()
-    methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(made, name, None))}
-    if not methods & {"gather", "reduce"} or "wire_bytes" not in methods:
-        raise SpecError(
-            f"communication.hook = {dotted!r} is not a hook.",
-            got=f"an object with {', '.join(sorted(methods)) or 'none of its methods'}",
-            fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
-        )
-    return made
 
 
 def set_hooks(model: nn.Module, hooks: Mapping[str, UnitCommunication]) -> None:

@@ -13,18 +13,19 @@ rounded stochastically) and decoded with 21; bf16 takes 6 and 6. Counted from th
 """
 
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fullshard.spec.plan import ITEMSIZE, Dtype
 from fullshard.spec.settings.communication_section import (
     CommunicationSection,
     Format,
+    import_hook,
     rows_at_once,
     wire_bytes,
 )
-from fullshard.system.dotted import import_callable
 
 _TEMPORARY = 12
+_made_hook = lru_cache(import_hook)  # a search asks it for bytes very often
 
 
 class Wires(NamedTuple):
@@ -89,15 +90,10 @@ def _sent_bytes(
     section: CommunicationSection, n: int, *, kind: Literal["auto"] | Format, dtype: Dtype, method: str
 ) -> int | None:
     if section.hook is not None:
-        hook = _import_hook(section.hook)
+        hook = _made_hook(section.hook)
         return hook.wire_bytes(n, dtype) if hasattr(hook, method) else None
     return None if kind == "auto" else wire_bytes(kind, n)
 
 
 def _elements_at_once(n: int, ranks: int) -> int:
     return n * min(ranks, rows_at_once(n))
-
-
-@lru_cache
-def _import_hook(dotted: str) -> Any:
-    return import_callable(dotted, key="communication.hook")()

@@ -1,10 +1,12 @@
 """[communication], and the bytes that its formats send."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
+from fullshard.errors import SpecError
 from fullshard.spec import value
+from fullshard.system.dotted import import_callable
 
 Format = Literal["bf16", "int8"]
 BLOCK = 256
@@ -48,6 +50,19 @@ class CommunicationSection(value.FrozenModel):
                 f'hook = "{self.hook}" gathers and reduces: leave out gather, reduce, reduce_within'
             )
         return self
+
+
+def import_hook(dotted: str) -> Any:
+    """Returns an instance of the class `package.module:Class`. Raises SpecError unless it is a hook."""
+    made = import_callable(dotted, key="communication.hook")()
+    methods = {name for name in ("gather", "reduce", "wire_bytes") if callable(getattr(made, name, None))}
+    if not methods & {"gather", "reduce"} or "wire_bytes" not in methods:
+        raise SpecError(
+            f"communication.hook = {dotted!r} is not a hook.",
+            got=f"an object with {', '.join(sorted(methods)) or 'none of its methods'}",
+            fix="gather(shard, group) or reduce(parts, group), and wire_bytes(n, dtype)",
+        )
+    return made
 
 
 def rows_at_once(n: int) -> int:
