@@ -5,19 +5,24 @@ import os
 import pickle
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.takeover.formats import open_foreign_checkpoint
 from fullshard.takeover.names import match_names
 from fullshard.takeover.source import LazyTensor, SavedBox
 from fullshard.takeover.write import ImportTarget, read_all
+from tests.takeover.deepspeed_model import SmallModel
 from tests.takeover.test_formats import FIXTURES, run_of, taken_over
 from tests.takeover.tiny import RUN, initial
 
@@ -113,12 +118,6 @@ def claim_step_6(path: Path) -> None:
     (path / "trainer_state.json").write_text(json.dumps(state | {"global_step": 6}))
 
 
-def count_another_step(path: Path) -> None:
-    content = torch.load(path / "source.pt", weights_only=True)
-    content["optimizer"]["state"]["embed.weight"]["step"] += 1
-    torch.save(content, path / "source.pt")
-
-
 def add_an_optimizer(path: Path) -> None:
     shutil.copy(path / "optimizer.bin", path / "optimizer_1.bin")
 
@@ -131,8 +130,8 @@ def set_entry(key: str, value: Any) -> Callable[[Path], None]:
     return change
 
 
-STRUCTURES = [("scheduler", "text"), ("optimizer", "text"), ("optimizer", {"state": {"x": 3}})]
-STRUCTURES += [("optimizer", {"param_groups": [3]}), ("optimizer", {"param_groups": [{"betas": []}]})]
+STRUCTURES: list[dict[str, Any]] = [{"state": {"x": 3}}, {"state": []}]
+STRUCTURES += [{"param_groups": [3]}, {"param_groups": [{"betas": []}]}]
 BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
     ("fsdp2_dcp/source", "", lambda p: (p / "__1_0.distcp").unlink(), r"__1_0.distcp is missing"),
     ("fsdp2_dcp/source", "", lambda p: cut(p / "__1_0.distcp"), r"__1_0.distcp is truncated"),
@@ -144,14 +143,13 @@ BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
     ("fsdp1_flat/source", "", lambda p: cut(p / "rank1.pt"), r"rank1.pt cannot be read"),
     ("fsdp1_flat/source", "", swap, r"rank0.pt is a file of another rank"),
     ("fsdp1_flat/local", "", lambda _: None, r"local state dict of FSDP1"),
-    ("trainer/source", "", claim_step_6, r"global_step .* is 6, and the optimizer counted 3"),
+    ("trainer/source", "", claim_step_6, r"6 steps of the trainer, .* 3 updates of the optimizer"),
     ("torch_names", "source.pt", lambda p: cut(p / "source.pt"), r"source.pt cannot be read"),
-    ("torch_names", "source.pt", count_another_step, r"mixes several steps"),
     ("torch_names", "source.pt", set_entry("optimizer_1", {}), r"several models or optimizers"),
     ("accelerate_full/source", "", add_an_optimizer, r"several models or optimizers"),
     *(
-        ("torch_names", "source.pt", set_entry(key, value), r"not as its trainer writes")
-        for key, value in STRUCTURES
+        ("torch_names", "source.pt", set_entry("optimizer", value), r"not as its trainer writes")
+        for value in STRUCTURES
     ),
 ]
 
@@ -259,10 +257,28 @@ def test_trained_parameters_without_state_are_named_and_those_frozen_there_are_n
         with pytest.raises(CheckpointError, match=r"no optimizer state[\s\S]*embed\.weight"):
             taken_over(saved(tmp_path, optimizer=optimizer), run_of(tmp_path))
     optimizer = optimizer_state(embed__weight=None)
-    optimizer["param_groups"] = [{"params": [*optimizer["state"]]}]
-    _, snapshot, _ = taken_over(saved(tmp_path, optimizer=optimizer), run_of(tmp_path))
-    assert {name for name in snapshot.tensors if "embed" in name} == {"model.embed.weight"}
-    assert snapshot.values["parameter_groups"] is None
+    for more in ([], ["embed.weight"]):  # frozen there, or never updated
+        optimizer["param_groups"] = [{"params": [*optimizer["state"], *more]}]
+        _, snapshot, _ = taken_over(saved(tmp_path, optimizer=optimizer), run_of(tmp_path))
+        assert {name for name in snapshot.tensors if "embed" in name} == {"model.embed.weight"}
+        assert snapshot.values["parameter_groups"] is None
+
+
+def test_each_parameter_has_its_own_number_of_updates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = optimizer_state()
+    optimizer["state"]["embed.weight"]["step"] = 2
+    path = saved(tmp_path, optimizer=optimizer)
+    found, snapshot, _ = taken_over(path, run_of(tmp_path))
+    counts = {
+        name.split(".")[1]: one.item() for name, one in snapshot.tensors.items() if name.endswith(".step")
+    }
+    assert (found.step, counts) == (3, {"embed": 2, "blocks": 3, "norm": 3, "head": 3})
+    main(
+        ["ckpt", "import", str(path), str(tmp_path / "out"), "--run", str(tmp_path / "run.toml"), "--dry-run"]
+    )
+    assert re.findall(r"(\S+) .*updated in 2 steps", capsys.readouterr().err) == ["embed.weight"]
 
 
 def test_weights_alone_begin_a_run_if_their_file_says_step_0(tmp_path: Path) -> None:
@@ -283,13 +299,83 @@ def test_state_of_another_shape_and_weights_that_are_codes_are_refused(tmp_path:
             taken_over(saved(tmp_path, model=model, optimizer=optimizer_state()), run_of(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["Adam", "RAdam", "NAdam"])
-def test_optimizers_whose_steps_are_not_those_of_adamw_are_refused(name: str, tmp_path: Path) -> None:
-    own = getattr(torch.optim, name)(initial().parameters(), weight_decay=0.1)
-    group = own.state_dict()["param_groups"][0]
-    optimizer = optimizer_state() | {"param_groups": [group | {"params": [*optimizer_state()["state"]]}]}
-    with pytest.raises(CheckpointError, match="is not AdamW"):
-        open_foreign_checkpoint(saved(tmp_path, optimizer=optimizer))
+def with_group(name: str = "AdamW", **entries: Any) -> dict[str, Any]:
+    """The state of AdamW, with a group as the optimizer `name` of torch has it, and other entries."""
+    group = getattr(torch.optim, name)(initial().parameters(), weight_decay=0.1).state_dict()["param_groups"][
+        0
+    ]
+    state = optimizer_state()
+    return state | {"param_groups": [group | entries | {"params": [*state["state"]]}]}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "entries", "match"),
+    [
+        *(("Adam", {}, "gradient"), ("RAdam", {}, "RAdam"), ("NAdam", {}, "NAdam")),
+        *(("AdamW", {key: value}, key) for key, value in (("maximize", True), ("bias_correction", False))),
+        ("AdamW", {"grad_averaging": True}, "LAMB"),
+    ],
+)
+def test_optimizers_whose_steps_are_not_those_of_adamw_are_refused(
+    name: str, entries: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    optimizer = with_group(name, **entries)
+    dcp.save(
+        {"model": initial().state_dict(), "optim": optimizer},
+        checkpoint_id=str(tmp_path / "dcp"),
+        no_dist=True,
+    )
+    for path in (saved(tmp_path, optimizer=optimizer), tmp_path / "dcp"):
+        with pytest.raises(CheckpointError, match=rf"is not AdamW[\s\S]*{match}"):
+            open_foreign_checkpoint(path)
+
+
+def twice(values: dict[str, Any], *prefixes: str) -> dict[str, Any]:
+    return {f"{prefix}{name}": one for prefix in ("", *prefixes) for name, one in values.items()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("content", "is_dcp", "match"),
+    [
+        ({"model": twice(initial().state_dict(), "_orig_mod.")}, False, "and _orig_mod.seen"),
+        ({"optimizer": {"state": twice(optimizer_state()["state"], "module.")}}, False, "and module.embed"),
+        (
+            {"model": initial().state_dict(), **initial().state_dict()},
+            True,
+            "model.seen and seen",
+        ),
+        ({"optim": optimizer_state(), "optimizer": optimizer_state()}, True, "optim.* and optimizer.*"),
+        ({"state_dict": initial().state_dict()}, False, "model, state_dict"),
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(
+    content: dict[str, Any], is_dcp: bool, match: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "dcp" if is_dcp else saved(tmp_path, **content)
+    if is_dcp:
+        dcp.save({"step": 0} | content, checkpoint_id=str(path), no_dist=True)
+    with pytest.raises(CheckpointError, match=match):
+        taken_over(path, run_of(tmp_path))
+
+
+def test_tied_tensors_that_differ_in_the_source_are_refused(tmp_path: Path) -> None:
+    model = SmallModel(tied=True)
+    for factor in (1, 2):
+        content = model.state_dict() | {"head.weight": factor * model.head.weight.detach()}
+        source = open_foreign_checkpoint(saved(tmp_path, model=content, step=0))
+        tied = match_names(source, model).weights["embed.weight"]
+        with nullcontext() if factor == 1 else pytest.raises(CheckpointError, match="and head.weight differ"):
+            assert torch.equal(tied.read(), model.head.weight)
+
+
+def test_values_of_programs_are_neither_run_nor_taken_and_have_a_note(tmp_path: Path) -> None:
+    beside = {"args": Namespace(lr=1), "numpy": np.random.default_rng(0).bytes(3), "best": np.float64(3)}
+    path = saved(tmp_path, rng=np.random.get_state(), **beside, optimizer=optimizer_state(), step=7)
+    found = open_foreign_checkpoint(path)
+    assert (found.step, found.notes[1]) == (3, "not taken: rng, args, numpy, best")
+    assert "7, is not taken: the optimizer counted 3" in found.notes[0]
 
 
 def test_state_of_a_parameter_that_the_run_freezes_has_a_row(tmp_path: Path) -> None:

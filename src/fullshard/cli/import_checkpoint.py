@@ -22,7 +22,6 @@ def import_checkpoint(
     run_path: Annotated[
         Path | None, typer.Option("--run", metavar="RUN.toml", help="The run; unset, what the source offers.")
     ] = None,
-    format_name: Annotated[str, typer.Option("--format", help="auto, deepspeed, dcp or torch.")] = "auto",
     order: Annotated[
         str | None,
         typer.Option(help="Of moments without names: decay-first, parameters, or a file of names."),
@@ -52,7 +51,7 @@ def import_checkpoint(
     if location_of(place).list_checkpoints():
         why = "a run resumes from the newest, which may be another than the imported one"
         raise SpecError("DIR holds checkpoints already.", got=place, why=why, fix="a new directory")
-    found = open_foreign_checkpoint(source, format_name=format_name)
+    found = open_foreign_checkpoint(source)
     target = ImportTarget.of_run(_offer_run(found, source) if run_path is None else Run.load(run_path))
     listed = order if order in (None, *ORDERS) else read_text(order, most_bytes=SETTINGS_BYTES).split()
     names = {key: str(value) for key, value in read_toml(names_path).items()} if names_path else {}
@@ -95,12 +94,16 @@ def _offer_run(found: "ForeignCheckpoint", source: Path) -> "Run":
 def _report_rows(found: "ForeignCheckpoint", matched: "MatchedCheckpoint") -> Iterator[tuple[str, str]]:
     for name, sources in matched.sources.items():
         state = ", ".join(matched.moments.get(name, {})) or "no state of the optimizer"
+        count = matched.updates.get(name, found.step - found.skipped_steps)
+        state += "" if count == found.step - found.skipped_steps else f", updated in {count:g} steps"
         yield name, f"{'taken' if sources == (name,) else 'renamed, from ' + ', '.join(sources)}; {state}"
     yield from ((name, "missing in the source") for name in matched.missing)
     yield from ((name, "state not taken: frozen in the run") for name in matched.frozen)
     yield from ((name, "left over") for name in (*matched.left_over, *matched.left_over_state))
     tokens = "tokens unknown, counted from 0" if found.tokens is None else f"{found.tokens} tokens"
-    position = "" if found.schedule_position is None else f", schedule at {found.schedule_position:g}"
-    yield found.format, f"step {found.step}, {found.skipped_steps} skipped, {tokens}{position}"
+    yield found.format, f"step {found.step}, {found.skipped_steps} skipped, {tokens}"
+    for group in (one for one in found.groups if one.others):
+        others = ", ".join(f"{key} = {value}" for key, value in group.others.items())
+        yield f"group of {(*group.names, '?')[0]}", f"not read: {others}"
     yield "not taken over", "random states; the position in the data, which begins at row step * global_batch"
     yield from (("note", note) for note in found.notes)

@@ -16,16 +16,16 @@ import torch
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.takeover.optimizer_state import (
-    Moments,
     as_lightning,
     as_number,
     check_is_alone,
-    check_same_step,
+    count_steps,
+    count_steps_of_program,
     make_group,
     merge_equal_groups,
     split_steps,
 )
-from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, ForeignGroup, LazyTensor, SavedBox
+from fullshard.takeover.source import ForeignCheckpoint, LazyTensor, SavedBox, change_names
 from fullshard.takeover.stand_ins import read_pickle, read_torch_file, read_torch_part
 
 METADATA = ".metadata"
@@ -39,13 +39,11 @@ _CLASSES = [
 ]
 _DTYPES = {f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _OPTIMIZER = r"(?:app\.)?(?:optim|optimizer|optimizer_\d+)"  # `app` is the name in torch's tutorial
-_STATE = re.compile(rf"{_OPTIMIZER}\.state\.(.+)\.([^.]+)")
-_SETTINGS = "lr|initial_lr|weight_decay|decoupled_weight_decay|betas|eps|params|amsgrad"
-_GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.({_SETTINGS}|{'|'.join(MOMENTUM_SETTINGS)})")
+_STATE = re.compile(rf"^{_OPTIMIZER}\.state\.")
+_GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.([^.]+)")
 _OF_MODEL = ("app.model.", "model.", "state_dict.")  # before names of weights; torchtitan has nothing
 _COUNTS = r"step|global_step|epoch|tokens|train_state\..+|(?:lr_)?scheduler\..+"
 _OTHERS = re.compile(rf"{_OPTIMIZER}\..+|{_COUNTS}")  # names that are not those of weights
-_POSITIONS = ("scheduler.last_epoch", "lr_scheduler.last_epoch", "lr_schedulers.0.last_epoch")
 
 
 @dataclass(frozen=True)
@@ -65,32 +63,40 @@ class DcpDirectory:
                 return self.tensors[name].read()
         return None
 
-    def read_moments(self) -> tuple[Moments, float | None]:
-        """Returns the optimizer state per parameter, and the number of updates."""
-        states: dict[str, dict[str, LazyTensor]] = {}
-        for name, tensor in self.tensors.items():
-            if (match := _STATE.fullmatch(name)) is not None:
-                states.setdefault(match[1], {})[match[2]] = tensor
-        return split_steps(states)
+    def read_optimizer(self, names: Sequence[str]) -> ForeignCheckpoint:
+        """Returns the optimizer's part of a checkpoint. `names`: all parameters, if groups do not list them.
 
-    def read_groups(self, names: Sequence[str]) -> tuple[ForeignGroup, ...]:
-        """Returns the parameter groups, one per parameter in torchtitan. `names`: all parameters."""
-        entries: dict[str, dict[str, Any]] = {}
+        Raises CheckpointError for two states of one parameter, and for optimizers that fullshard lacks.
+        """
+        inside = self._names_of_states()
+        states: dict[str, dict[str, LazyTensor]] = {}
+        for path, tensor in change_names({name: self.tensors[name] for name in inside}, inside).items():
+            owner, _, key = path.rpartition(".")
+            states.setdefault(owner, {})[key] = tensor
+        moments, updates = split_steps(states)
+        entries: dict[str, dict[str, Any]] = {}  # of groups: one per parameter in torchtitan
         for name in (*self.values, *self.tensors):
             if (match := _GROUP.fullmatch(name)) is not None:
                 entries.setdefault(match[1], {})[match[2]] = self.read_value(name)
         of_key = {key: names if key.isdigit() else [key] for key in entries}
-        return merge_equal_groups(make_group(e.get("params") or of_key[k], e) for k, e in entries.items())
+        groups = [make_group(e.get("params") or of_key[key], e) for key, e in entries.items()]
+        return ForeignCheckpoint(moments, updates, merge_equal_groups(groups))
+
+    def _names_of_states(self) -> dict[str, str]:
+        """Returns {name of a tensor of the optimizer: name of the parameter, a dot, and the key}."""
+        return {name: _STATE.sub("", name) for name in self.tensors if _STATE.match(name)}
 
     def select_weights(self) -> dict[str, LazyTensor]:
-        """Returns parameters and buffers, without the key that a model is below, and other tensors."""
+        """Returns parameters and buffers, without the key that a model is below, and other tensors.
+
+        Raises CheckpointError for two tensors that would have one name.
+        """
         found = {name: one for name, one in self.tensors.items() if _OTHERS.fullmatch(name) is None}
-        trained = {match[1] for name in self.tensors if (match := _STATE.fullmatch(name)) is not None}
+        trained = {path.rpartition(".")[0] for path in self._names_of_states().values()}
         prefix = next((p for p in _OF_MODEL if any(name.startswith(p) for name in found)), "")
         if trained & found.keys():  # as in torchtitan, also if they begin with `model.`
             return found
-        others = {name: one for name, one in found.items() if not name.startswith(prefix)}
-        return {n.removeprefix(prefix): one for n, one in found.items() if n not in others} | others
+        return change_names(found, {name: name.removeprefix(prefix) for name in found})
 
 
 def recognises(path: Path) -> bool:
@@ -101,27 +107,18 @@ def recognises(path: Path) -> bool:
 def open_source(path: Path) -> ForeignCheckpoint:
     """Opens a directory of DCP. Reads `.metadata` and small values; raises CheckpointError."""
     table = read_dcp_directory(path)
-    moments, count = table.read_moments()
     weights = table.select_weights()
-    tokens = as_number(table.read_value("train_state.ntokens_seen", "tokens"))
-    step = as_number(table.read_value("step", "global_step")) if count is None else count
-    found = ForeignCheckpoint(
-        format="DCP",
-        files=table.files,
-        weights=weights,
-        moments=moments,
-        step=-1 if step is None else int(step),
-        update_count=count,
-        tokens=None if tokens is None else int(tokens),
-        groups=table.read_groups([*weights]),
-        schedule_position=as_number(table.read_value(*_POSITIONS)),
-    )
-    if (step := as_number(table.read_value("train_state.step"))) is not None:
-        check_same_step(found, step, where="train_state.step")
-        return replace(found, format="torchtitan (DCP)", step=int(step))
+    found = table.read_optimizer([*weights])
+    found = replace(found, format="DCP", files=table.files, weights=weights)
     if (path / _LIGHTNING).is_file():
-        found = as_lightning(found, read_torch_file(path / _LIGHTNING), file=path / _LIGHTNING)
-    return found
+        return as_lightning(found, read_torch_file(path / _LIGHTNING), file=path / _LIGHTNING)
+    tokens = as_number(table.read_value("train_state.ntokens_seen", "tokens"))
+    found = replace(found, tokens=None if tokens is None else int(tokens))
+    if (said := as_number(table.read_value("train_state.step"))) is not None:
+        return replace(found, format="torchtitan (DCP)", step=count_steps(found.updates, said))
+    said = as_number(table.read_value("step", "global_step"))
+    step, notes = count_steps_of_program(found.updates, said)
+    return replace(found, step=step, notes=notes)
 
 
 def read_dcp_directory(path: Path) -> DcpDirectory:

@@ -19,7 +19,7 @@ from fullshard.models.build import text_config
 from fullshard.models.decoder import DecoderModel
 from fullshard.quantities import join_names
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor, change_names
 from fullshard.weights.files import iterate_copies
 from fullshard.weights.names import llama_weight_map, map_file_tensors_to_model
 
@@ -45,7 +45,7 @@ _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(
 class MatchedCheckpoint:
     """The tensors of a source under the names of a run's model.
 
-    weights, moments, groups: as in `ForeignCheckpoint`
+    weights, moments, updates, groups: as in `ForeignCheckpoint`
     sources: the names in the source that each tensor of the model consists of
     missing: tensors of the model that the source lacks
     left_over, left_over_state: names in the source of tensors, and of state, that the model does not have
@@ -54,6 +54,7 @@ class MatchedCheckpoint:
 
     weights: Mapping[str, LazyTensor]
     moments: Mapping[str, Mapping[str, LazyTensor]]
+    updates: Mapping[str, float]
     groups: tuple[ForeignGroup, ...]
     sources: Mapping[str, tuple[str, ...]]
     missing: tuple[str, ...]
@@ -87,23 +88,30 @@ def match_names(
         source = _name_numbered_moments(source, found, order=order, model=model)
     first = {id(one): name for name, one in model.named_parameters()}
     own = {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
-    parts: dict[str, tuple[BoxCopy, ...]] = {}
-    for name, some in found.parts.items():  # of a tied tensor, its own name counts before aliases
-        if own.get(name, name) == name or own[name] not in found.parts:
-            parts[own.get(name, name)] = some
+    names_of: dict[str, list[str]] = {}  # of a tied tensor several, of which its own counts before aliases
+    for name in sorted(found.parts, key=lambda one: own.get(one, one) != one):
+        names_of.setdefault(own.get(name, name), []).append(name)
+    parts = {name: found.parts[some[0]] for name, some in names_of.items()}
+    weights = {n: _copy_boxes(one, wanted[n], sources=source.weights) for n, one in parts.items()}
+    for name, alias in ((name, alias) for name, (_, *others) in names_of.items() for alias in others):
+        what, got = f"{name} and {alias} differ in the source.", "one tied tensor in the run's model"
+        error = CheckpointError(what, got=got, fix="a run whose model does not tie them")
+        other = _copy_boxes(found.parts[alias], wanted[alias], sources=source.weights)
+        weights[name] = weights[name].check_equal_when_read(other, error)
     # The boxes of moments; with a default order, they have the names of the model in memory.
     boxes = (
         parts if source.default_order is None else {n: map_unchanged_tensor(n, wanted[n]) for n in parameters}
     )
-    named = {part.source: name for name, some in boxes.items() for part in some}
+    targets: dict[str, dict[str, None]] = {}  # a source may be split among several
+    for name, part in ((name, part) for name, some in boxes.items() for part in some):
+        targets.setdefault(part.source, {})[name] = None
     moved = {n: _move_moments(source, boxes.get(n, ()), name=n, shape=wanted[n]) for n in parameters}
     return MatchedCheckpoint(
-        weights={
-            name: _copy_boxes(some, wanted[name], sources=source.weights) for name, some in parts.items()
-        },
+        weights=weights,
         moments={name: state for name, state in moved.items() if state},
+        updates={n: count for one, count in source.updates.items() for n in targets.get(one, ())},
         groups=tuple(
-            replace(group, names=tuple(dict.fromkeys(named[one] for one in group.names if one in named)))
+            replace(group, names=tuple(dict.fromkeys(n for one in group.names for n in targets.get(one, ()))))
             for group in source.groups
         ),
         sources={
@@ -111,8 +119,8 @@ def match_names(
         },
         missing=tuple(name for name in wanted if own.get(name, name) == name and name not in parts),
         left_over=tuple(original[name] for name in found.surplus),
-        left_over_state=tuple(original.get(name, name) for name in source.moments if name not in named),
-        frozen=tuple(original.get(n, n) for n in source.moments if n in named and named[n] not in parameters),
+        left_over_state=tuple(original.get(name, name) for name in source.moments if name not in targets),
+        frozen=tuple(original.get(n, n) for n in source.moments if targets.get(n, {}).keys() - parameters),
     )
 
 
@@ -138,8 +146,6 @@ def _names_here(
     if isinstance(model, DecoderModel) and "model.embed_tokens.weight" in weights:
         own = {llama: parts[0].source for llama, parts in llama_weight_map(wanted).parts.items()}
         here = {old: own.get(name, name) for old, name in here.items()}
-    if len({here[name] for name in source.weights}) < len(source.weights):
-        raise CheckpointError("two tensors of the source would have one name.", fix="other --names")
     return here, heads
 
 
@@ -182,16 +188,16 @@ def _with_names(
 ) -> ForeignCheckpoint:
     """Returns the source with other names, and its queries and keys in halves of heads (`heads`)."""
 
-    def changed(name: str, tensor: LazyTensor) -> LazyTensor:
+    def change(name: str, tensor: LazyTensor) -> LazyTensor:
         match = _ROTATED.fullmatch(name)
         return _in_halves_of_heads(tensor, heads[match[1]]) if heads and match is not None else tensor
 
+    moments = {n: {key: change(n, one) for key, one in s.items()} for n, s in source.moments.items()}
     return replace(
         source,
-        weights={here[name]: changed(name, one) for name, one in source.weights.items()},
-        moments={
-            here[n]: {key: changed(n, one) for key, one in s.items()} for n, s in source.moments.items()
-        },
+        weights=change_names({name: change(name, one) for name, one in source.weights.items()}, here),
+        moments=change_names(moments, here),
+        updates={here[name]: count for name, count in source.updates.items() if name in here},
         groups=tuple(replace(g, names=tuple(here.get(n, n) for n in g.names)) for g in source.groups),
     )
 
@@ -276,6 +282,13 @@ def _move_moments(
     if lacking := [one for one, state in states.items() if set(state) != keys]:
         got = f"no {join_names(sorted(keys))} of {join_names(lacking, most=3)}"
         raise CheckpointError(f"the state of {name} is not whole.", got=got)
+    counts = {source.updates.get(one): one for one in states}
+    if len(counts) > 1:
+        what = f"the parts of {name} were updated in different numbers of steps."
+        got = join_names([f"{one}: {count or 0:g}" for count, one in counts.items()], most=3)
+        why = "the averages of Adam depend on the number, and a joined tensor has one"
+        fix = "the weights alone, in a file with step 0"
+        raise CheckpointError(what, got=got, why=why, fix=fix)
     for one, key in ((one, key) for one in states for key in sorted(keys)):
         if one in source.weights and states[one][key].shape != (size := source.weights[one].shape):
             got = f"{key} is {[*states[one][key].shape]}, and the parameter {[*size]}"

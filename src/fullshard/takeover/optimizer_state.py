@@ -1,11 +1,12 @@
-"""State dicts of torch optimizers, as all formats of torch hold them: states, groups, schedules."""
+"""State dicts of torch optimizers, as all formats of torch hold them: states, counts of steps, groups."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -14,29 +15,29 @@ from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, Fore
 
 _SECOND = re.compile(r"(?:optim|optimizer|(?:pytorch_)?model(?:_fsdp)?)_[1-9]\d*(?=\.|$)")
 Moments = dict[str, dict[str, LazyTensor]]
+# Entries of groups that change no step, or are read; and those of optimizers that have AdamW's moments.
+_KNOWN = {
+    *("lr", "initial_lr", "weight_decay", "betas", "eps", "step", "params", "param_names"),
+    *MOMENTUM_SETTINGS,
+    *("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "bias_correction"),
+    *("adam_w_mode", "decoupled_weight_decay", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+}
+_OTHERS = {
+    **{"momentum_decay": "NAdam", "wd_ratio": "AdamP", "final_lr": "AdaBound"},
+    **dict.fromkeys(("grad_averaging", "max_coeff", "trust_clip"), "LAMB"),
+}
 
 
-def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments, float | None]:
-    """Returns ({parameter: {key: tensor}} without counts of steps, the count of updates, if there is one).
-
-    Raises CheckpointError if the counts differ, as in a mixture of two checkpoints.
-    """
+def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments, dict[str, float]]:
+    """Returns ({parameter: {key: tensor}} without counts of steps, {parameter: its count of updates})."""
     read = {name: as_number(one["step"].read()) for name, one in states.items() if "step" in one}
-    steps = {name: step for name, step in read.items() if step is not None}
-    if len(set(steps.values())) > 1:
-        first = {step: name for name, step in steps.items()}
-        what = "the source mixes several steps."
-        got = join_names([f"{step:g} of {name}" for step, name in first.items()], most=3)
-        why = "files of several checkpoints, or parameters that some steps did not update"
-        raise CheckpointError(what, got=got, why=why, fix="all files of one checkpoint")
     moments = {name: {k: v for k, v in one.items() if k != "step"} for name, one in states.items()}
-    return {name: one for name, one in moments.items() if one}, next(iter(steps.values()), None)
+    counts = {name: step for name, step in read.items() if step is not None}
+    return {name: one for name, one in moments.items() if one}, counts
 
 
-def read_optimizer_dict(
-    state_dict: Mapping[str, Any],
-) -> tuple[Moments, float | None, tuple[ForeignGroup, ...], bool]:
-    """Returns moments, the count of updates and groups of a state dict, and whether it has numbers.
+def read_optimizer_dict(state_dict: Mapping[str, Any]) -> ForeignCheckpoint:
+    """Returns the optimizer's part of a checkpoint, from a state dict of torch.
 
     Its states are by name (of DCP's full state dicts), or by the number of the parameter, which an optimizer
     of `named_parameters()` has named.
@@ -46,14 +47,39 @@ def read_optimizer_dict(
     names: dict[Any, str] = {}
     for one in listed:
         names |= zip(one.get("params", ()), one.get("param_names", ()), strict=False)
-    moments, count = split_steps({str(names.get(key, key)): state_tensors(one) for key, one in raw.items()})
+    moments, updates = split_steps({str(names.get(key, key)): state_tensors(one) for key, one in raw.items()})
     groups = tuple(make_group([names.get(n, n) for n in one.get("params", ())], one) for one in listed)
-    return moments, count, groups, any(isinstance(one, int) and one not in names for one in raw)
+    is_numbered = any(isinstance(one, int) and one not in names for one in raw)
+    return ForeignCheckpoint(moments, updates, groups, has_numbered_moments=is_numbered)
+
+
+def count_steps(updates: Mapping[str, float], said: float | None, *, skipped: int = 0) -> int:
+    """Returns the number of finished steps: what the trainer `said`, or the most updates of a parameter.
+
+    Raises CheckpointError if neither is known, or if they differ by more than the `skipped` steps.
+    """
+    counted = max(updates.values(), default=None)
+    if said is None and counted is None:
+        why = "its optimizer has no count, and there is no step or global_step"
+        fix = '"step" beside "model" in the file; 0 to begin with the weights alone'
+        raise CheckpointError("the source does not say how many steps it was trained.", why=why, fix=fix)
+    if said is not None and counted not in (None, said - skipped):
+        got = f"{said:g} steps of the trainer, {skipped} skipped; {counted:g} updates of the optimizer"
+        raise CheckpointError("the source mixes several steps.", got=got, fix="all files of one checkpoint")
+    return int(counted or 0) if said is None else int(said)
+
+
+def count_steps_of_program(updates: Mapping[str, float], said: float | None) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of updates, or else what a program `said`, and notes for the report."""
+    step = count_steps(updates, None if updates else said)
+    if said in (None, step):
+        return step, ()
+    return step, (f"the step beside the model, {said:g}, is not taken: the optimizer counted {step} updates",)
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """Returns the tensors in a dict, such as the state of a parameter. A `step` may be a number there."""
-    tensors = {k: Tensor([v]).view(()) if k == "step" and as_number(v) else v for k, v in state.items()}
+    tensors = {k: torch.tensor(float(v)) if k == "step" and as_number(v) else v for k, v in state.items()}
     return {
         key: one if isinstance(one, LazyTensor) else LazyTensor.from_tensor(one)
         for key, one in tensors.items()
@@ -64,15 +90,11 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
 def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGroup:
     """Returns a group of `names` with the values of a torch group, which may be tensors.
 
-    Raises CheckpointError for groups of Adam with weight decay in the gradient, and of RAdam and NAdam.
+    Raises CheckpointError as `check_optimizer`.
     """
+    check_optimizer(entry)
     betas: Any = entry.get("betas")
     momentum = {key: as_number(entry.get(key)) for key in MOMENTUM_SETTINGS}
-    decoupled = entry.get("decoupled_weight_decay")
-    if decoupled is not None and ("amsgrad" not in entry or not decoupled and entry.get("weight_decay")):
-        got = "weight decay in the gradient (Adam)" if "amsgrad" in entry else "RAdam or NAdam"
-        why = "with the same moments, its steps are others"
-        raise CheckpointError("the source's optimizer is not AdamW.", got=got, why=why, fix="weights alone")
     return ForeignGroup(
         tuple(map(str, names)),
         learning_rate=as_number(entry.get("lr")),
@@ -81,7 +103,31 @@ def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGrou
         betas=(float(betas[0]), float(betas[1])) if isinstance(betas, list | tuple) else None,
         eps=as_number(entry.get("eps")),
         momentum={key: one for key, one in momentum.items() if one is not None},
+        others={key: one for key, one in entry.items() if key not in _KNOWN},
     )
+
+
+def check_optimizer(entry: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if a group, or the settings of an optimizer, are of none that fullshard has.
+
+    With moments like AdamW's, the steps of such an optimizer are others.
+    """
+    found = [f"{key} of {name}" for key, name in _OTHERS.items() if key in entry]
+    found += ["maximize = True"] if entry.get("maximize") else []
+    found += [f"{key} = {entry[key]}" for key in ("bias_correction", "correct_bias") if not entry.get(key, 1)]
+    decoupled = entry.get("decoupled_weight_decay", entry.get("adam_w_mode"))
+    if entry.get("weight_decay") and decoupled in (False, 0):
+        found += ["weight decay in the gradient (Adam)"]
+    if "decoupled_weight_decay" in entry and "amsgrad" not in entry:
+        found += ["a group of RAdam or NAdam"]
+    if found:
+        raise other_optimizer_error(found)
+
+
+def other_optimizer_error(found: Sequence[str]) -> CheckpointError:
+    """Returns the error for an optimizer whose steps are not those of fullshard's, because of `found`."""
+    got, fix = join_names(found, most=3), "the weights alone, in a file with step 0"
+    return CheckpointError("the source's optimizer is not AdamW, Muon or SGD.", got=got, fix=fix)
 
 
 def merge_equal_groups(groups: Iterable[ForeignGroup]) -> tuple[ForeignGroup, ...]:
@@ -106,30 +152,15 @@ def check_is_alone(names: Iterable[object]) -> None:
         raise CheckpointError("the source has several models or optimizers.", got=got, fix=fix)
 
 
-def check_same_step(found: ForeignCheckpoint, step: float, *, where: str, may_skip: bool = False) -> None:
-    """Raises CheckpointError unless the optimizer counted as many updates as the trainer counted steps.
-
-    where: place of the trainer's count
-    may_skip: whether there is a loss scale, with which steps may have been skipped
-    """
-    counted = step if found.update_count is None else found.update_count
-    if counted != step and not (may_skip and counted < step):
-        got = f"{where} is {step:g}, and the optimizer counted {counted:g} updates"
-        raise CheckpointError("the source mixes several steps.", got=got, fix="all files of one checkpoint")
-
-
 def as_lightning(found: ForeignCheckpoint, content: Any, *, file: Path) -> ForeignCheckpoint:
     """Returns the checkpoint with the facts that Lightning's `file` holds beside tensors."""
     step = content.get("global_step") if isinstance(content, dict) else None
     if not isinstance(step, int):
         raise DamagedCheckpointError(f"{file} is not a file of Lightning.", got=f"global_step = {step!r}")
-    check_same_step(found, step, where=f"global_step of {file.name}")
-    schedules: Any = content.get("lr_schedulers") or [{}]
     return replace(
         found,
         format="Lightning",
         files=tuple(dict.fromkeys((*found.files, file))),
-        step=step,
-        schedule_position=as_number(schedules[0].get("last_epoch")),
+        step=count_steps(found.updates, step),
         version=str(content.get("pytorch-lightning_version")),
     )

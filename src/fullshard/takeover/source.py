@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from fullshard.errors import DamagedCheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 MOMENTUM_SETTINGS = ("momentum", "nesterov", "dampening")
 """Settings of SGD's and Muon's groups, as torch names them."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,17 @@ class LazyTensor:
 
         return cls(shape, dtype, read)
 
+    def check_equal_when_read(self, other: "LazyTensor", error: CheckpointError) -> "LazyTensor":
+        """Returns a tensor whose `read` raises `error` unless, in the dtype of `other`, both are equal."""
+
+        def read() -> Tensor:
+            found = self.read()
+            if not torch.equal(found.to(other.dtype), other.read()):
+                raise error
+            return found
+
+        return replace(self, read=read)
+
 
 def _overlap(boxes: Sequence[SavedBox]) -> bool:
     """Returns whether two of `boxes`, which lie in the order of their first offsets, share an element."""
@@ -98,6 +110,7 @@ class ForeignGroup:
     learning_rate: the rate that the schedule has set for the next step
     peak_rate: the rate that the schedule multiplies
     momentum: those of MOMENTUM_SETTINGS that the source holds
+    others: entries that are not known here
     """
 
     names: tuple[str, ...]
@@ -107,44 +120,54 @@ class ForeignGroup:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     momentum: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    others: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
     """Content of a foreign checkpoint. Generators and the position in the data are never part of it.
 
+    moments: {name of a parameter: {`exp_avg`, `exp_avg_sq` or `momentum_buffer`: tensor}}. With
+        `has_numbered_moments`, the keys are "0", "1" … in the order of the optimizer's groups.
+    updates: number of updates of each parameter, by the keys of `moments`, if its optimizer counts them
+    groups: the optimizer's parameter groups
+    default_order: order of numbered moments among the parameters of the model in memory, see `names.ORDERS`;
+        None if the format has none: then it is asked for, and `weights` are in the model's order
     format: name of the format, for people: "DeepSpeed ZeRO-2"
     files: the files that tensors and values come from
     weights: parameters and buffers by name; masters (fp32) where the source has them
-    moments: {name of a parameter: {`exp_avg`, `exp_avg_sq` or `momentum_buffer`: tensor}}. With
-        `has_numbered_moments`, the keys are "0", "1" … in the order of the optimizer's groups.
-    default_order: order of numbered moments among the parameters of the model in memory, see `names.ORDERS`;
-        None if the format has none: then it is asked for, and `weights` are in the model's order
-    step: number of finished optimizer steps; -1 if the source does not say
-    update_count: the optimizer's own count of updates, if the source has one
+    step: number of finished optimizer steps
     tokens: trained tokens, or None
     skipped_steps: number of steps that were skipped
-    groups: the optimizer's parameter groups
-    schedule_position: number of steps that the learning rate schedule took, or None
     settings: {dotted key of run.toml: value} that the source holds, for the offered run.toml
     config: text of the trainer's own settings, for `fullshard convert`, or None
     version: version of the library that wrote it, or None
     notes: sentences for the report about what was not taken, and why
     """
 
-    format: str
-    files: tuple[Path, ...]
-    weights: Mapping[str, LazyTensor]
     moments: Mapping[str, Mapping[str, LazyTensor]]
-    step: int
+    updates: Mapping[str, float]
+    groups: tuple[ForeignGroup, ...]
     has_numbered_moments: bool = False
     default_order: str | None = None
-    update_count: float | None = None
+    format: str = ""
+    files: tuple[Path, ...] = ()
+    weights: Mapping[str, LazyTensor] = field(default_factory=dict[str, LazyTensor])
+    step: int = 0
     tokens: int | None = None
     skipped_steps: int = 0
-    groups: tuple[ForeignGroup, ...] = ()
-    schedule_position: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     config: str | None = None
     version: str | None = None
     notes: tuple[str, ...] = ()
+
+
+def change_names(tensors: Mapping[str, T], new_names: Mapping[str, str]) -> dict[str, T]:
+    """Returns `tensors` under their `new_names`. Raises CheckpointError if two would have one name."""
+    old_names: dict[str, str] = {}
+    for old in tensors:
+        new = new_names[old]
+        if (other := old_names.setdefault(new, old)) != old:
+            got, fix = f"{other} and {old}", "a source with one of them, or other --names"
+            raise CheckpointError(f"two tensors of the source would be {new}.", got=got, fix=fix)
+    return {new: tensors[old] for new, old in old_names.items()}

@@ -30,6 +30,11 @@ LEGACY_BYTES = 256 << 20
 """Largest file in the format before torch 1.6, which cannot be mapped, and is read into memory as a whole."""
 
 _PICKLE_BYTES = 1 << 30
+# Of what programs save beside weights: their arguments, and states of numpy's generators.
+_PLAIN_CLASSES = (
+    *("argparse.Namespace", "pathlib.PosixPath", "pathlib._local.PosixPath", "numpy.ndarray", "numpy.dtype"),
+    *(f"numpy.{core}.multiarray.{one}" for core in ("core", "_core") for one in ("_reconstruct", "scalar")),
+)
 # Raised while a truncated or changed pickle is read.
 _DAMAGE = (
     *(OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, AssertionError),
@@ -69,15 +74,15 @@ def read_torch_file(
 ) -> Any:
     """Returns the content of a file of torch.save. Its tensors are views of the mapped file.
 
-    classes, tensor_classes: dotted names of classes that get a StandIn or a StandInTensor; the stand-in's
-        `__name__` is the last part
+    classes, tensor_classes: dotted names of further classes that get a StandIn or a StandInTensor; the
+        stand-in's `__name__` is the last part
 
     Raises CheckpointError for a file that asks for any other name, and for a large file in the legacy format;
     DamagedCheckpointError for one that cannot be read. See [Note: stand-ins].
     """
-    known: dict[str, Any] = {name: _make_stand_in(name, StandIn) for name in classes}
+    known: dict[str, Any] = {name: _make_stand_in(name, StandIn) for name in (*_PLAIN_CLASSES, *classes)}
     known |= {name: _make_stand_in(name, StandInTensor) for name in tensor_classes}
-    known |= {"builtins.getattr": _find_nested_class, "stand-in": StandIn} if known else {}
+    known |= {"builtins.getattr": _find_nested_class, "stand-in": StandIn}
     with _refused_or_damaged(path):
         is_zip, size_bytes = zipfile.is_zipfile(path), path.stat().st_size
         if not is_zip and size_bytes > LEGACY_BYTES:

@@ -11,18 +11,26 @@ from safetensors import safe_open
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.quantities import join_names
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.takeover import dcp, optimizer_state, rank_files
+from fullshard.takeover import dcp, rank_files
+from fullshard.takeover.optimizer_state import (
+    as_lightning,
+    as_number,
+    check_is_alone,
+    count_steps,
+    count_steps_of_program,
+    read_optimizer_dict,
+    state_tensors,
+)
 from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.takeover.stand_ins import read_torch_file
 from fullshard.weights.files import FileTensor, find_weights_file, open_pretrained_files
 
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
-_SCHEDULE = ("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict")
 # In directories of Accelerate and Trainer: DCP, and files by name or by number.
 _DCP_WEIGHTS, _WEIGHT_FILES = "pytorch_model_fsdp_0", ("pytorch_model_fsdp.bin", "pytorch_model.bin")
 _DCP_OPTIMIZER, _OPTIMIZER_FILES = "optimizer_0", ("optimizer.bin", "optimizer.pt")
-_SCHEDULE_FILES, _TRAINER = ("scheduler.pt", "scheduler.bin"), "trainer_state.json"
+_TRAINER = "trainer_state.json"
 
 
 def recognises(path: Path) -> bool:
@@ -34,15 +42,15 @@ def recognises(path: Path) -> bool:
 def open_source(path: Path) -> ForeignCheckpoint:
     """Opens files of torch.save. Tensors are views of mapped files. Raises CheckpointError."""
     if files := rank_files.find_files(path):
-        return _from_content(rank_files.join_files(files), files)
-    return _open_directory(path) if path.is_dir() else _from_content(read_torch_file(path), [path])
+        return _open_content(rank_files.join_files(files), files)
+    return _open_directory(path) if path.is_dir() else _open_content(read_torch_file(path), [path])
 
 
-def _from_content(content: Any, files: Sequence[Path]) -> ForeignCheckpoint:
+def _open_content(content: Any, files: Sequence[Path]) -> ForeignCheckpoint:
     """Returns what a dict holds below the usual keys, or the weights that it is."""
     content = cast(dict[str, Any], content if isinstance(content, dict) else {})
-    optimizer_state.check_is_alone(name for name in content if "." not in str(name))
-    weights = optimizer_state.state_tensors(_first(content, _MODEL) or content)
+    check_is_alone(name for name in content if "." not in str(name))
+    weights = state_tensors(_get_one(content, _MODEL) or content)
     if not weights:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
         raise CheckpointError(f"{files[0]} holds no weights that are known here.", got=got, fix=fix)
@@ -51,61 +59,51 @@ def _from_content(content: Any, files: Sequence[Path]) -> ForeignCheckpoint:
         why = "flat parameters have neither the names nor the shapes of the parameters in them"
         fix = "StateDictType.SHARDED_STATE_DICT in the program that saves"
         raise CheckpointError(what, got=join_names(flat, most=2), why=why, fix=fix)
-    moments, count, groups, is_numbered = optimizer_state.read_optimizer_dict(
-        _first(content, _OPTIMIZER) or {}
+    state = read_optimizer_dict(_get_one(content, _OPTIMIZER) or {})
+    step, notes = count_steps_of_program(
+        state.updates, as_number(content.get("step", content.get("global_step")))
     )
-    step = optimizer_state.as_number(_first(content, ("step", "global_step"))) if count is None else count
-    found = ForeignCheckpoint(
+    known = {*_MODEL, *_OPTIMIZER, *weights, "step", "global_step"}
+    unread = [str(key) for key in content if key not in known]
+    found = replace(
+        state,
         format="torch.save" if len(files) == 1 else "torch.save, one file per rank",
         files=tuple(files),
         weights=weights,
-        moments=moments,
-        step=-1 if step is None else int(step),
-        has_numbered_moments=is_numbered,
-        update_count=count,
-        groups=groups,
-        schedule_position=optimizer_state.as_number((_first(content, _SCHEDULE) or {}).get("last_epoch")),
+        step=step,
+        notes=(*notes, f"not taken: {join_names(unread)}") if unread else notes,
     )
     is_lightning = "pytorch-lightning_version" in content
-    return optimizer_state.as_lightning(found, content, file=files[0]) if is_lightning else found
+    return as_lightning(found, content, file=files[0]) if is_lightning else found
 
 
-def _first(content: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Returns the value of the first key that exists, or what is alone in the list there."""
-    found = next((content[key] for key in keys if content.get(key) is not None), None)
-    if isinstance(found, list) and len(cast(list[Any], found)) > 1:
-        raise CheckpointError("the source has several optimizers or schedules.", fix="a run with one")
-    return found[0] if isinstance(found, list) and found else found
+def _get_one(content: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Returns the dict below one of the keys, or what is alone in a list there; None without one."""
+    found: list[Any] = []
+    for key in keys:
+        one: Any = content.get(key)
+        found += one if isinstance(one, list) else [one] if isinstance(one, dict) else []
+    if len(found) > 1:
+        got, fix = join_names([key for key in keys if key in content]), "a file with one of each"
+        raise CheckpointError("the source has several models or optimizers.", got=got, fix=fix)
+    return found[0] if found else None
 
 
 def _open_directory(path: Path) -> ForeignCheckpoint:
     """Opens a directory of Accelerate's `save_state` or of transformers' Trainer."""
-    optimizer_state.check_is_alone(one.name for one in path.iterdir())
+    check_is_alone(one.name for one in path.iterdir())
     weights, files = _read_weights(path)
-    is_numbered = False
     if (path / _DCP_OPTIMIZER).is_dir():
         table = dcp.read_dcp_directory(path / _DCP_OPTIMIZER)
-        moments, count = table.read_moments()
-        groups, files = table.read_groups([*weights]), (*files, *table.files)
+        found, files = table.read_optimizer([*weights]), (*files, *table.files)
     else:
         file = next(path / one for one in _OPTIMIZER_FILES if (path / one).is_file())
-        moments, count, groups, is_numbered = optimizer_state.read_optimizer_dict(read_torch_file(file))
-        files = (*files, file)
-    schedule = next((path / one for one in _SCHEDULE_FILES if (path / one).is_file()), None)
-    position = read_torch_file(schedule).get("last_epoch") if schedule else None
-    found = ForeignCheckpoint(
-        format="Accelerate",
-        files=files,
-        weights=weights,
-        moments=moments,
-        step=-1 if count is None else int(count),
-        has_numbered_moments=is_numbered,
-        update_count=count,
-        groups=groups,
-        schedule_position=optimizer_state.as_number(position),
-        settings={"model.hf": str(path)} if (path / "config.json").is_file() else {},
-    )
-    return _as_trainer(found, path) if (path / _TRAINER).is_file() else found
+        found, files = read_optimizer_dict(read_torch_file(file)), (*files, file)
+    settings = {"model.hf": str(path)} if (path / "config.json").is_file() else {}
+    found = replace(found, format="Accelerate", files=files, weights=weights, settings=settings)
+    if (path / _TRAINER).is_file():
+        return _as_trainer(found, path)
+    return replace(found, step=count_steps(found.updates, None))
 
 
 def _as_trainer(found: ForeignCheckpoint, path: Path) -> ForeignCheckpoint:
@@ -114,14 +112,13 @@ def _as_trainer(found: ForeignCheckpoint, path: Path) -> ForeignCheckpoint:
         step, steps = int(state["global_step"]), int(state["max_steps"])
     except (ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError(f"{path / _TRAINER} cannot be read.", got=str(error)) from error
-    where, may_skip = f"global_step of {_TRAINER}", (path / "scaler.pt").exists()
-    optimizer_state.check_same_step(found, step, where=where, may_skip=may_skip)
+    skipped = step - int(max(found.updates.values(), default=step)) if (path / "scaler.pt").exists() else 0
     return replace(
         found,
         format="Trainer of transformers",
         files=(*found.files, path / _TRAINER),
-        step=step,
-        skipped_steps=0 if found.update_count is None else step - int(found.update_count),
+        step=count_steps(found.updates, step, skipped=max(skipped, 0)),
+        skipped_steps=skipped,
         tokens=state.get("num_input_tokens_seen") or None,
         default_order="decay-first" if found.has_numbered_moments else None,
         settings={**found.settings, "train.steps": steps},
@@ -131,11 +128,11 @@ def _as_trainer(found: ForeignCheckpoint, path: Path) -> ForeignCheckpoint:
 def _read_weights(path: Path) -> tuple[dict[str, LazyTensor], tuple[Path, ...]]:
     """Returns the weights in a directory of Accelerate or Trainer, and their files."""
     if (path / _DCP_WEIGHTS).is_dir():
-        found = dcp.open_source(path / _DCP_WEIGHTS)
-        return dict(found.weights), found.files
+        table = dcp.read_dcp_directory(path / _DCP_WEIGHTS)
+        return table.select_weights(), table.files
     file = next((path / one for one in _WEIGHT_FILES if (path / one).is_file()), None)
     if file is not None and find_weights_file(path) is None:
-        return optimizer_state.state_tensors(read_torch_file(file)), (file,)
+        return state_tensors(read_torch_file(file)), (file,)
     every = open_pretrained_files(path).tensors
     tensors = {name: one for name, one in every.items() if isinstance(one, FileTensor)}
     files = {one.file: path / one.file for one in tensors.values()}

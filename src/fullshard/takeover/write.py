@@ -6,7 +6,7 @@ beside it what reading and converting it take: at most a second one.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ class ImportTarget:
         section = self.run.optimizer
         if section.name.lower() == "sgd":
             return _MOMENTUM if section.options.get("momentum") else ()
-        return _MOMENTUM if self.groups[name].get(KIND) == "muon" else _ADAM
+        if self.groups[name].get(KIND) == "muon":
+            return (*_MOMENTUM, "row_var") if section.muon.row_decay else _MOMENTUM
+        return (*_ADAM, "max_exp_avg_sq") if section.options.get("amsgrad") else _ADAM
 
     def compare_settings(self, matched: MatchedCheckpoint, *, step: int) -> "Iterator[SettingBeside]":
         """Yields the settings of each group of the source, and those of the run after `step` steps."""
@@ -90,7 +92,7 @@ class ImportTarget:
                 one = self.groups[first]
                 yield SettingBeside("learning rate", first, (group.learning_rate,), (float(one["lr"]),))
                 yield SettingBeside("weight decay", first, (group.weight_decay,), (one["weight_decay"],))
-                if self.state_keys(first) == _ADAM:
+                if self.state_keys(first)[:2] == _ADAM:
                     betas = one.get("betas", section.betas)
                     yield SettingBeside("betas", first, group.betas or (None,), betas)
                     yield SettingBeside("eps", first, (group.eps,), (section.eps,))
@@ -148,16 +150,16 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
             raise CheckpointError("the source's optimizer is another than the run's.", got=got, fix=fix)
         for key, one in moments.items():
             dtype = wanted[f"model.{name}"].dtype  # as of the state that the run's optimizer makes
-            later = _read_later(f"{key} of {name}", one, dtype=dtype, digests=digests)
+            compared = digests if key in _ADAM else None
+            later = _read_later(f"{key} of {name}", one, dtype=dtype, digests=compared)
             tensors[f"optimizer.{name}.{key}"] = later
-        if keys == _ADAM:
-            count = source.step - source.skipped_steps if source.update_count is None else source.update_count
+        if keys[:2] == _ADAM:
+            count = matched.updates.get(name, source.step - source.skipped_steps)
             tensors[f"optimizer.{name}.step"] = torch.tensor(float(count))
     state.step, state.rows = source.step, source.step * target.run.train.global_batch
     state.counts = StepCounts(source.tokens or 0, source.skipped_steps)
     state.trained_with = TrainedWith(run=settings_that_affect_results(target.run))
-    files = {str(path): xxh3_digest_of_file(path) for path in source.files}
-    origin = {"format": source.format, "version": source.version, "files": files}
+    origin = {"format": source.format, "version": source.version, "files": [*map(str, source.files)]}
     values: dict[str, Any] = dict(state.values()) | {"origin": origin}
     # The groups of `state` are of no optimizer that is trained with.
     values |= {"optimizer": _optimizer_class_name(target), "parameter_groups": None}
@@ -167,10 +169,14 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
 def _without_state(
     source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget
 ) -> list[str]:
-    """Returns trained parameters without state after the first step, except those that were frozen there."""
-    grouped = {name for group in matched.groups for name in group.names} if matched.moments else set[str]()
-    trained = [name for name in target.groups if target.state_keys(name) and (name in grouped or not grouped)]
-    return [name for name in trained if source.step and name not in matched.moments]
+    """Returns trained parameters without state after the first step.
+
+    If groups name parameters, there are none: a parameter in no group was frozen there, and one in a group
+    was never updated, such as an expert that no token chose.
+    """
+    if not source.step or (matched.moments and any(group.names for group in matched.groups)):
+        return []
+    return [name for name in target.groups if target.state_keys(name) and name not in matched.moments]
 
 
 def _read_later(
@@ -213,8 +219,14 @@ def read_all(snapshot: Snapshot) -> None:
 
 
 def write_checkpoint(snapshot: Snapshot, directory: str, *, plan: Plan) -> Path | str:
-    """Writes and commits the snapshot in `directory`. Returns its path. Raises CheckpointError."""
-    return CheckpointSaver(location_of(directory), plan=plan).save_snapshot(snapshot)
+    """Writes and commits the snapshot in `directory`, with digests of the source's files.
+
+    Returns its path. Raises CheckpointError.
+    """
+    origin: Any = snapshot.values["origin"]
+    files = {path: xxh3_digest_of_file(Path(path)) for path in origin["files"]}
+    values = {**snapshot.values, "origin": {**origin, "files": files}}
+    return CheckpointSaver(location_of(directory), plan=plan).save_snapshot(replace(snapshot, values=values))
 
 
 def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:

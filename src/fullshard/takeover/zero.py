@@ -37,8 +37,16 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.quantities import join_names
 from fullshard.system.small_files import VALUE_BYTES, read_text
-from fullshard.takeover.optimizer_state import check_same_step, make_group, split_steps, state_tensors
+from fullshard.takeover.optimizer_state import (
+    check_optimizer,
+    count_steps,
+    make_group,
+    other_optimizer_error,
+    split_steps,
+    state_tensors,
+)
 from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor, SavedBox
 from fullshard.takeover.stand_ins import read_torch_file
 
@@ -80,33 +88,41 @@ def open_source(path: Path) -> ForeignCheckpoint:
     model = models[0]
     is_universal = (directory / _UNIVERSAL).is_dir()
     found = _open_universal(directory, model) if is_universal else _open_ranks(directory, models)
+    _check_optimizer_of_settings(model.get("ds_config") or {})
     steps = {(int(one["global_steps"]), int(one["skipped_steps"])) for one in models}
-    if len(steps) > 1:
-        got = f"global_steps, skipped_steps = {sorted(steps)}"
+    if len(steps) > 1 or len(set(found.updates.values())) > 1:
+        counts = {f"{count:g} updates": name for name, count in found.updates.items()}
+        got = join_names([*map(str, steps), *(f"{count} of {name}" for count, name in counts.items())])
         raise CheckpointError(f"{directory} mixes several steps.", got=got, fix="the files of one step")
     ((step, skipped),) = steps
-    schedule = model.get("lr_scheduler") or {}
-    begun = schedule.get("last_batch_iteration")  # counts from 0; last_epoch of torch from 1
     samples = int(model.get("global_samples", 0))
     is_of_trainer = (directory.parent / "config.json").is_file()  # of transformers
     settings: dict[str, Any] = {"model.hf": str(directory.parent)} if is_of_trainer else {}
     settings |= {"train.global_batch": samples // step} if step and samples and samples % step == 0 else {}
-    found = replace(
+    return replace(
         found,
         files=(*files, *found.files),
         weights=_join_weights(models, {name: state[_MASTER] for name, state in found.moments.items()}),
         moments={n: {k: v for k, v in state.items() if k != _MASTER} for n, state in found.moments.items()},
-        step=step,
-        update_count=float(step - skipped) if found.update_count is None else found.update_count,
+        updates={},
+        step=count_steps(found.updates, step, skipped=skipped),
         skipped_steps=skipped,
-        schedule_position=schedule.get("last_epoch") if begun is None else begun + 1,
         settings=settings,
         config=json.dumps(model["ds_config"]) if model.get("ds_config") else None,
         version=model.get("ds_version"),
         notes=(*([f"{samples} samples were trained on"] if samples else []), *found.notes),
     )
-    check_same_step(found, step - skipped, where=f"global_steps - skipped_steps of {files[0].name}")
-    return found
+
+
+def _check_optimizer_of_settings(settings: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if DeepSpeed's settings name an optimizer that fullshard does not have."""
+    own: Mapping[str, Any] = settings.get("optimizer") or {}
+    kind, values = str(own.get("type", "adamw")).lower(), dict(own.get("params") or {})
+    if kind not in ("adam", "adamw", "sgd", "muon"):
+        raise other_optimizer_error([f"optimizer.type = {own['type']}"])
+    if kind == "adamw":  # whose class ignores it
+        values.pop("adam_w_mode", None)
+    check_optimizer(values)
 
 
 def _find_checkpoint(path: Path) -> Path:
@@ -180,7 +196,7 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
     masters = [one["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for one in states]
     if isinstance(optimizers[0], list):
         raise CheckpointError(f"{directory} is an elastic checkpoint.", fix="elastic_checkpoint = false")
-    vectors, count = _read_vectors(files, masters=masters, optimizers=optimizers)
+    vectors, updates = _read_vectors(files, masters=masters, optimizers=optimizers)
     groups: _Groups = models[0]["param_shapes"]
     tensors: dict[str, _Tensors] = {}
     for number, shapes in enumerate(groups):
@@ -200,33 +216,28 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
             tensors[name] = _join_parts(name, tuple(shape), slices=[one[name] for one in slices], vectors=own)
     scale = (getattr(states[0].get("loss_scaler"), "state", None) or {}).get("cur_scale", 1)
     return ForeignCheckpoint(
+        tensors,
+        updates,
+        _make_groups(groups, optimizers[0]),
         format=f"DeepSpeed ZeRO-{stage}" if "zero_stage" in states[0] else "DeepSpeed BF16_Optimizer",
         files=tuple(files),
-        weights={},
-        moments=tensors,
-        step=0,
-        update_count=count,
-        groups=_make_groups(groups, optimizers[0]),
         notes=(f"the loss scale was {scale:g}; the fp32 weights are taken",) if scale != 1 else (),
     )
 
 
 def _read_vectors(
     files: Sequence[Path], *, masters: Sequence[Sequence[Tensor]], optimizers: Sequence[Mapping[str, Any]]
-) -> tuple[list[list[_Tensors]], float | None]:
-    """Returns ({`fp32`, `exp_avg`, …: vector} of each rank and group, the count of updates).
-
-    Raises CheckpointError if the counts differ.
-    """
+) -> tuple[list[list[_Tensors]], dict[str, float]]:
+    """Returns ({`fp32`, `exp_avg`, …: vector} of each rank and group, {vector: its count of updates})."""
     table: dict[str, _Tensors] = {}
     for path, own, optimizer in zip(files, masters, optimizers, strict=True):
         steps = {number: one.get("step") for one in optimizer["param_groups"] for number in one["params"]}
         for number, master in enumerate(own):
             state = {"step": steps[number]} | optimizer["state"].get(number, {}) | {_MASTER: master}
             table[f"group {number} of {path.name}"] = state_tensors(state)
-    vectors, count = split_steps(table)
+    vectors, updates = split_steps(table)
     rest = iter(vectors.values())
-    return [[next(rest) for _ in own] for own in masters], count
+    return [[next(rest) for _ in own] for own in masters], updates
 
 
 def _zero1_slices(
@@ -291,21 +302,14 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpo
         value = content["param"].reshape(-1) if isinstance(content, dict) else content  # flat after ZeRO-3
         states.setdefault(path.parent.name, {})[path.stem] = value
     groups: _Groups = model["param_shapes"]
-    tensors, count = split_steps({name: state_tensors(state) for name, state in states.items()})
+    tensors, updates = split_steps({name: state_tensors(state) for name, state in states.items()})
     moments: dict[str, _Tensors] = {}  # frozen and shared parameters have a directory there too
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
         state = tensors.get(name) or {_MASTER: LazyTensor.from_tensor(torch.empty(0))}
         size = state[_MASTER].shape[0] if _MASTER in state else 0
         moments[name] = _join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
-    return ForeignCheckpoint(
-        format="DeepSpeed universal",
-        files=(*files, file),
-        weights={},
-        moments=moments,
-        step=0,
-        update_count=count,
-        groups=_make_groups(groups, read_torch_file(file, classes=_CLASSES)),
-    )
+    own = _make_groups(groups, read_torch_file(file, classes=_CLASSES))
+    return ForeignCheckpoint(moments, updates, own, format="DeepSpeed universal", files=(*files, file))
 
 
 def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[ForeignGroup, ...]:
@@ -317,7 +321,15 @@ def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[Foreign
 def _join_weights(models: Sequence[Mapping[str, Any]], masters: _Tensors) -> _Tensors:
     """Returns master weights, buffers, frozen parameters, and the further names of shared parameters."""
     model, module, ranks = models[0], models[0]["module"], len(models)
-    weights = {name: _compare_when_read(name, one, weight=module.get(name)) for name, one in masters.items()}
+    weights = dict(masters)
+    for name, one in masters.items():
+        if (weight := module.get(name)) is not None and tuple(weight.shape) == one.shape:
+            error = CheckpointError(
+                f"{name} differs between the model's file and the optimizer's files.",
+                why="files of several steps or ranks are mixed, or its place in the flat vectors is another",
+                fix="all files of one checkpoint; with round_robin_gradients, not its universal form",
+            )
+            weights[name] = one.check_equal_when_read(LazyTensor.from_tensor(weight), error)
     frozen = model.get("frozen_param_shapes") or {}
     shared: Mapping[str, str] = model.get("shared_params") or {}
     for name in sorted(module.keys() - weights.keys() - shared.keys()):
@@ -329,21 +341,3 @@ def _join_weights(models: Sequence[Mapping[str, Any]], masters: _Tensors) -> _Te
             slices = [_zero3_slices({name: shape}, rank=rank, ranks=ranks)[name] for rank in range(ranks)]
             weights[name] = _join_parts(name, shape, slices=slices, vectors=parts)[_MASTER]
     return weights | {alias: weights[name] for alias, name in shared.items()}
-
-
-def _compare_when_read(name: str, master: LazyTensor, *, weight: Tensor | None) -> LazyTensor:
-    """Returns a master weight that is compared with the model's `weight`, if that is whole, when read."""
-    if weight is None or tuple(weight.shape) != master.shape:
-        return master
-
-    def read() -> Tensor:
-        found = master.read()
-        if not torch.equal(found.to(weight.dtype), weight):
-            raise CheckpointError(
-                f"{name} differs between the model's file and the optimizer's files.",
-                why="files of several steps or ranks are mixed, or its place in the flat vectors is another",
-                fix="all files of one checkpoint; with round_robin_gradients, not its universal form",
-            )
-        return found
-
-    return replace(master, read=read)

@@ -165,6 +165,9 @@ def _apply_conversion_rules(meta_model: Any, core: Any, *, saved: Mapping[str, S
         if name not in wanted:
             surplus.append(source)
         elif pattern is None:
+            if name in parts:
+                got, fix = f"{parts[name][0].source} and {source}", "a source with one of them"
+                raise CheckpointError(f"two tensors would be {name} of the model.", got=got, fix=fix)
             parts[name], shapes[name] = map_unchanged_tensor(source, saved[source]), saved[source]
         else:
             if name not in converting:
