@@ -28,7 +28,7 @@ def test_command_reports_every_tensor_and_writes_into_the_run(
     origin = read_manifest(written).values["origin"]
     assert isinstance(origin, dict)
     assert (origin["format"], len(origin["files"])) == ("DCP", 3)
-    for name in (*read_manifest(written).model_tensors, "model.not taken over", "model.learning rate of"):
+    for name in (*read_manifest(written).model_tensors, "model.not taken over", "model.lr of"):
         assert name.removeprefix("model.") in printed.err
 
 

@@ -132,12 +132,12 @@ def test_torchtitan_llama_and_its_moments_get_the_rows_of_hugging_face(tmp_path:
 
 def test_settings_of_the_source_stand_beside_those_of_the_run(tmp_path: Path) -> None:
     source = open_foreign_checkpoint(FIXTURES / "fsdp2_dcp/source")
-    for text, differ in ((RUN, set()), (RUN.replace("0.01", "0.02"), {"learning rate"})):
+    for text, differ in ((RUN, set()), (RUN.replace("0.01", "0.02"), {"lr"})):
         target = ImportTarget.of_run(run_of(tmp_path, text))
         matched = match_names(source, target.model)
         settings = list(target.compare_settings(matched, step=source.step))
         assert {one.key for one in settings if one.differs} == differ
-        assert {one.key for one in settings} == {"learning rate", "weight decay", "betas", "eps"}
+        assert {one.key for one in settings} == {"lr", "weight_decay", "betas", "eps"}
 
 
 def test_only_llama_of_torchtitan_is_rearranged(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def set_entry(key: str, value: Any) -> Callable[[Path], None]:
 
 
 STRUCTURES: list[dict[str, Any]] = [{"state": {"x": 3}}, {"state": []}]
-STRUCTURES += [{"param_groups": [3]}, {"param_groups": [{"betas": []}]}]
+STRUCTURES += [{"param_groups": [3]}, {"param_groups": [{"params": 3}]}]
 BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
     ("fsdp2_dcp/source", "", lambda p: (p / "__1_0.distcp").unlink(), r"__1_0.distcp is missing"),
     ("fsdp2_dcp/source", "", lambda p: cut(p / "__1_0.distcp"), r"__1_0.distcp is truncated"),

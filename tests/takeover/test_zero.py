@@ -106,8 +106,8 @@ def test_progress_and_groups_are_those_of_the_engine(name: str):
     assert (found.step, found.skipped_steps) == (values["steps"], values["skipped"])
     assert found.settings == {"train.global_batch": values["samples"] // values["steps"]}
     assert f"{values['samples']} samples" in found.notes[0]
-    assert [group.learning_rate for group in found.groups] == values["rates"][-1]
-    assert [group.weight_decay for group in found.groups] == [0.1, 0.0]
+    assert [group.settings["lr"] for group in found.groups] == [(rate,) for rate in values["rates"][-1]]
+    assert [group.settings["weight_decay"] for group in found.groups] == [(0.1,), (0.0,)]
     names = [name for group in found.groups for name in group.names]
     assert sorted(names) == sorted(found.moments)
     assert {truth[name].ndim for name in found.groups[1].names} == {1}

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.quantities import join_names
-from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, ForeignGroup, LazyTensor
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
 
 _SECOND = re.compile(r"(?:optim|optimizer|(?:pytorch_)?model(?:_fsdp)?)_[1-9]\d*(?=\.|$)")
 Moments = dict[str, dict[str, LazyTensor]]
-# Entries of groups that change no step, or are read; and those of optimizers that have AdamW's moments.
+MOMENTUM_SETTINGS = ("momentum", "nesterov", "dampening")
+"""Settings of SGD's and Muon's groups, as torch names them."""
+# Entries of groups: those that are read, those that change no step, and those of other optimizers.
+_SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", *MOMENTUM_SETTINGS)
 _KNOWN = {
-    *("lr", "initial_lr", "weight_decay", "betas", "eps", "step", "params", "param_names"),
-    *MOMENTUM_SETTINGS,
-    *("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "bias_correction"),
-    *("adam_w_mode", "decoupled_weight_decay", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+    *("step", "params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"),
+    *("amsgrad", "bias_correction", "decoupled_weight_decay", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
 }
 _OTHERS = {
     **{"momentum_decay": "NAdam", "wd_ratio": "AdamP", "final_lr": "AdaBound"},
@@ -93,18 +94,12 @@ def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGrou
     Raises CheckpointError as `check_optimizer`.
     """
     check_optimizer(entry)
-    betas: Any = entry.get("betas")
-    momentum = {key: as_number(entry.get(key)) for key in MOMENTUM_SETTINGS}
-    return ForeignGroup(
-        tuple(map(str, names)),
-        learning_rate=as_number(entry.get("lr")),
-        peak_rate=as_number(entry.get("initial_lr")),
-        weight_decay=as_number(entry.get("weight_decay")),
-        betas=(float(betas[0]), float(betas[1])) if isinstance(betas, list | tuple) else None,
-        eps=as_number(entry.get("eps")),
-        momentum={key: one for key, one in momentum.items() if one is not None},
-        others={key: one for key, one in entry.items() if key not in _KNOWN},
-    )
+    settings: dict[str, tuple[float, ...]] = {}
+    for key, value in ((key, entry.get(key)) for key in _SETTINGS):
+        numbers = map(as_number, cast(Any, value) if isinstance(value, list | tuple) else [value])
+        settings[key] = tuple(one for one in numbers if one is not None)
+    others = {key: one for key, one in entry.items() if key not in (*_SETTINGS, *_KNOWN)}
+    return ForeignGroup(tuple(map(str, names)), settings, others)
 
 
 def check_optimizer(entry: Mapping[str, Any]) -> None:

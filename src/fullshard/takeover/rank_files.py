@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.quantities import join_names
 from fullshard.takeover.source import LazyTensor, SavedBox
 from fullshard.takeover.stand_ins import StandInTensor, read_torch_file
 
@@ -64,6 +65,11 @@ def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
     first = values[0]
     if isinstance(first, dict):
         keys = cast(dict[Any, Any], first).keys()
+        if flat := [key for key in keys if str(key).endswith("_flat_param")]:
+            what = f"{files[0]} is a local state dict of FSDP1."
+            why = "flat parameters have no names, and parts of parameters no shapes"
+            fix = "StateDictType.SHARDED_STATE_DICT in the program that saves"
+            raise CheckpointError(what, got=join_names(flat, most=2), why=why, fix=fix)
         for value, file in zip(values, files, strict=True):
             if not isinstance(value, dict) or value.keys() != keys:
                 raise CheckpointError(f"{file} holds other names than {files[0].name}.", got=f"in {name!r}")

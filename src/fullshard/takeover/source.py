@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
-MOMENTUM_SETTINGS = ("momentum", "nesterov", "dampening")
-"""Settings of SGD's and Muon's groups, as torch names them."""
 T = TypeVar("T")
 
 
@@ -104,23 +102,16 @@ def _overlap(boxes: Sequence[SavedBox]) -> bool:
 
 @dataclass(frozen=True)
 class ForeignGroup:
-    """A parameter group of a foreign optimizer. None stands for a value that the source does not hold.
+    """A parameter group of a foreign optimizer.
 
     names: its parameters as `ForeignCheckpoint.moments` names them, in the group's order
-    learning_rate: the rate that the schedule has set for the next step
-    peak_rate: the rate that the schedule multiplies
-    momentum: those of MOMENTUM_SETTINGS that the source holds
+    settings: {entry of a group of torch, such as `lr` or `betas`: its numbers}
     others: entries that are not known here
     """
 
     names: tuple[str, ...]
-    learning_rate: float | None = None
-    peak_rate: float | None = None
-    weight_decay: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    momentum: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    others: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    settings: Mapping[str, tuple[float, ...]] = field(hash=False)
+    others: Mapping[str, Any] = field(hash=False)
 
 
 @dataclass(frozen=True)

@@ -41,24 +41,21 @@ def recognises(path: Path) -> bool:
 
 def open_source(path: Path) -> ForeignCheckpoint:
     """Opens files of torch.save. Tensors are views of mapped files. Raises CheckpointError."""
-    if files := rank_files.find_files(path):
-        return _open_content(rank_files.join_files(files), files)
-    return _open_directory(path) if path.is_dir() else _open_content(read_torch_file(path), [path])
+    files = rank_files.find_files(path)
+    if path.is_dir() and not files:
+        return _open_directory(path)
+    return _open_files(files or [path])
 
 
-def _open_content(content: Any, files: Sequence[Path]) -> ForeignCheckpoint:
-    """Returns what a dict holds below the usual keys, or the weights that it is."""
+def _open_files(files: Sequence[Path]) -> ForeignCheckpoint:
+    """Returns what the dict in the files holds below the usual keys, or the weights that it is."""
+    content = rank_files.join_files(files)
     content = cast(dict[str, Any], content if isinstance(content, dict) else {})
     check_is_alone(name for name in content if "." not in str(name))
     weights = state_tensors(_get_one(content, _MODEL) or content)
     if not weights:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
         raise CheckpointError(f"{files[0]} holds no weights that are known here.", got=got, fix=fix)
-    if flat := [name for name in weights if name.endswith("_flat_param")]:
-        what = f"{files[0]} is a local state dict of FSDP1."
-        why = "flat parameters have neither the names nor the shapes of the parameters in them"
-        fix = "StateDictType.SHARDED_STATE_DICT in the program that saves"
-        raise CheckpointError(what, got=join_names(flat, most=2), why=why, fix=fix)
     state = read_optimizer_dict(_get_one(content, _OPTIMIZER) or {})
     step, notes = count_steps_of_program(
         state.updates, as_number(content.get("step", content.get("global_step")))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.save import CheckpointSaver, Snapshot
 from fullshard.distributed.host import as_memoryview
-from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
+from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.build import build_model
 from fullshard.offload.store import make_lazy_tensor
 from fullshard.parallel.materialize import replace_parameters_by_meta
@@ -26,7 +26,8 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.system.files import xxh3_digest, xxh3_digest_of_file
 from fullshard.takeover.names import MatchedCheckpoint
-from fullshard.takeover.source import MOMENTUM_SETTINGS, ForeignCheckpoint, LazyTensor
+from fullshard.takeover.optimizer_state import MOMENTUM_SETTINGS
+from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.training.groups import make_parameter_groups
 from fullshard.training.learning_rates import set_learning_rates
 from fullshard.training.resume import settings_that_affect_results
@@ -90,36 +91,34 @@ class ImportTarget:
             known = [name for name in group.names if name in self.groups]
             for first in {id(self.groups[name]): name for name in reversed(known)}.values():
                 one = self.groups[first]
-                yield SettingBeside("learning rate", first, (group.learning_rate,), (float(one["lr"]),))
-                yield SettingBeside("weight decay", first, (group.weight_decay,), (one["weight_decay"],))
+                here = {"lr": (float(one["lr"]),), "weight_decay": (one["weight_decay"],)}
                 if self.state_keys(first)[:2] == _ADAM:
-                    betas = one.get("betas", section.betas)
-                    yield SettingBeside("betas", first, group.betas or (None,), betas)
-                    yield SettingBeside("eps", first, (group.eps,), (section.eps,))
-                    continue
-                own = section.options if section.name.lower() == "sgd" else section.muon.model_dump()
-                for key in MOMENTUM_SETTINGS:
-                    yield SettingBeside(key, first, (group.momentum.get(key),), (float(own.get(key, 0)),))
+                    here |= {"betas": one.get("betas", section.betas), "eps": (section.eps,)}
+                else:
+                    own = section.options if section.name.lower() == "sgd" else section.muon.model_dump()
+                    here |= {key: (float(own.get(key, 0)),) for key in MOMENTUM_SETTINGS}
+                for key, numbers in here.items():
+                    yield SettingBeside(key, first, group.settings.get(key, ()), numbers)
 
 
 @dataclass(frozen=True)
 class SettingBeside:
-    """A setting of the group of the parameter `first`: numbers of the source (or None), and of the run."""
+    """A setting of the group of the parameter `first`: numbers of the source, maybe none, and of the run."""
 
     key: str
     first: str
-    saved: tuple[float | None, ...]
+    saved: tuple[float, ...]
     here: tuple[float, ...]
 
     @property
     def differs(self) -> bool:
         """True if a number differs by more than 1e-6, relative."""
         pairs = zip(self.saved, self.here, strict=False)
-        return not all(one is None or math.isclose(one, here, rel_tol=1e-6) for one, here in pairs)
+        return not all(math.isclose(one, here, rel_tol=1e-6) for one, here in pairs)
 
     def __str__(self) -> str:
-        saved, here = (", ".join(f"{one or 0:.8g}" for one in some) for some in (self.saved, self.here))
-        known = f"{saved} in the source" if None not in self.saved else "not in the source"
+        saved, here = (", ".join(f"{one:.8g}" for one in some) for some in (self.saved, self.here))
+        known = f"{saved} in the source" if saved else "not in the source"
         return f"{known}, {here} in the run" + ("  DIFFERS" if self.differs else "")
 
 
@@ -193,8 +192,6 @@ def _read_later(
 
     def read() -> Tensor:
         found = one.read()
-        if tuple(found.shape) != one.shape:
-            raise DamagedCheckpointError(f"{name} is not whole.", got=f"{[*found.shape]}, not {[*one.shape]}")
         if digests is not None and found.any():
             digests[name] = xxh3_digest(as_memoryview(found.contiguous().view(-1).view(torch.uint8)))
             if len(set(digests.values())) < len(digests):
@@ -233,12 +230,9 @@ def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
     """Returns {dotted key of run.toml: value} that the source holds, for a run that continues it."""
     keys = {key for state in source.moments.values() for key in state}
     kind = "adamw" if not keys & {*_MOMENTUM} else "muon" if keys & {*_ADAM} else "sgd"
-    values = {
-        "learning_rate": [one.peak_rate or one.learning_rate for one in source.groups],
-        "weight_decay": [one.weight_decay for one in source.groups],
-        "betas": [one.betas for one in source.groups],
-        "eps": [one.eps for one in source.groups],
-    }
-    known = {key: [one for one in some if one is not None] for key, some in values.items()}
-    settings: dict[str, Any] = {f"optimizer.{key}": max(some) for key, some in known.items() if some}
+    settings: dict[str, Any] = {}
+    for key in ("weight_decay", "betas", "eps", "lr", "initial_lr"):
+        if found := [one.settings[key] for one in source.groups if one.settings.get(key)]:
+            name = "learning_rate" if key in ("lr", "initial_lr") else key
+            settings[f"optimizer.{name}"] = max(found) if key == "betas" else max(found)[0]
     return {"optimizer.name": kind} | settings | dict(source.settings)
