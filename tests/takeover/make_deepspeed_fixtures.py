@@ -1,4 +1,4 @@
-"""Writes the DeepSpeed checkpoints of `fixtures/`, each with the tensors of the engine that saved it.
+"""Writes archives of DeepSpeed's checkpoints, each with the tensors of the engine that saved it.
 
 It needs the package deepspeed 0.19, and no GPU:
 
@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.takeover.deepspeed_model import SmallModel, batch, loss_of, parameter_groups
+from tests.takeover.unpacked import pack
 
-FIXTURES = Path(__file__).parent / "fixtures"
 STEPS = 3
 
 
@@ -194,8 +194,9 @@ def make(name: str) -> None:
             folder = universal_form(folder)
         for recovery_script in folder.glob("*.py"):
             recovery_script.unlink()
-        shutil.rmtree(FIXTURES / name, ignore_errors=True)
-        shutil.copytree(folder, FIXTURES / name)
+        packed = Path(temporary, "packed", name)
+        packed.parent.mkdir()
+        pack(folder.rename(packed))
 
 
 def universal_form(folder: Path) -> Path:

@@ -1,6 +1,6 @@
-"""Makes `fixtures/`: checkpoints that other trainers write themselves, and the truth beside each.
+"""Makes archives of checkpoints that other trainers write themselves, and the truth beside each.
 
-Start it in an environment with torch, accelerate, lightning, torchtitan and transformers, from the root:
+Start it in an environment with torch, accelerate, lightning and transformers, from the root:
 
     python -m tests.takeover.make_fixtures [NAME …]
 
@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_optimizer_state_dict,
     get_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,9 +36,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from tests.takeover.tiny import RATE, STEPS, WARMUP, WORDS, Block, batch, groups, initial, loss_of
+from tests.takeover.tiny import RATE, STEPS, WARMUP, Block, batch, groups, initial, loss_of
+from tests.takeover.unpacked import ARCHIVES, pack
 
-ROOT = Path(__file__).with_name("fixtures")
+ROOT = ARCHIVES.with_name("unpacked-fixtures")  # until they are packed
 WORLD = 2
 
 
@@ -200,8 +200,8 @@ def trainer() -> None:
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=13,
-            hidden_size=12,
-            intermediate_size=14,
+            hidden_size=4,
+            intermediate_size=6,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
@@ -272,79 +272,8 @@ def lightning() -> None:
         write_truth(net.named_parameters(), one.optimizers[0], ROOT / name, net.named_buffers())
 
 
-class TitanBlock(nn.Module):
-    """The names and shapes of torchtitan's Llama, in a smaller computation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = nn.Module(), nn.Module()
-        for name, rows in (("wq", 12), ("wk", 6), ("wv", 6)):
-            self.attention.add_module(name, nn.Linear(12, rows, bias=False))
-        self.attention.wo = nn.Linear(12, 12, bias=False)
-        for name, sizes in (("w1", (12, 14)), ("w2", (14, 12)), ("w3", (12, 14))):
-            self.feed_forward.add_module(name, nn.Linear(*sizes, bias=False))
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(12), nn.RMSNorm(12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        own, mlp = self.attention, self.feed_forward
-        y = self.attention_norm(x)
-        x = x + own.wo(own.wq(y) * torch.cat([own.wk(y).tanh(), own.wv(y)], -1))
-        y = self.ffn_norm(x)
-        return x + mlp.w2(mlp.w1(y).tanh() * mlp.w3(y))
-
-
-class Titan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(WORDS, 12)
-        self.layers = nn.ModuleDict({"0": TitanBlock(), "1": TitanBlock()})
-        self.norm, self.output = nn.RMSNorm(12), nn.Linear(12, WORDS, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.output(self.norm(x))
-
-
-def torchtitan() -> None:
-    """The layout of torchtitan: DCP, names as in its Llama, state by names, one group per parameter.
-
-    torchtitan itself needs Triton, so the model is one with its names. The rows of the truth are moved by the
-    formula of `_permute` in its models/llama3/state_dict_adapter.py, of version 0.3.
-    """
-    torch.manual_seed(0)
-    model = Titan()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    opt = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
-    schedule = train(model, opt)
-    truth: dict[str, Tensor] = {}
-    for name, p in model.named_parameters():
-        for key in ("", "exp_avg.", "exp_avg_sq."):
-            one = full(opt.state[p][key[:-1]] if key else p)
-            heads = {"wq": 2, "wk": 1}.get(name.split(".")[-2])
-            if heads is not None:
-                rows, columns = one.shape
-                one = one.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
-            truth[key + name] = one.contiguous()
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = {
-        **model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, opt, options=options),
-        "lr_scheduler": {"last_epoch": schedule.last_epoch},
-        "dataloader": {"dp_rank_0": b"bytes"},
-        "train_state": {"step": STEPS, "ntokens_seen": 180},
-    }
-    dcp.save(state, checkpoint_id=str(ROOT / "torchtitan/source"))
-    if dist.get_rank() == 0:
-        save_file(truth, ROOT / "torchtitan/truth.safetensors")
-
-
 MAKERS: dict[str, Callable[[], None]] = {
-    one.__name__: one for one in (fsdp2, plain, fsdp1, accelerate, trainer, lightning, torchtitan)
+    one.__name__: one for one in (fsdp2, plain, fsdp1, accelerate, trainer, lightning)
 }
 
 
@@ -361,3 +290,6 @@ if __name__ == "__main__":
     ROOT.mkdir(exist_ok=True)
     for number, maker in enumerate(sys.argv[1:] or MAKERS):
         mp.start_processes(on_rank, (maker, 29600 + number), nprocs=WORLD, start_method="spawn")
+    for fixture in ROOT.iterdir():
+        pack(fixture)
+    shutil.rmtree(ROOT)

@@ -7,8 +7,8 @@ import pytest
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
-from tests.takeover.test_formats import FIXTURES
 from tests.takeover.tiny import RUN
+from tests.takeover.unpacked import FIXTURES
 
 
 def test_command_reports_every_tensor_and_writes_into_the_run(

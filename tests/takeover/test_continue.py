@@ -16,8 +16,9 @@ from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
-from tests.takeover.test_formats import FIXTURES, run_of, taken_over
+from tests.takeover.test_formats import run_of, taken_over
 from tests.takeover.tiny import Batches, Tiny, initial, loss_of
+from tests.takeover.unpacked import FIXTURES
 from tests.training.runs import whole
 
 FORMATS = ["fsdp2_dcp/source", "accelerate_sharded/source", "torch_names/source.pt", "accelerate_full/source"]

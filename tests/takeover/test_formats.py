@@ -19,27 +19,29 @@ from fullshard.takeover.names import match_names
 from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.takeover.write import ImportTarget, make_snapshot, write_checkpoint
 from tests.takeover.tiny import RUN, STEPS, initial
+from tests.takeover.unpacked import FIXTURES
 
-FIXTURES = Path(__file__).with_name("fixtures")
-# Parts of names in torchtitan, and in the reference decoder.
+# Parts of names in Llama of transformers, and in the reference decoder.
 OF_DECODER = {
-    **{
-        "tok_embeddings": "embedding",
-        "output.": "head.",
-        "layers.": "blocks.",
-        "ffn_norm": "feed_forward_norm",
-    },
-    **{".wq.": ".query.", ".wk.": ".key.", ".wv.": ".value.", ".wo.": ".output."},
-    **{".w1.": ".gate.", ".w2.": ".down.", ".w3.": ".up."},
+    "model.embed_tokens": "embedding",
+    "model.layers.": "blocks.",
+    "model.norm": "norm",
+    "lm_head": "head",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "feed_forward_norm",
+    **{".self_attn.q_proj": ".attention.query", ".self_attn.k_proj": ".attention.key"},
+    **{".self_attn.v_proj": ".attention.value", ".self_attn.o_proj": ".attention.output"},
+    "mlp.": "feed_forward.",
+    "_proj": "",
 }
 LLAMA = """
 [model]
 vocabulary = 11
 d_model = 12
-layers = 2
+layers = 1
 heads = 2
 kv_heads = 1
-d_ff = 14
+d_ff = 5
 """
 
 
@@ -120,10 +122,10 @@ def test_trainer_checkpoint_gives_its_model_and_the_order_of_its_moments(tmp_pat
 
 
 def test_torchtitan_llama_and_its_moments_get_the_rows_of_hugging_face(tmp_path: Path) -> None:
-    found, snapshot, target = taken_over(FIXTURES / "torchtitan/source", run_of(tmp_path, LLAMA))
-    assert (found.step, found.tokens) == (STEPS, 180)
+    found, snapshot, target = taken_over(FIXTURES / "torchtitan_0_2/source", run_of(tmp_path, LLAMA))
+    assert (found.step, found.tokens, found.schedule_position) == (STEPS, 180, STEPS)
     truth: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(FIXTURES / "torchtitan/truth.safetensors").items():
+    for name, tensor in load_file(FIXTURES / "torchtitan_0_2/truth.safetensors").items():
         for old, new in OF_DECODER.items():
             name = name.replace(old, new)
         truth[name] = tensor
@@ -142,7 +144,7 @@ def test_settings_of_the_source_stand_beside_those_of_the_run(tmp_path: Path) ->
 
 def test_only_llama_of_torchtitan_is_rearranged(tmp_path: Path) -> None:
     """Qwen3 has the names of Llama, and two norms more."""
-    source = open_foreign_checkpoint(FIXTURES / "torchtitan/source")
+    source = open_foreign_checkpoint(FIXTURES / "torchtitan_0_2/source")
     name = "layers.0.attention.q_norm.weight"
     more = replace(source, weights={**source.weights, name: LazyTensor.from_tensor(torch.ones(6))})
     target = ImportTarget.of_run(run_of(tmp_path, LLAMA))

@@ -23,8 +23,9 @@ from fullshard.takeover.names import match_names
 from fullshard.takeover.source import LazyTensor, SavedBox
 from fullshard.takeover.write import ImportTarget, read_all
 from tests.takeover.deepspeed_model import SmallModel
-from tests.takeover.test_formats import FIXTURES, run_of, taken_over
+from tests.takeover.test_formats import run_of, taken_over
 from tests.takeover.tiny import RUN, initial
+from tests.takeover.unpacked import FIXTURES
 
 FLAG = Path("ran")
 SGD = RUN.replace("[optimizer]", '[optimizer]\nname = "sgd"').replace("betas = [0.9, 0.999]", "")

@@ -22,8 +22,8 @@ from fullshard.takeover.formats import open_foreign_checkpoint
 from fullshard.takeover.source import ForeignCheckpoint
 from fullshard.takeover.stand_ins import StandIn, read_torch_file
 from tests.takeover.test_refused import Calls
+from tests.takeover.unpacked import FIXTURES
 
-FIXTURES = Path(__file__).parent / "fixtures"
 FORMATS = {
     "zero1_bf16": "DeepSpeed ZeRO-1",
     "zero1_tied_frozen": "DeepSpeed ZeRO-1",

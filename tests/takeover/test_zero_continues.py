@@ -27,8 +27,8 @@ from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.takeover.deepspeed_model import SmallModel, batch, loss_of, parameter_groups
 from tests.takeover.test_zero import rewrite
+from tests.takeover.unpacked import FIXTURES
 
-FIXTURES = Path(__file__).parent / "fixtures"
 MORE_STEPS = 2
 RUN = Run.load(
     overrides=[
