@@ -2,7 +2,8 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,10 +37,17 @@ OPTIMIZERS = {
     "offloaded": (GROUPS, "optimizer.clip_norm=0.5", "offload.tier=optimizer:cpu"),
     "sgd": ("optimizer.name=sgd", "optimizer.options={momentum=0.9}", "optimizer.clip_norm=0.5"),
 }
+MUON = ("optimizer.name=muon", 'optimizer.muon={momentum=0.8, steps=4, scale="original", dtype="bf16"}')
+MUON += (
+    "optimizer.weight_decay=2.0",
+    "schedule.kind=constant",
+    "schedule.warmup_steps=0",
+    "optimizer.clip_norm=0.5",
+)
 
 
 def run_for(optimizer: str) -> Run:
-    return run_of(f"train.steps={STEPS}", *OPTIMIZERS[optimizer])
+    return run_of(f"train.steps={STEPS}", *(OPTIMIZERS | {"muon": MUON})[optimizer])
 
 
 def losses_around_save(directory: Path, optimizer: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -165,6 +173,30 @@ def test_a_dcp_directory_resumes_by_the_functions_of_torch(
     target = exported(directory, tmp_path / "dcp", "dcp")
     assert_as_here(ranks(2).run(on_ranks, target, optimizer, flat)[0], expected)
     assert_as_here(resume_with_dcp(target, optimizer, flat=flat, sharded=False), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_muon_and_adamw_of_torch_resume_from_one_directory(ranks: Any, tmp_path: Path) -> None:
+    """Torch's Muon sums its products in another order, in bf16."""
+    losses, weights = ranks(2).run(losses_around_save, tmp_path / "run", "muon")[0]
+    target = exported(tmp_path / "run", tmp_path / "dcp", "dcp")
+    model = random_model()
+    named = dict(model.named_parameters())
+    matrices = {name for name, one in named.items() if one.ndim == 2 and not name.startswith("head")}
+    groups = [{"params": [one]} for name, one in named.items() if name not in matrices]
+    pair = [torch.optim.Muon([named[name] for name in matrices], lr=7.0), torch.optim.AdamW(groups, lr=7.0)]
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    of_model, of_optimizers = get_state_dict(model, pair, options=options)
+    state = {"model": of_model, "optimizer": of_optimizers}
+    dcp.load(state, checkpoint_id=target, no_dist=True)
+    set_state_dict(
+        model, pair, model_state_dict=of_model, optim_state_dict=state["optimizer"], options=options
+    )
+    both = SimpleNamespace(step=lambda: [one.step() for one in pair], zero_grad=model.zero_grad)
+    found = train_on(model, cast(Any, both), SimpleNamespace(step=lambda: None))
+    torch.testing.assert_close(found, losses, rtol=1e-3, atol=0)
+    for name, tensor in whole(model).items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=3e-3 if name in matrices else 2e-4)
 
 
 def resume_by_torchtitan(target: Path) -> Any:
@@ -319,7 +351,11 @@ def test_groups_get_all_entries_of_the_adamw_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"optimizer": "MuonAdamW"}, "MuonAdamW"),
+        ({"optimizer": "MuonAdamW"}, "its groups are not recorded"),  # nor is [optimizer.muon]
+        (
+            {"optimizer": "MuonAdamW", "run": {"optimizer": {"muon": {"row_decay": 0.9}}}},
+            "no other optimizer",
+        ),
         ({"optimizer": "SoapAdamW"}, "SoapAdamW"),
         ({"optimizer": "Adafactor"}, "Adafactor"),
         ({"parameter_groups": None}, "its groups are not recorded"),
@@ -333,6 +369,13 @@ def test_an_optimizer_that_nothing_else_loads_is_refused_by_name(
         exported(directory, tmp_path / "out", "dcp")
     assert not (tmp_path / "out").exists()
     exported(directory, tmp_path / "out", "dcp", optimizer=False)
+
+
+@pytest.mark.parametrize("form", ["torch", "accelerate"])
+def test_formats_of_one_optimizer_refuse_muon_beside_adamw(tmp_path: Path, form: StateFormat) -> None:
+    directory = saved_state(tmp_path / "run", optimizer="MuonAdamW")
+    with pytest.raises(CheckpointError, match=r"this format holds one[\s\S]*--format dcp"):
+        exported(directory, tmp_path / "out", form)
 
 
 def test_a_packed_base_is_refused_by_name(tmp_path: Path) -> None:

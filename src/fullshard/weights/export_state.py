@@ -40,8 +40,8 @@ from fullshard.weights.tensor_source import Weights, select_model_tensors
 
 StateFormat = Literal["dcp", "torchtitan", "accelerate", "torch"]
 _MODEL, _OPTIMIZER, _SCHEDULER = "pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin"  # of Accelerate
-_LIKE_ADAMW = ("AdamW", "StochasticAdamW", "AdamW8bit")  # their state is that of torch's AdamW
-_OWN_STATE = ("MuonAdamW", "SoapAdamW", "Adafactor")
+_LIKE_ADAMW = ("AdamW", "StochasticAdamW", "AdamW8bit", "MuonAdamW")  # their state is that of torch's AdamW
+_OWN_STATE = ("SoapAdamW", "Adafactor")
 
 logger = logging.getLogger("fullshard")
 
@@ -104,7 +104,7 @@ def _build_layout(
     if not optimizer:
         layout = model if form == "torchtitan" else {"model": model}
         return {_MODEL if form == "accelerate" else "": layout}
-    groups = _read_groups(manifest, plain)
+    groups = _read_groups(manifest, plain, form=form)
     group_of = {name: one for one in groups for name in one["params"]}
     state: dict[Any, dict[str, Tensor]] = {name: {} for name in group_of}
     for name in [one for one in tensors if one.startswith(OPTIMIZER_PREFIX)]:
@@ -139,23 +139,41 @@ def _build_layout(
     return {"": {"model": model, "optimizer": listed | flat} | position}
 
 
-def _read_groups(manifest: Manifest, plain: Mapping[str, str]) -> list[dict[str, Any]]:
+def _read_groups(manifest: Manifest, plain: Mapping[str, str], *, form: StateFormat) -> list[dict[str, Any]]:
     """Returns the optimizer's groups as torch has them, with names as "params". Raises CheckpointError."""
     saved, optimizer = manifest.values.get("parameter_groups"), manifest.values.get("optimizer")
-    if not isinstance(saved, list) or optimizer in _OWN_STATE:
-        unknown = "its groups are not recorded: a save before a step, or by an earlier version of fullshard"
+    run = cast(dict[str, Any], manifest.values.get("run") or {})
+    muon = run.get("optimizer", {}).get("muon", {}) if optimizer == "MuonAdamW" else {}
+    why, fix = None, "the model without --optimizer"
+    if optimizer in _OWN_STATE or muon.get("row_decay"):
+        why = "no other optimizer has its state"
+    elif optimizer == "MuonAdamW" and form in ("accelerate", "torch"):
+        why = "torch has Muon and AdamW in two optimizers, and this format holds one"
+        fix = f"--format dcp, from which torch loads two, or {fix}"
+    elif not isinstance(saved, list) or (optimizer == "MuonAdamW" and not muon):
+        why = "its groups are not recorded: a save before a step, or by an earlier version of fullshard"
+        fix = f"{fix}, or a checkpoint of a later step"
+    if why is not None:
         raise CheckpointError(
-            "the optimizer of this checkpoint cannot be exported.",
-            got=optimizer,
-            why="no other optimizer has its state" if optimizer in _OWN_STATE else unknown,
-            fix="the model without --optimizer, or a checkpoint of a later step",
+            "the optimizer of this checkpoint cannot be exported.", got=optimizer, why=why, fix=fix
         )
     defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0] if optimizer in _LIKE_ADAMW else {}
     groups: list[dict[str, Any]] = []
     for one in cast(list[dict[str, Any]], saved):
         entries = {key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
-        groups.append(defaults | entries | {"params": [plain[MODEL_PREFIX + name] for name in one["params"]]})
+        kind = entries.pop("kind", "adamw")
+        own = defaults | entries if kind == "adamw" else _as_torch_muon(entries, muon)
+        groups.append(own | {"params": [plain[MODEL_PREFIX + name] for name in one["params"]]})
     return groups
+
+
+def _as_torch_muon(entries: Mapping[str, Any], muon: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group of torch's Muon, whose coefficients are ours. `muon`: [optimizer.muon] of the run."""
+    scale = {"rms": "match_rms_adamw", "original": "original"}[muon["scale"]]
+    own = {"ns_steps": muon["steps"], "adjust_lr_fn": scale} | {k: muon[k] for k in ("momentum", "nesterov")}
+    own |= {"foreach": False, "fused": False}  # which groups of torchtitan have, of any optimizer
+    rates = {key: one for key, one in entries.items() if key in ("lr", "initial_lr", "weight_decay")}
+    return torch.optim.Muon([torch.zeros(1, 1)]).param_groups[0] | own | rates
 
 
 def _write_torch_file(
