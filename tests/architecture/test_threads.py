@@ -12,7 +12,8 @@ WITHOUT_DEVICE = {
     "fullshard.jobs.calibrate.device": "reads a drive",
     "fullshard.observe.trackers": "sends figures",
     "fullshard.offload.generations": "hashes host memory",
-    "fullshard.survival.watchdog": "asks the store, and writes a diagnosis",
+    "fullshard.survival.status_board": "asks the store",
+    "fullshard.survival.watchdog": "writes a diagnosis",
     "fullshard.system.direct_io": "writes host memory",
     "fullshard.weights.export": "reads files into host memory that is not pinned",
 }

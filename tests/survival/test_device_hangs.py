@@ -58,7 +58,6 @@ def report(phase: RunPhase, stack: Sequence[str], entries: Sequence[Entry], *, s
         waits=waits_for_other_ranks([stack], recorded),
         place=f"{stack[0]}:1 in f",
         collective=recorded.last,
-        stacks="",
         unfinished=recorded.unfinished,
         started=recorded.started,
     )

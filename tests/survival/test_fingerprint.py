@@ -1,6 +1,7 @@
 """Ranks that are not in the same step: noticed in that step, and by name."""
 
 import re
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fullshard.distributed.unit_order import UnitEvents
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.survival.fingerprint import WIDTH, StepFingerprint, fingerprint_mismatch_error
+from fullshard.survival.fingerprint import WIDTH, StepFingerprint, mismatch_error, mismatch_texts
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -57,12 +59,17 @@ def test_numbers_with_the_mean_of_a_rank_differ() -> None:
     assert len(ranks[0].summable_numbers(3)) == WIDTH
 
 
+def mismatch_of(reported: dict[int, StepFingerprint], *, step: int) -> TrainError:
+    events = UnitEvents((), array("q"))
+    return mismatch_error(*mismatch_texts(reported, world_size=3, events=events, orders={}), step=step)
+
+
 def test_the_error_names_the_difference_and_the_ranks() -> None:
     by_rank = {rank: StepFingerprint(step, 9, 7, 8) for rank, step in enumerate((4, 5, 4))}
-    error = fingerprint_mismatch_error(by_rank, own=by_rank[0], world_size=3)
+    error = mismatch_of(by_rank, step=4)
     assert error.what == "the ranks are not in the same step (step 4): the number of the step differs."
     assert error.got == "rank 1: step 5; ranks 0, 2: step 4"
-    silent = fingerprint_mismatch_error({1: by_rank[1]}, own=by_rank[1], world_size=3)
+    silent = mismatch_of({1: by_rank[1]}, step=5)
     assert silent.got == "rank 1: step 5, 9 collectives; ranks 0, 2: in another collective"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.errors import TrainError
-from fullshard.survival.fingerprint import rank_list_text
+from fullshard.survival.fingerprint import leave_out_middle, rank_list_text
 from fullshard.survival.phase import Heartbeat, RunPhase
 from fullshard.system.process import pid_namespace, read_stat_fields_after_comm
 
@@ -19,7 +19,6 @@ class RankReport:
     waits: whether the rank waits for other ranks
     place: innermost line of Python outside libraries
     collective: `RecordedCollectives.last`
-    stacks: stacks of all threads
     wait: name of the collective for which the rank waits, as in a trace, or "" if it is not known
     unit: name of the unit that the rank gathered or reduced last, or "" if it is not known
     unfinished, started: see `RecordedCollectives`
@@ -29,7 +28,6 @@ class RankReport:
     waits: bool
     place: str
     collective: str
-    stacks: str
     wait: str = ""
     unit: str = ""
     unfinished: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -58,10 +56,10 @@ def process_state_letter(seen: Heartbeat) -> str | None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The error that ends a hanging run, and the stacks of a few culprits and a few other ranks."""
+    """The error that ends a hanging run, and the ranks to show stacks of: a few culprits, a few others."""
 
     error: TrainError
-    stacks: str
+    shown: Sequence[int]
 
 
 def diagnose_hang(
@@ -84,14 +82,13 @@ def diagnose_hang(
     lines += [f"{rank_list_text(group)}: {_report_summary_text(reports[group[0]])}" for group in groups]
     error = TrainError(
         what,
-        got="\n       ".join(lines),
+        got="\n       ".join(leave_out_middle(lines)),
         why="nothing moves, so the watchdog ends the run (fault_tolerance.watchdog_timeout_seconds)",
         fix="see its message; then the same command with --resume, from the newest checkpoint",
     )
     shown = [rank for rank in culprits if rank in reports][:_SHOWN]
-    shown += [group[0] for group in groups if group[0] not in culprits][:_SHOWN]
-    stacks = [f"rank {rank}, every thread\n{reports[rank].stacks}" for rank in shown]
-    return Diagnosis(error, "\n".join(stacks))
+    shown += [group[0] for group in groups if group[0] not in set(culprits)][:_SHOWN]
+    return Diagnosis(error, shown)
 
 
 def diagnose_lost_store(rank: int, report: RankReport) -> Diagnosis:
@@ -102,7 +99,7 @@ def diagnose_lost_store(rank: int, report: RankReport) -> Diagnosis:
         why="its host, mostly that of rank 0, has gone, or the link to it is cut",
         fix="see the messages on the other hosts; then fullshard train --resume",
     )
-    return Diagnosis(error, f"rank {rank}, every thread\n{report.stacks}")
+    return Diagnosis(error, [rank])
 
 
 # Number of ranks whose stacks are shown, even in a run of thousands.
@@ -125,7 +122,7 @@ def _group_ranks_by_position(reports: Mapping[int, RankReport]) -> list[list[int
 def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]]) -> tuple[list[int], str]:
     """Returns the culprits and a sentence that names them, if every rank has reported."""
     waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
-    busy = [rank for rank in sorted(reports) if rank not in waiting]
+    busy = [rank for rank, one in sorted(reports.items()) if not one.waits]
     if waiting and busy:
         does = "does" if len(busy) == 1 else "do"
         what = f"{rank_list_text(busy)} {does} not come to the collective that {_who_waits_text(waiting)} in"
@@ -139,7 +136,7 @@ def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]
     odd = groups[0]
     if len(groups[0]) == len(groups[1]):
         odd = max(groups[:2], key=lambda group: _step_and_phase_index(reports[group[0]].seen))
-    rest = [rank for rank in sorted(reports) if rank not in odd]
+    rest = sorted(reports.keys() - odd)
     here, there = reports[odd[0]], reports[rest[0]]
     return odd, (
         f"{rank_list_text(odd)} left out a collective that {_who_waits_text(rest)} in, or made one more: "
@@ -154,11 +151,11 @@ def _find_odd_collective(reports: Mapping[int, RankReport]) -> tuple[list[int], 
     The ranks of one process group are compared. If they differ, the fewest are in another collective than the
     rest. If they are alike and run on some devices, the others have not come to it.
     """
-    for group in sorted({name for one in reports.values() for name in one.unfinished}):
-        by_text: dict[str, list[int]] = {}
-        for rank, one in sorted(reports.items()):
-            if group in one.unfinished:
-                by_text.setdefault(one.unfinished[group], []).append(rank)
+    ranks_in: dict[str, dict[str, list[int]]] = {}  # group -> its oldest collective -> ranks
+    for rank, one in sorted(reports.items()):
+        for group, text in one.unfinished.items():
+            ranks_in.setdefault(group, {}).setdefault(text, []).append(rank)
+    for group, by_text in sorted(ranks_in.items()):
         odd, *others = sorted(by_text.values(), key=len)
         rest = sorted(rank for ranks in others for rank in ranks)
         if rest:
@@ -170,7 +167,7 @@ def _find_odd_collective(reports: Mapping[int, RankReport]) -> tuple[list[int], 
             )
         late = [rank for rank in odd if group not in reports[rank].started]
         if late and len(late) < len(odd):
-            here = [rank for rank in odd if rank not in late]
+            here = sorted({*odd} - {*late})
             return late, (
                 f"{rank_list_text(late)} launched the collective that {_who_waits_text(here)} in, but "
                 f"earlier work on the device does not end: {_phase_and_place(reports[late[0]])}."

@@ -13,8 +13,10 @@ computed, stored or received something wrong (arXiv:2407.21783, section 3.3.4, c
 """
 
 import hashlib
+import json
 import logging
 import struct
+import time
 import zlib
 from array import array
 from collections import Counter
@@ -35,6 +37,7 @@ from fullshard.distributed.unit_order import UnitEvents
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.survival.store_rows import append_row, count_rows
 from fullshard.torch_private.groups import find_default_store
 
 WIDTH = 8
@@ -42,6 +45,8 @@ WIDTH = 8
 
 # After a failed check, a rank publishes its fingerprint at once, unless it waits in another collective.
 _ANSWER_SECONDS = 5.0
+# Of many texts, those at each end that an error shows: all ranks read the same error from one store.
+_SHOWN_AT_ENDS = 16
 _DIFFERENCES = {
     "step": "the number of the step differs",
     "collectives": "the number of collectives within it differs",
@@ -95,51 +100,97 @@ def check_same_fingerprints(
     """
     if [world_size * number for number in own.summable_numbers(world_size)] == list(totals):
         return
-    reported, orders = _exchange_fingerprints(own, world_size, events=events)
-    if len({(one.step, one.settings) for one in reported.values()}) == 1 and len(orders) > 1:
-        raise unit_mismatch_error(reported, events=events, orders=orders)
-    raise fingerprint_mismatch_error(reported, own=own, world_size=world_size)
+    store = find_default_store()
+    assert store is not None, "the ranks of a process group have a store"
+    # All ranks that received these sums meet under this name.
+    sums = zlib.crc32(struct.pack(f"{len(totals)}d", *totals))
+    store = dist.PrefixStore(f"fullshard/fingerprint/{sums}", store)
+    texts = exchange_mismatch_texts(own, store, rank=dist.get_rank(), world_size=world_size, events=events)
+    raise mismatch_error(*texts, step=own.step)
 
 
-def unit_mismatch_error(
-    reported: Mapping[int, StepFingerprint], *, events: UnitEvents, orders: Mapping[int, "array[int]"]
-) -> TrainError:
-    """Returns the error for ranks that ran different units. `orders`: checksum -> numbers of a UnitEvents."""
-    texts = dict(zip(orders, events.first_differing_event_texts(list(orders.values())), strict=True))
+def exchange_mismatch_texts(
+    own: StepFingerprint,
+    store: dist.Store,
+    *,
+    rank: int,
+    world_size: int,
+    events: UnitEvents,
+    answer_seconds: float = _ANSWER_SECONDS,
+) -> tuple[str | None, str]:
+    """Returns the `mismatch_texts` of all ranks that publish their fingerprints in time.
+
+    The first rank to come reads them and publishes the texts, which the others read.
+    """
+    if store.add(f"writers of units {own.units}", 1) == 1:
+        store.set(f"units {own.units}", events.numbers.tobytes().hex())
+    append_row(store, f"{rank},{','.join(str(number) for number in astuple(own))}\n", key="reported")
+    if store.add("judges", 1) > 1:
+        try:
+            store.wait(["texts"], timedelta(seconds=2 * answer_seconds))
+            what, got = json.loads(store.get("texts"))
+        except RuntimeError:  # the rank that reads them has ended
+            what, got = mismatch_texts({rank: own}, world_size=world_size, events=events, orders={})
+        return what, got
+    deadline = time.monotonic() + answer_seconds
+    while count_rows(store, "reported") < world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+    rows = ([int(number) for number in row.split(b",")] for row in store.get("reported").splitlines())
+    reported = {number: StepFingerprint(*values) for number, *values in rows}
+    units, orders = dict.fromkeys(one.units for one in reported.values()), dict[int, "array[int]"]()
+    with suppress(RuntimeError):  # a rank has ended before it wrote its units
+        for one in sorted([*units][: 2 * _SHOWN_AT_ENDS]):
+            orders[one] = array("q", bytes.fromhex(store.get(f"units {one}").decode()))
+    texts = mismatch_texts(reported, world_size=world_size, events=events, orders=orders)
+    store.set("texts", json.dumps(texts))
+    return texts
+
+
+def mismatch_texts(
+    reported: Mapping[int, StepFingerprint],
+    *,
+    world_size: int,
+    events: UnitEvents,
+    orders: Mapping[int, "array[int]"],
+) -> tuple[str | None, str]:
+    """Returns (what differs; None if only the units do, ranks with their values), for `mismatch_error`.
+
+    reported: fingerprints by rank; the other ranks of `world_size` are in another collective
+    orders: checksum -> `numbers` of the UnitEvents that have it
+    """
     groups: dict[str, list[int]] = {}
-    for rank, one in sorted(reported.items()):
-        groups.setdefault(texts.get(one.units, "runs others"), []).append(rank)
-    step = next(iter(reported.values())).step
-    return TrainError(
-        f"the ranks run different modules in step {step}, so weights and gradients of different units were "
-        "mixed.",
-        got="the first difference: "
-        + "; ".join(f"{rank_list_text(ranks)}: {text}" for text, ranks in groups.items()),
-        why="all ranks must gather and reduce the same units in the same order",
-        fix="run the same modules on all ranks. If the model draws which ones to run, draw with a generator "
-        "of the CPU that has one seed on all ranks, as fullshard train seeds it; for a module that only some "
-        "batches need, add 0 * its output to the loss",
-    )
-
-
-def fingerprint_mismatch_error(
-    reported: Mapping[int, StepFingerprint], *, own: StepFingerprint, world_size: int
-) -> TrainError:
-    """Returns the error for differing fingerprints. Ranks not in `reported` are in another collective."""
+    if len({(one.step, one.settings) for one in reported.values()}) == 1 and len(orders) > 1:
+        texts = dict(zip(orders, events.first_differing_event_texts(list(orders.values())), strict=True))
+        for rank, one in sorted(reported.items()):
+            groups.setdefault(texts.get(one.units, "runs others"), []).append(rank)
+        return None, _groups_text(groups)
     names = [field.name for field in fields(StepFingerprint)]
     differing = [name for name in names if len({getattr(one, name) for one in reported.values()}) > 1]
-    shown = differing or ["step", "collectives"]
-    groups: dict[str, list[int]] = {}
     for rank in range(world_size):
-        groups.setdefault(_fingerprint_text(reported.get(rank), shown), []).append(rank)
-    smallest_first = sorted(groups.items(), key=lambda group: len(group[1]))
+        text = _fingerprint_text(reported.get(rank), differing or ["step", "collectives"])
+        groups.setdefault(text, []).append(rank)
     what = (
         "; ".join(_DIFFERENCES[name] for name in differing)
         or "the sums differ from the values that the ranks sent"
     )
+    return what, _groups_text(dict(sorted(groups.items(), key=lambda group: len(group[1]))))
+
+
+def mismatch_error(what: str | None, got: str, *, step: int) -> TrainError:
+    """Returns the error of a rank in `step`, of the `mismatch_texts`."""
+    if what is None:
+        return TrainError(
+            f"the ranks run different modules in step {step}, so weights and gradients of different units "
+            "were mixed.",
+            got=f"the first difference: {got}",
+            why="all ranks must gather and reduce the same units in the same order",
+            fix="run the same modules on all ranks. If the model draws which ones to run, draw with a "
+            "generator of the CPU that has one seed on all ranks, as fullshard train seeds it; for a module "
+            "that only some batches need, add 0 * its output to the loss",
+        )
     return TrainError(
-        f"the ranks are not in the same step (step {own.step}): {what}.",
-        got="; ".join(f"{rank_list_text(ranks)}: {text}" for text, ranks in smallest_first),
+        f"the ranks are not in the same step (step {step}): {what}.",
+        got=got,
         why="a rank skipped or repeated one, so later collectives mixed different values",
         fix="look for collectives or steps in code that not every rank runs: `if rank == 0`, an exception "
         'that is swallowed, data of other lengths; fault_tolerance.fingerprint = "step" does not count '
@@ -147,8 +198,12 @@ def fingerprint_mismatch_error(
     )
 
 
+def _groups_text(groups: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(leave_out_middle([f"{rank_list_text(one)}: {text}" for text, one in groups.items()]))
+
+
 def rank_list_text(ranks: Sequence[int]) -> str:
-    """Returns a text that names the ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`."""
+    """Returns a text that names the ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`. Leaves out some of many."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -156,7 +211,15 @@ def rank_list_text(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(leave_out_middle(parts))}"
+
+
+def leave_out_middle(texts: Sequence[str]) -> Sequence[str]:
+    """Returns `texts`, or of more than 32 the first and last 16, with the number of the rest between."""
+    if len(texts) <= 2 * _SHOWN_AT_ENDS:
+        return texts
+    left_out = f"… ({len(texts) - 2 * _SHOWN_AT_ENDS} left out)"
+    return [*texts[:_SHOWN_AT_ENDS], left_out, *texts[-_SHOWN_AT_ENDS:]]
 
 
 def _fingerprint_text(one: StepFingerprint | None, names: Sequence[str]) -> str:
@@ -164,30 +227,6 @@ def _fingerprint_text(one: StepFingerprint | None, names: Sequence[str]) -> str:
         return "in another collective"
     values = {name: getattr(one, name) for name in names}
     return ", ".join(f"{v} collectives" if k == "collectives" else f"{k} {v}" for k, v in values.items())
-
-
-def _exchange_fingerprints(
-    own: StepFingerprint, world_size: int, *, events: UnitEvents
-) -> tuple[dict[int, StepFingerprint], dict[int, "array[int]"]]:
-    """Publishes `own` and `events`, and returns those of all ranks that publish theirs in time.
-
-    Returns the fingerprints by rank, and the units by their checksum.
-    """
-    store, reported, orders = find_default_store(), {dist.get_rank(): own}, {own.units: events.numbers}
-    if store is None:
-        return reported, orders
-    store = dist.PrefixStore("fullshard/fingerprint", store)
-    store.set(f"units {own.units}", events.numbers.tobytes().hex())
-    store.set(str(dist.get_rank()), ",".join(str(number) for number in astuple(own)))
-    keys = [str(rank) for rank in range(world_size)]
-    with suppress(RuntimeError):  # not all publish theirs in time; those that did are read below
-        store.wait(keys, timedelta(seconds=_ANSWER_SECONDS))
-    for rank, key in enumerate(keys):
-        if rank not in reported and store.check([key]):
-            reported[rank] = StepFingerprint(*(int(number) for number in store.get(key).decode().split(",")))
-    for units in {one.units for one in reported.values()} - set(orders):
-        orders[units] = array("q", bytes.fromhex(store.get(f"units {units}").decode()))
-    return reported, dict(sorted(orders.items()))
 
 
 logger = logging.getLogger("fullshard")

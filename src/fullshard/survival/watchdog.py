@@ -2,9 +2,10 @@
 
 [Note: how a hang is detected] Every second or so, the watchdog thread of each rank publishes the rank's
 position, over a connection of its own to the store in which the ranks found each other. If a rank stays in
-one phase for too long, its watchdog requests a report from all ranks: their positions and stacks. The rank
-that requested first waits briefly for the reports and names the culprit (`diagnosis.py`). Then all ranks
-exit. No part of this needs a collective or the main thread, which may be blocked in a collective forever.
+one phase for too long, its watchdog requests a report from all ranks. The rank that requested first waits
+briefly for the reports and names the culprit (`diagnosis.py`). Then all ranks exit, a few after printing
+their stacks. No part of this needs a collective or the main thread, which may be blocked in a collective
+forever. One rank alone reads what the others wrote, and it reads all reports in one request.
 
 If native code holds a rank's interpreter lock, that rank's watchdog thread cannot run. The other ranks look
 at its process and name it. In addition, the watchdog thread restarts a C timer (faulthandler) at each tick.
@@ -12,44 +13,38 @@ When the timer expires, it prints the rank's stacks and ends the process.
 """
 
 import faulthandler
-import json
+import itertools
 import os
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from fullshard.errors import TrainError
 from fullshard.spec.settings.train_section import SLOW_PHASE_FACTOR, FaultToleranceSection
 from fullshard.survival import diagnosis
 from fullshard.survival.flight_recorder import RecordedCollectives, read_recorded_collectives
 from fullshard.survival.phase import SLOW_PHASES, Heartbeat, PhaseTracker, RunPhase
+from fullshard.survival.status_board import StatusBoard
 from fullshard.system.process import watchdog_exit_receivers
 from fullshard.system.terminal import escape_control_characters
-from fullshard.torch_private.groups import find_default_store
-
-T = TypeVar("T")
 
 # Fractions of the limit: the time between two heartbeats, the time to wait for reports, and the time that
 # the store may take to answer. Each has bounds in seconds.
 _TICK, _GRACE, _STORE = 1 / 16, 1 / 8, 1 / 4
 _TICK_SECONDS = (0.1, 2.0)
-_GRACE_SECONDS = (1.0, 10.0)
-# Lower ranks ask for reports first, one tick apart, so that thousands of ranks do not ask at once.
+_GRACE_SECONDS = (1.0, 8.0)
+# Ticks per second of all ranks together: each costs their one store about 20 us.
+_TICKS_OF_ALL_RANKS = 4096
+# Lower ranks request reports first, one tick apart, so that a verdict is mostly in the log of rank 0.
 _IN_TURN = 16
 _STORE_SECONDS = (3.0, 10.0)
-_LEAVE_SECONDS = 1.0
+_LEAVE_SECONDS = 3.0
 
 
 @contextmanager
@@ -62,7 +57,7 @@ def watch_for_hangs(
 ) -> Generator[None]:
     """Context in which a watchdog watches this thread, whose phase `where` holds, and the other ranks.
 
-    grace_seconds: how long to wait for the reports of other ranks; None: an eighth of the limit, 1 to 10
+    grace_seconds: how long to wait for the reports of other ranks; None: an eighth of the limit, 1 to 8
     slack_seconds: further seconds for the store's answers, heartbeats, the verdict and the C timer, on a
         machine that pauses processes for long
 
@@ -73,103 +68,12 @@ def watch_for_hangs(
     if section.watchdog_timeout_seconds == 0:
         yield
         return
-    if grace_seconds is None:
-        grace_seconds = _clamp(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
     watchdog = _Watchdog(where, section, grace_seconds=grace_seconds, slack_seconds=slack_seconds)
     watchdog.start()
     try:
         yield
     finally:
         watchdog.stop()
-
-
-class _StatusBoard:
-    """Heartbeats, reports and the verdict of the ranks, in the store of the default process group.
-
-    Each request runs on a thread of its own, because it may never return if a link is cut. Once the store has
-    not answered in time, every request raises RuntimeError, because the store's client does not recover.
-    """
-
-    def __init__(self, *, answer_seconds: float) -> None:
-        store = find_default_store()
-        self.rank, self.world_size = (0, 1) if store is None else (dist.get_rank(), dist.get_world_size())
-        clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
-        if store is None or self.world_size == 1:
-            store = dist.HashStore()
-        elif clone is not None:  # a connection of its own: the main thread may hold the other one's lock
-            store = clone()
-            store.set_timeout(timedelta(seconds=answer_seconds))
-        self._store, self._lost = dist.PrefixStore("fullshard/watchdog", store), False
-        self._answer_seconds = answer_seconds
-
-    def publish_heartbeat(self, seen: Heartbeat) -> None:
-        self._call_store(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
-
-    def request_reports_and_return_if_first(self) -> bool:
-        """Asks all ranks for their reports. Returns whether this rank is the first to ask."""
-        return self._call_store(lambda store: store.add("called", 1)) == 1
-
-    def has_report_request(self) -> bool:
-        return self._call_store(lambda store: store.check(["called"]))
-
-    def publish_report(self, report: diagnosis.RankReport) -> None:
-        self._call_store(lambda store: store.set(f"report/{self.rank}", json.dumps(asdict(report))))
-
-    def read_heartbeats(self) -> dict[int, Heartbeat]:
-        return {rank: Heartbeat(**one) for rank, one in self._read_from_all_ranks("seen").items()}
-
-    def read_reports(self) -> dict[int, diagnosis.RankReport]:
-        return {
-            rank: diagnosis.RankReport(**one | {"seen": Heartbeat(**one["seen"])})
-            for rank, one in self._read_from_all_ranks("report").items()
-        }
-
-    def publish_verdict(self, error: TrainError) -> None:
-        words = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}
-        self._call_store(lambda store: store.set("verdict", json.dumps(words)))
-
-    def find_verdict_and_count_reader(self) -> TrainError | None:
-        """Returns the verdict, and counts this rank among its readers; None if there is no verdict yet."""
-        if not self._call_store(lambda store: store.check(["verdict"])):
-            return None
-        words = json.loads(self._call_store(lambda store: store.get("verdict")))
-        self._call_store(lambda store: store.add("read", 1))
-        return TrainError(words.pop("what"), **words)
-
-    def count_verdict_readers(self) -> int:
-        return self._call_store(lambda store: store.add("read", 0))
-
-    def _read_from_all_ranks(self, kind: str) -> dict[int, Any]:
-        keys = {rank: f"{kind}/{rank}" for rank in range(self.world_size)}
-
-        def read(store: dist.Store) -> dict[int, Any]:
-            found = keys
-            if not store.check([*keys.values()]):  # one request, not many, as soon as all have published
-                found = {rank: key for rank, key in keys.items() if store.check([key])}
-            values = store.multi_get([*found.values()]) if found else []
-            return {rank: json.loads(value) for rank, value in zip(found, values, strict=True)}
-
-        return self._call_store(read)
-
-    def _call_store(self, act: Callable[[dist.Store], T]) -> T:
-        if self._lost:
-            raise RuntimeError("the store has not answered before")
-        answer = Future[T]()
-
-        def call_and_set_answer() -> None:
-            try:
-                answer.set_result(act(self._store))
-            except RuntimeError as error:
-                answer.set_exception(error)
-
-        thread = threading.Thread(target=call_and_set_answer, name="fullshard store", daemon=True)
-        thread.start()
-        thread.join(timeout=self._answer_seconds)
-        try:
-            return answer.result(timeout=0)
-        except (RuntimeError, TimeoutError) as error:
-            self._lost = True
-            raise RuntimeError("the store does not answer") from error
 
 
 class _Watchdog:
@@ -180,14 +84,16 @@ class _Watchdog:
         where: PhaseTracker,
         section: FaultToleranceSection,
         *,
-        grace_seconds: float,
+        grace_seconds: float | None,
         slack_seconds: float,
     ) -> None:
-        self._where, self._section = where, section
-        self._grace, self._slack = grace_seconds, slack_seconds
+        self._where, self._section, self._slack = where, section, slack_seconds
         answer_seconds = _clamp(_STORE * section.watchdog_timeout_seconds, _STORE_SECONDS)
-        self._board = _StatusBoard(answer_seconds=answer_seconds + slack_seconds)
-        self._tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
+        self._board = StatusBoard.open_default(answer_seconds=answer_seconds + slack_seconds)
+        tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
+        self._tick = max(tick, self._board.world_size / _TICKS_OF_ALL_RANKS)
+        grace = _clamp(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
+        self._grace = max(grace, 2 * self._tick) if grace_seconds is None else grace_seconds
         self._trainer = threading.get_ident()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._host = diagnosis.host_and_namespace_id()
@@ -200,7 +106,7 @@ class _Watchdog:
         """Starts the timer, publishes a first heartbeat, and starts the watchdog thread."""
         self._postpone_forced_exit()
         with suppress(RuntimeError):
-            self._board.publish_heartbeat(self._make_heartbeat())
+            self._publish_heartbeat()
         self._thread.start()
 
     def stop(self) -> None:
@@ -217,8 +123,7 @@ class _Watchdog:
             called = False
             # Without the store no other rank can be asked, but this rank still detects its own hang.
             with suppress(RuntimeError):
-                self._board.publish_heartbeat(self._make_heartbeat())
-                called = self._board.has_report_request()
+                called = self._publish_heartbeat()
             if called or self._update_excused_and_detect_hang():
                 self._report_and_exit()
 
@@ -234,6 +139,12 @@ class _Watchdog:
         slow = self._where.phase in SLOW_PHASES or not self._where.has_finished_step
         return self._section.watchdog_timeout_seconds * (SLOW_PHASE_FACTOR if slow else 1.0)
 
+    def _publish_heartbeat(self) -> bool:
+        """Publishes this rank's position. Returns whether reports were requested."""
+        seen = self._make_heartbeat()
+        is_slow = self._section.watchdog_timeout_seconds < seen.limit_seconds > seen.unmoved_seconds
+        return self._board.publish_heartbeat(seen, is_slow=is_slow)
+
     def _postpone_forced_exit(self) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""
         # After the limit, so that the other ranks act first.
@@ -244,15 +155,14 @@ class _Watchdog:
     def _update_excused_and_detect_hang(self) -> bool:
         """Returns whether this rank is too long in its phase. Ranks in longer ones excuse the time so far."""
         turn = min(self._board.rank, _IN_TURN) * self._tick
-        now, own = time.time(), self._phase_limit_seconds()
+        own = self._phase_limit_seconds()
         if self._unmoved - self._excused <= own + turn:
             return False
+        if own > self._section.watchdog_timeout_seconds:  # as long as that of any other
+            return True
         with suppress(RuntimeError):  # a healthy rank may be in a phase with a longer limit, such as saving
-            if any(
-                own < one.limit_seconds > one.unmoved_seconds
-                and now - one.at < 5 * self._tick + 1 + self._slack
-                for one in self._board.read_heartbeats().values()
-            ):
+            seconds = time.time() - self._board.find_slow_heartbeat_time()
+            if seconds < 5 * self._tick + 1 + self._slack:
                 # That rank's next phase has its whole limit, too, before it comes to where this one waits.
                 self._excused = self._unmoved
                 return False
@@ -278,7 +188,6 @@ class _Watchdog:
             waits=self._board.world_size > 1 and waits_for_other_ranks(stacks, recorded),
             place=_user_frame_text(self._trainer),
             collective=recorded.last,
-            stacks=_all_stacks_text(),
             wait="" if clock is None else clock.current_wait_name(),
             unit=self._where.last_unit_name(),
             unfinished=recorded.unfinished,
@@ -287,59 +196,70 @@ class _Watchdog:
 
     def _report_and_exit(self) -> None:
         """Publishes this rank's report, diagnoses the hang or waits for another rank's verdict, and exits."""
-        own, first = self._make_report(), True
-        with suppress(RuntimeError):
-            self._board.publish_report(own)
-            first = self._board.request_reports_and_return_if_first()
-        error = None if first else self._wait_for_verdict()
-        if error is None:
-            verdict = self._diagnose_from_reports(own)
-            error = verdict.error
-            # If there are receivers, they print the error. One rank prints the stacks for all.
-            text = verdict.stacks if watchdog_exit_receivers() else f"{error}\n\n{verdict.stacks}"
-            with suppress(OSError):  # standard error may be closed
-                print(f"\n{escape_control_characters(text)}", file=sys.stderr, flush=True)
-            with suppress(RuntimeError):
-                self._board.publish_verdict(error)
-                # The other ranks must have read it, because the store may end with this process.
-                deadline, others = time.monotonic() + _LEAVE_SECONDS, self._board.world_size - 1
-                while self._board.count_verdict_readers() < others and time.monotonic() < deadline:
-                    time.sleep(self._tick / 2)
+        own, stacks = self._make_report(), _all_stacks_text()
+        verdict = self._publish_report_and_wait_for_verdict(own)
+        is_judge = verdict is None
+        verdict = verdict or diagnose_from_reports(self._board, own, grace_seconds=self._grace)
+        # If there are receivers, they print the error. The ranks that are shown print their own stacks.
+        text = f"\n{verdict.error}\n" if is_judge and not watchdog_exit_receivers() else ""
+        if self._board.rank in verdict.shown:
+            text += f"\nrank {self._board.rank}, every thread\n{stacks}"
+        with suppress(OSError):  # standard error may be closed
+            print(escape_control_characters(text), end="", file=sys.stderr, flush=True)
+        if is_judge:
+            self._publish_verdict_and_wait_for_readers(verdict)
         with suppress(OSError):  # a full disk must not keep a hanging rank alive
             for receiver in watchdog_exit_receivers():
-                receiver(error)
+                receiver(verdict.error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.exit_code)
+        os._exit(verdict.error.exit_code)
 
-    def _diagnose_from_reports(self, own: diagnosis.RankReport) -> diagnosis.Diagnosis:
-        """Diagnoses the hang from this rank's own report and those of the other ranks that arrive in time."""
-        others, sightings = dict[int, diagnosis.RankReport](), dict[int, Heartbeat]()
-        deadline = time.monotonic() + self._grace
-        try:
-            while len(others) < self._board.world_size and time.monotonic() < deadline:
-                time.sleep(self._tick / 2)
-                others = self._board.read_reports()
-            sightings = self._board.read_heartbeats()
-        except RuntimeError:
-            return diagnosis.diagnose_lost_store(self._board.rank, own)
-        known = {**others, self._board.rank: own}
-        silent: dict[int, diagnosis.UnresponsiveRank] = {}
-        for rank in set(range(self._board.world_size)) - known.keys():
-            last = sightings.get(rank)
-            silent[rank] = diagnosis.UnresponsiveRank(
-                last, None if last is None else diagnosis.process_state_letter(last)
-            )
-        return diagnosis.diagnose_hang(known, silent, now=time.time())
+    def _publish_report_and_wait_for_verdict(self, own: diagnosis.RankReport) -> diagnosis.Diagnosis | None:
+        """Returns another rank's verdict. None if this rank is to judge, or cannot reach the store.
 
-    def _wait_for_verdict(self) -> TrainError | None:
-        deadline = time.monotonic() + 2 * self._grace + self._slack
+        If the rank that is to judge gives no verdict, the first of the others takes its place. So however
+        many fail, one rank at a time reads the reports.
+        """
         with suppress(RuntimeError):
-            while time.monotonic() < deadline:
-                if (error := self._board.find_verdict_and_count_reader()) is not None:
-                    return error
-                time.sleep(self._tick / 2)
+            self._board.publish_report(own)
+            for attempt in itertools.count():
+                if self._board.request_reports_and_return_if_first(attempt):
+                    return None
+                verdict = self._board.wait_for_verdict_and_count_reader(2 * self._grace + self._slack)
+                if verdict is not None:
+                    return verdict
         return None
+
+    def _publish_verdict_and_wait_for_readers(self, verdict: diagnosis.Diagnosis) -> None:
+        with suppress(RuntimeError):
+            self._board.publish_verdict(verdict)
+            # The other ranks must have read it, because the store may end with this process.
+            deadline, others = time.monotonic() + _LEAVE_SECONDS, self._board.count_reports() - 1
+            while self._board.count_verdict_readers() < others and time.monotonic() < deadline:
+                time.sleep(_TICK_SECONDS[0])
+
+
+def diagnose_from_reports(
+    board: StatusBoard, own: diagnosis.RankReport, *, grace_seconds: float
+) -> diagnosis.Diagnosis:
+    """Diagnoses the hang from this rank's own report and those of the other ranks that arrive in time."""
+    ranks, deadline = range(board.world_size), time.monotonic() + grace_seconds
+    try:
+        while board.count_reports() < len(ranks) and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS[0])
+        known = {**board.read_reports(), board.rank: own}
+        missing = [rank for rank in ranks if rank not in known]
+        sightings = board.read_heartbeats(missing)
+    except RuntimeError:
+        return diagnosis.diagnose_lost_store(board.rank, own)
+    silent: dict[int, diagnosis.UnresponsiveRank] = {}
+    for rank in missing:
+        last = sightings.get(rank)
+        silent[rank] = diagnosis.UnresponsiveRank(
+            last, None if last is None else diagnosis.process_state_letter(last)
+        )
+    return diagnosis.diagnose_hang(known, silent, now=time.time())
 
 
 def _clamp(value: float, bounds: tuple[float, float]) -> float:
