@@ -1,5 +1,9 @@
 """A rank is named if it is slower than all others in most steps, with its largest cause, and none else."""
 
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,69 +12,97 @@ from bench.stragglers import run_windows
 from fullshard.distributed.ranges import OwnWorkSeconds
 from fullshard.observe.stragglers import (
     FLOOR_SECONDS,
-    RankWindow,
+    NOISE_SECONDS,
+    SCORE,
+    SHARE,
+    Straggler,
     StragglerCause,
     data_seconds_without_lead,
     find_stragglers,
     quartiles,
 )
 
+CAUSES = list(StragglerCause)
 STEP = 0.5
 NOISE = st.floats(0.0, 0.004)
 
 
-def window(**own: tuple[float, float, float]) -> RankWindow:
-    figures = {cause: own.get(cause.name.lower(), (0.0, 0.0, 0.0)) for cause in StragglerCause}
-    return RankWindow(10, STEP, 0.1, figures)
+Figures = tuple[float, float, float]
 
 
-@st.composite
-def quiet(draw: st.DrawFn, ranks: int) -> list[RankWindow]:
-    """Windows of ranks that do the same, up to noise."""
-    return [
-        RankWindow(
-            10,
-            STEP,
-            0.1,
-            {cause: tuple(sorted(0.1 + draw(NOISE) for _ in range(3))) for cause in StragglerCause},
-        )
-        for _ in range(ranks)
-    ]
+def window(*, steps: int = 10, **own: Figures) -> list[float]:
+    """A row of Windows; causes that are not given took no time."""
+    return [steps, STEP, 0.1, *(one for c in CAUSES for one in own.get(c.name.lower(), (0.0, 0.0, 0.0)))]
+
+
+def quiet(ranks: int) -> st.SearchStrategy[list[dict[str, Figures]]]:
+    """Figures by cause of ranks that do the same, up to noise."""
+    noisy = st.lists(NOISE, min_size=3, max_size=3).map(lambda noise: tuple(sorted(0.1 + n for n in noise)))
+    one = st.fixed_dictionaries({cause.name.lower(): noisy for cause in CAUSES})
+    return st.lists(one, min_size=ranks, max_size=ranks)
+
+
+def stragglers(windows: Sequence[Mapping[str, Figures]]) -> list[Straggler]:
+    return find_stragglers(np.array([window(**one) for one in windows]))
 
 
 @given(st.data(), st.integers(2, 6), st.floats(0.08, 0.3))
 def test_slow_rank_is_named_with_its_cause(data: st.DataObject, ranks: int, late: float):
     windows = data.draw(quiet(ranks))
-    assert find_stragglers(windows) == []
-    rank, cause = data.draw(st.integers(0, ranks - 1)), data.draw(st.sampled_from(StragglerCause))
-    own = {**windows[rank].own, cause: tuple(one + late for one in windows[rank].own[cause])}
-    windows[rank] = RankWindow(10, STEP, 0.1, own)
-    [found] = find_stragglers(windows)
+    assert stragglers(windows) == []
+    rank, cause = data.draw(st.integers(0, ranks - 1)), data.draw(st.sampled_from(CAUSES))
+    windows[rank][cause.name.lower()] = tuple(one + late for one in windows[rank][cause.name.lower()])
+    [found] = stragglers(windows)
     assert (found.rank, found.cause) == (rank, cause)
     assert found.seconds == pytest.approx(late, abs=0.01)
     assert found.share == pytest.approx(found.seconds / STEP)
 
 
+def outliers_by_definition(figures: Sequence[Figures]) -> list[tuple[int, float]]:
+    """[Note: the test of a straggler], rank by rank."""
+    found: list[tuple[int, float]] = []
+    for rank, (low, _, _) in enumerate(figures):
+        others = [one for index, one in enumerate(figures) if index != rank]
+        typical = median(middle for _, middle, _ in others)
+        between = 1.4826 * median(abs(middle - typical) for _, middle, _ in others)
+        spread = max(between, median(high - below for below, _, high in others) / 1.349)
+        least = max(FLOOR_SECONDS, SHARE * STEP, SCORE * (spread + NOISE_SECONDS))
+        if low > max(middle for _, middle, _ in others) and low - typical > least:
+            found.append((rank, low - typical))
+    return found
+
+
+spread_out = st.sampled_from([0.0, 0.01, 0.012, 0.05, 0.08, 0.3])
+any_figures = st.lists(spread_out, min_size=3, max_size=3).map(lambda values: tuple(sorted(values)))
+
+
+@given(st.lists(st.fixed_dictionaries({"data": any_figures, "saving": any_figures}), min_size=2, max_size=9))
+def test_those_named_are_those_of_the_definition(windows: list[dict[str, Figures]]):
+    largest: dict[int, tuple[float, str]] = {}
+    for cause in ("data", "saving"):
+        for rank, excess in outliers_by_definition([one[cause] for one in windows]):
+            largest[rank] = max(largest.get(rank, (0.0, "")), (excess, cause))
+    named = {one.rank: (one.seconds, str(one.cause)) for one in stragglers(windows)}
+    assert named == largest
+
+
 def test_half_of_the_ranks_a_single_slow_step_and_a_small_excess_are_not_named():
-    slow, usual = window(data=(0.2, 0.2, 0.2)), window(data=(0.05, 0.05, 0.05))
-    assert find_stragglers([slow, slow, usual, usual]) == []
-    assert find_stragglers([window(data=(0.05, 0.05, 0.3)), usual, usual]) == []
+    slow, usual = {"data": (0.2, 0.2, 0.2)}, {"data": (0.05, 0.05, 0.05)}
+    assert stragglers([slow, slow, usual, usual]) == []
+    assert stragglers([{"data": (0.05, 0.05, 0.3)}, usual, usual]) == []
     barely = 0.05 + FLOOR_SECONDS - 0.001
-    assert find_stragglers([window(data=(barely, barely, barely)), usual, usual]) == []
-    assert len(find_stragglers([slow, usual, usual])) == 1
+    assert stragglers([{"data": (barely, barely, barely)}, usual, usual]) == []
+    assert len(stragglers([slow, usual, usual])) == 1
 
 
 def test_a_window_of_few_steps_is_not_judged():
-    few = RankWindow(2, STEP, 0.1, window(data=(0.2, 0.2, 0.2)).own)
-    assert find_stragglers([few, window(), window()]) == []
+    assert find_stragglers(np.array([window(steps=2, data=(0.2, 0.2, 0.2)), window(), window()])) == []
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20))
-def test_figures_are_in_order_and_survive_the_exchange(values: list[float]):
+def test_quartiles_are_in_order(values: list[float]):
     low, middle, high = quartiles(values)
     assert min(values) <= low <= middle <= high <= max(values)
-    one = window(forward=(low, middle, high))
-    assert RankWindow.from_figures(one.to_figures()) == one
 
 
 SCHEDULE = [

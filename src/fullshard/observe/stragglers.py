@@ -16,14 +16,16 @@ the one with the largest excess.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median, quantiles
 from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from fullshard.distributed.agreement import world_size
 from fullshard.distributed.ranges import OwnWorkClock, OwnWorkSeconds
@@ -36,7 +38,6 @@ from fullshard.torch_private.groups import has_backend
 
 FLOOR_SECONDS, SHARE, SCORE, NOISE_SECONDS = 0.030, 0.01, 4.0, 0.004
 _LEAST_STEPS = 3
-_PER_CAUSE = 3
 LEAST_WINDOW, MOST_WINDOW = 4, 50
 MOST_LISTED_RANKS = 512
 """Ranks up to which metrics.jsonl lists the own seconds of each."""
@@ -66,7 +67,12 @@ _DEVICE_WORK = {
 # Saves are rare: the last few are compared, as soon as there are enough.
 _SAVES, _LEAST_SAVES = 5, 3
 
-_Gathering: TypeAlias = tuple[int, list[torch.Tensor], dist.Work | None]  # last step, figures of each rank
+Windows: TypeAlias = NDArray[np.float64]
+"""Figures of each rank over a window, (ranks, 3 + 3 · causes): its number of steps; medians of a step's
+seconds and of those that it waited; lower quartile, median and upper quartile of its own seconds by cause."""
+_STEPS, _STEP_SECONDS, _WAITING_SECONDS, _OWN = 0, 1, 2, slice(3, None)
+
+_Gathering: TypeAlias = tuple[int, torch.Tensor, dist.Work | None]  # last step, figures of each rank
 
 
 @dataclass(frozen=True)
@@ -83,41 +89,6 @@ class Straggler:
     share: float
 
 
-@dataclass(frozen=True)
-class RankWindow:
-    """Figures of one rank over a window, in seconds per step.
-
-    steps: number of its steps
-    step_seconds, waiting_seconds: medians
-    own: cause -> (lower quartile, median, upper quartile)
-    """
-
-    steps: int
-    step_seconds: float
-    waiting_seconds: float
-    own: Mapping[StragglerCause, tuple[float, float, float]]
-
-    @property
-    def own_seconds(self) -> float:
-        """The rank's own time of a step: the sum of its medians."""
-        return sum(middle for _, middle, _ in self.own.values())
-
-    def to_figures(self) -> list[float]:
-        """Returns the window as numbers, for the other ranks."""
-        own = [value for cause in StragglerCause for value in self.own.get(cause, (0.0,) * _PER_CAUSE)]
-        return [float(self.steps), self.step_seconds, self.waiting_seconds, *own]
-
-    @classmethod
-    def from_figures(cls, figures: Sequence[float]) -> "RankWindow":
-        """Returns the window whose `to_figures` are these."""
-        steps, step_seconds, waiting_seconds, *rest = figures
-        own = {
-            cause: (rest[i], rest[i + 1], rest[i + 2])
-            for cause, i in zip(StragglerCause, range(0, len(rest), _PER_CAUSE), strict=True)
-        }
-        return cls(int(steps), step_seconds, waiting_seconds, own)
-
-
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns (lower quartile, median, upper quartile); of under four values (least, median, greatest)."""
     if not values:
@@ -128,17 +99,18 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
+def find_stragglers(windows: Windows) -> list[Straggler]:
     """Returns the ranks that hold the others up, with the largest cause of each, in the order of ranks.
 
     windows: of all ranks; under 3 steps name nobody. See [Note: the test of a straggler].
     """
-    if len(windows) < 2 or min(one.steps for one in windows) < _LEAST_STEPS:
+    if len(windows) < 2 or windows[:, _STEPS].min() < _LEAST_STEPS:
         return []
-    step = median(one.step_seconds for one in windows)
+    step = float(np.median(windows[:, _STEP_SECONDS]))
     largest: dict[int, tuple[float, StragglerCause]] = {}
-    for cause in StragglerCause:
-        for rank, excess in _outliers([one.own[cause] for one in windows], step=step):
+    for cause, figures in zip(StragglerCause, windows[:, _OWN].T.reshape(-1, 3, len(windows)), strict=True):
+        if (found := _find_outlier(figures, step=step)) is not None:
+            rank, excess = found
             largest[rank] = max(largest.get(rank, (0.0, cause)), (excess, cause))
     return [
         Straggler(rank, cause, excess, excess / step if step else 0.0)
@@ -146,20 +118,22 @@ def find_stragglers(windows: Sequence[RankWindow]) -> list[Straggler]:
     ]
 
 
-def _outliers(figures: Sequence[tuple[float, float, float]], *, step: float) -> Iterable[tuple[int, float]]:
-    """Yields (rank, seconds) of the ranks whose figures of one cause stand out."""
-    medians = [middle for _, middle, _ in figures]
-    highest, second = sorted(medians)[-1], sorted(medians)[-2]
-    for rank, (low, middle, _) in enumerate(figures):
-        if low <= (second if middle == highest else highest):
-            continue
-        others = [one for index, one in enumerate(medians) if index != rank]
-        widths = [high - below for index, (below, _, high) in enumerate(figures) if index != rank]
-        typical = median(others)
-        between = 1.4826 * median(abs(one - typical) for one in others)
-        excess, spread = low - typical, max(between, median(widths) / 1.349)
-        if excess > max(FLOOR_SECONDS, SHARE * step, SCORE * (spread + NOISE_SECONDS)):
-            yield rank, excess
+def _find_outlier(figures: Windows, *, step: float) -> tuple[int, float] | None:
+    """Returns (rank, seconds) of the rank whose figures of one cause stand out, if one does.
+
+    figures: (lower quartile, median, upper quartile) × ranks
+    """
+    low, middle, high = figures
+    rank = int(middle.argmax())  # no other rank can be slower than the median of each of its others
+    others = np.delete(middle, rank)
+    if low[rank] <= others.max():
+        return None
+    typical = np.median(others)
+    between = 1.4826 * np.median(np.abs(others - typical))
+    spread = max(between, np.median(np.delete(high - low, rank)) / 1.349)
+    excess = float(low[rank] - typical)
+    stands_out = excess > max(FLOOR_SECONDS, SHARE * step, SCORE * (spread + NOISE_SECONDS))
+    return (rank, excess) if stands_out else None
 
 
 def data_seconds_without_lead(own: OwnWorkSeconds) -> float:
@@ -197,11 +171,11 @@ class StragglerWatch:
 
         memory: of this rank after the step, by the names MEMORY_FIGURES
         """
-        now, own = time.perf_counter(), self._clock.take_seconds()
-        self._recent.append((now - self._since, own))
+        now, taken = time.perf_counter(), self._clock.take_seconds()
+        self._recent.append((now - self._since, taken))
         self._since = now
-        if RunPhase.SAVING in own.by_phase:
-            self._saves.append(own.by_phase[RunPhase.SAVING])
+        if RunPhase.SAVING in taken.by_phase:
+            self._saves.append(taken.by_phase[RunPhase.SAVING])
             self._has_new_save = True
         if not self._is_active:
             return None
@@ -209,11 +183,11 @@ class StragglerWatch:
         self._gathering = None
         if step % self.every == 0:
             own_memory = [(memory or {}).get(name, math.nan) for name in MEMORY_FIGURES]
-            figures = torch.tensor(
-                [*own_memory, *self._own_window().to_figures()], dtype=torch.float64, device="cpu"
-            )
-            every = [torch.empty_like(figures) for _ in range(world_size())]
-            self._gathering = (step, every, dist.all_gather(every, figures, async_op=True))
+            own = torch.tensor([*own_memory, *self._own_window()], dtype=torch.float64, device="cpu")
+            # A sum of rows that other ranks leave at zero: an all-gather would make a tensor for each rank.
+            every = torch.zeros(world_size(), len(own), dtype=torch.float64, device="cpu")
+            every[dist.get_rank()] = own
+            self._gathering = (step, every, dist.all_reduce(every, async_op=True))
             self._has_new_save, self._profiled = False, {}
         return named
 
@@ -225,7 +199,8 @@ class StragglerWatch:
         """Drops the steps of the present window, because the run repeats steps. Saves still count."""
         self._recent.clear()
 
-    def _own_window(self) -> RankWindow:
+    def _own_window(self) -> list[float]:
+        """Returns this rank's row of `Windows`."""
         owns = [own for _, own in self._recent]
         causes = {StragglerCause.DATA: (RunPhase.DATA,)} | (_COMPUTING if self._is_on_host else {})
         figures = {
@@ -242,31 +217,25 @@ class StragglerWatch:
         figures[StragglerCause.GARBAGE] = quartiles([one.garbage for one in owns])
         if self._has_new_save and len(self._saves) >= _LEAST_SAVES:
             figures[StragglerCause.SAVING] = quartiles(self._saves)
-        return RankWindow(
-            steps=len(owns),
-            step_seconds=median([seconds for seconds, _ in self._recent]),
-            waiting_seconds=median([one.waiting for one in owns]),
-            own=figures,
-        )
+        every_step, waiting = [seconds for seconds, _ in self._recent], [one.waiting for one in owns]
+        own = [value for cause in StragglerCause for value in figures.get(cause, (0.0, 0.0, 0.0))]
+        return [len(owns), median(every_step), median(waiting), *own]
 
     def _find_and_record_stragglers(self, gathering: _Gathering) -> tuple[Straggler, ...]:
         """Returns the stragglers of a window. Records its figures, and which stragglers are new or over."""
         last_step, figures, work = gathering
         if work is not None:
             work.wait()
-        rows = [one.tolist() for one in figures]
-        windows = [RankWindow.from_figures(row[len(MEMORY_FIGURES) :]) for row in rows]
-        waiting, own = median(one.waiting_seconds for one in windows), [one.own_seconds for one in windows]
-        stragglers = find_stragglers(windows)
-        most = {
-            f"{name}_most": max(values)
-            for name, values in zip(MEMORY_FIGURES, zip(*rows, strict=True), strict=False)
-            if not math.isnan(sum(values))
-        }
+        rows: Windows = figures.t().contiguous().t().numpy()  # each figure's values lie side by side
+        windows, memory = rows[:, len(MEMORY_FIGURES) :], rows[:, : len(MEMORY_FIGURES)].max(axis=0).tolist()
+        stragglers, waiting = find_stragglers(windows), float(np.median(windows[:, _WAITING_SECONDS]))
+        own = windows[:, _OWN][:, 1::3].sum(axis=1)  # the sums of the medians
+        pairs = zip(MEMORY_FIGURES, memory, strict=True)
+        most = {f"{name}_most": value for name, value in pairs if not math.isnan(value)}
         recorded: dict[str, object] = {**most, "waiting_seconds": round(waiting, 6)}
         if len(own) <= MOST_LISTED_RANKS:
-            recorded["own_seconds"] = [round(one, 6) for one in own]
-        tracked = {**most, "waiting_seconds": waiting, "own_seconds_most": max(own)}
+            recorded["own_seconds"] = own.round(6).tolist()
+        tracked = {**most, "waiting_seconds": waiting, "own_seconds_most": float(own.max())}
         for one in stragglers:
             tracked |= {"straggler_rank": one.rank, f"straggler_seconds/{one.cause}": one.seconds}
         self._log.add_window_to_next_step(recorded, tracked=tracked)
