@@ -13,9 +13,12 @@ import pytest
 
 from fullshard.data.files import stat_files
 from fullshard.data.token_store import (
+    BuiltElsewhere,
+    ReadingProgress,
     file_digests,
     get_or_build_entry,
     make_cache_directory,
+    rotate_by_rank,
 )
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSection
@@ -129,6 +132,51 @@ def test_digests_follow_content_alone(tmp_path: Path):
 def test_a_file_that_was_changed_is_read_again(tmp_path: Path):
     before = digests(tmp_path, aged(tmp_path / "a", "one", seconds=100))
     assert digests(tmp_path, aged(tmp_path / "a", "two", seconds=50)) != before
+
+
+def test_ranks_begin_with_different_files_and_come_to_all():
+    orders = [rotate_by_rank(range(6), {"RANK": str(rank), "WORLD_SIZE": "3"}) for rank in range(3)]
+    assert [order[0] for order in orders] == [0, 2, 4]
+    assert all(sorted(order) == [*range(6)] for order in orders)
+
+
+def test_a_file_that_another_process_reads_is_left_to_it(tmp_path: Path):
+    files = [aged(tmp_path / name, name, seconds=100) for name in ("first", "second")]
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def read_slowly() -> None:
+        is_reading.set()
+        may_end.wait(60)
+
+    root = tmp_path / "cache"
+    other = threading.Thread(
+        target=lambda: file_digests(stat_files([str(files[0])]), root=root, alive=read_slowly)
+    )
+    other.start()
+    is_reading.wait(60)
+    with pytest.raises(BuiltElsewhere):
+        file_digests(stat_files(map(str, files)), root=root, waits=False)
+    may_end.set()
+    other.join()
+
+    def read_again() -> None:
+        raise AssertionError("both were read, one by the other thread")
+
+    assert len(set(file_digests(stat_files(map(str, files)), root=root, alive=read_again))) == 2
+
+
+def test_reading_says_how_long_it_takes_ever_more_rarely(tmp_path: Path, capsys):
+    files = stat_files(str(aged(tmp_path / name, name * 10, seconds=100)) for name in "abcd")
+    now, root = [0.0], tmp_path / "cache"
+    progress = ReadingProgress(files, root=root, alive=lambda: None, now=lambda: now[0])
+    said: list[str] = []
+    for now[0] in (9.0, 12.0, 23.0, 24.0):
+        file_digests(files[:1], root=root)
+        progress()
+        said.append(capsys.readouterr().err)
+    assert "10 B of 40 B, 36.0 s left" in said[1]
+    assert "1 min 12 s left" in said[3]
+    assert said[::2] == ["", ""]
 
 
 def test_a_file_of_this_moment_is_not_remembered(tmp_path: Path):

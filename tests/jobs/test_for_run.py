@@ -1,17 +1,20 @@
 """The plan that `fullshard train` runs: chosen where the run leaves it open, kept where it pins."""
 
 import io
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fullshard.errors import CheckpointError, PlanError, SpecError
 from fullshard.jobs.for_run import (
     fitting_settings_text_on_hardware,
     largest_fitting_predicted_bytes,
+    planned_on_rank_zero,
     request_with_plan,
 )
 from fullshard.launch.detect import detect_hardware
@@ -50,6 +53,39 @@ def test_open_settings_are_the_best_plan() -> None:
     run = request().run
     best = search(describe_run(run, "cpu"), detect_hardware("cpu", ranks=2), run).best
     assert planned() == best
+
+
+def plan_of_ranks(settings: tuple[str, ...], own_path: str) -> tuple[int, str | int, str]:
+    """Returns (calls of the planner, its plan as JSON or the exit code, the error's text) on each rank."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "XDG_CONFIG_HOME": own_path}
+    calls = list[int]()
+
+    def make_plan() -> LaunchRequest:
+        calls.append(dist.get_rank())
+        return request_with_plan(request(*settings, f"run.seed={dist.get_rank()}"))
+
+    try:
+        with planned_on_rank_zero(request(*settings), make_plan) as planned:
+            assert planned.plan is not None
+            return len(calls), planned.plan.model_dump_json(), ""
+    except PlanError as error:
+        return len(calls), error.exit_code, str(error)
+    except SystemExit as left:
+        return len(calls), int(str(left.code)), ""
+
+
+def test_rank_0_plans_and_all_ranks_run_its_plan(ranks, tmp_path: Path) -> None:
+    first, *others = ranks(3).run(plan_of_ranks, ("recompute.mode=none",), str(tmp_path))
+    assert first[0] == 1
+    assert others == [(0, first[1], "")] * 2
+
+
+def test_an_error_of_the_planner_ends_all_ranks_with_one_text(ranks, tmp_path: Path) -> None:
+    code = PlanError.exit_code
+    first, *others = ranks(3).run(plan_of_ranks, ("train.global_batch=13",), str(tmp_path))
+    assert first[:2] == (1, code)
+    assert "13" in first[2]
+    assert others == [(0, code, "")] * 2
 
 
 def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> None:

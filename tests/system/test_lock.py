@@ -5,11 +5,12 @@ import fcntl
 import os
 import subprocess
 import sys
+from itertools import accumulate, islice
 from pathlib import Path
 
 import pytest
 
-from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock
+from fullshard.system.files import find_lock_holder, hold_exclusive_file_lock, lengthening_pauses
 
 HOLDS = """
 import sys
@@ -71,3 +72,10 @@ def test_a_lock_is_not_taken_through_a_link(tmp_path: Path):
         pass
     assert caught.value.errno == errno.ELOOP
     assert not (tmp_path / "target").exists()
+
+
+def test_a_waiting_process_looks_ever_more_rarely_and_is_late_by_what_it_waited_or_ten_seconds():
+    pauses = [*islice(lengthening_pauses(), 400)]
+    waited = [0.0, *accumulate(pauses)]
+    assert sum(pauses) > 3600
+    assert all(pause <= min(10, before + 0.05) + 1e-9 for pause, before in zip(pauses, waited, strict=False))

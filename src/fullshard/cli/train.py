@@ -54,21 +54,24 @@ def train(
         from fullshard.observe.trackers import check_trackers_installed
 
         check_trackers_installed(request.run.log.trackers)
-    from fullshard.jobs.for_run import request_with_plan
+    from fullshard.jobs.for_run import planned_on_rank_zero, request_with_plan
     from fullshard.launch.environment import is_started_by_launcher
     from fullshard.launch.start import perform_request
     from fullshard.quantities import count_text
 
-    given = request.run
-    request = request_with_plan(request, plain_defaults=no_plan)
-    _run_quick_checks(request)
-    if request.plan is not None and not is_started_by_launcher():
-        # They print nothing until they have imported torch, built the model and opened the data.
-        typer.echo(f"starting {count_text(request.plan.world_size, 'rank')} …", err=True)
-    try:
-        exit_code = perform_request(request)
-    finally:
-        _advise_after_out_of_memory(given, request.plan, since=started)
+    def plan_and_check() -> "LaunchRequest":
+        planned = request_with_plan(request, plain_defaults=no_plan)
+        _run_quick_checks(planned)
+        return planned
+
+    with planned_on_rank_zero(request, plan_and_check) as planned:
+        if planned.plan is not None and not is_started_by_launcher():
+            # They print nothing until they have imported torch, built the model and opened the data.
+            typer.echo(f"starting {count_text(planned.plan.world_size, 'rank')} …", err=True)
+        try:
+            exit_code = perform_request(planned)
+        finally:
+            _advise_after_out_of_memory(request.run, planned.plan, since=started)
     if os.environ.get("RANK", "0") == "0":
         with suppress(SystemExit):  # the reader of standard output has left, after the run has ended
             _show_measurement(request.run, since=started, as_json=as_json)
@@ -118,8 +121,8 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
 
 
 def _run_quick_checks(request: "LaunchRequest") -> None:
-    """Prints the warnings of the checks without torch on rank 0. Raises CheckFailedError for a failure."""
-    if request.plan is None or os.environ.get("RANK", "0") != "0":
+    """Prints the warnings of the checks without torch. Raises CheckFailedError for a failure."""
+    if request.plan is None:
         return
     from fullshard.errors import CheckFailedError
     from fullshard.jobs.checks.machine import RunContext, quick_problems

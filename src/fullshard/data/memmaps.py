@@ -3,6 +3,7 @@
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ def open_memmap_stores(
     """
     listed = [file.path for file in list_matching_files(fields.paths, kind="memmap")]
     paths = {f"{path.removesuffix('.idx')}.bin" if path.endswith(".idx") else path for path in listed}
-    return [_open_memmap_store(path, fields, root=root, alive=alive) for path in sorted(paths)]
+    ordered = sorted(paths)
+    alive = token_store.ReadingProgress(stat_files(ordered), root=root, alive=alive)
+    found: dict[str, token_store.TokenStore] = {}
+    for path in token_store.rotate_by_rank(ordered):
+        with suppress(token_store.BuiltElsewhere):  # ranks divide the files
+            found[path] = _open_memmap_store(path, fields, root=root, alive=alive, waits=False)
+    return [found.get(path) or _open_memmap_store(path, fields, root=root, alive=alive) for path in ordered]
 
 
 def _open_memmap_store(
-    path: str, fields: DataSourceFields, *, root: Path, alive: token_store.Heartbeat
+    path: str, fields: DataSourceFields, *, root: Path, alive: token_store.Heartbeat, waits: bool = True
 ) -> token_store.TokenStore:
     index = path.removesuffix(".bin") + ".idx"
     has_index = path.endswith(".bin") and os.path.exists(index)
@@ -68,13 +75,13 @@ def _open_memmap_store(
 
     facts = {
         "kind": "memmap",
-        "files": token_store.file_digests(files, root=root, alive=alive),
+        "files": token_store.file_digests(files, root=root, alive=alive, waits=waits),
         "dtype": str(tokens.dtype),
         "eod_token": fields.eod_token,
         "rows": bounds is not None,
     }
     entry = token_store.get_or_build_entry(
-        root, f"index-{token_store.cache_key(facts)}", build=write_document_bounds, alive=alive
+        root, f"index-{token_store.cache_key(facts)}", build=write_document_bounds, alive=alive, waits=waits
     )
     manifest = token_store.read_manifest(entry)
     return token_store.TokenStore(

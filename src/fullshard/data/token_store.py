@@ -17,16 +17,17 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import xxhash
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 
 from fullshard.data.files import SourceFile, unreadable_path_error
 from fullshard.errors import DataError
+from fullshard.quantities import format_bytes, format_seconds
 from fullshard.system.files import (
     fsync_path,
     hold_exclusive_file_lock,
@@ -43,11 +45,13 @@ from fullshard.system.files import (
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Integers = NDArray[Any]
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _SETTLED_SECONDS = 2.0
 _READ_BYTES = 4 << 20
+_FIRST_LINE_SECONDS = 10.0
 _OWN_FILE = re.compile(
     r"manifest\.json|(tokens|trained)\.bin|(offsets|begins|ends|(training|held-out)-\w+)\.npy"
 )
@@ -88,21 +92,27 @@ def read_manifest(entry: Path) -> dict[str, Any]:
 
 
 def get_or_build_entry(
-    root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Heartbeat = no_heartbeat
+    root: Path,
+    name: str,
+    *,
+    build: Callable[[Path], Mapping[str, Any]],
+    alive: Heartbeat = no_heartbeat,
+    waits: bool = True,
 ) -> Path:
     """Returns the cache entry `root/name`. If it does not exist yet, `build` fills an empty draft directory.
 
     The data that `build` returns is written to the manifest. The draft is renamed to the entry after all its
     files are synced to disk, or removed if `build` raises. One process at a time builds an entry; others wait
-    (calling `alive`) and then find it. Raises DataError if the cache cannot be written.
+    (calling `alive`) and then find it, or without `waits` raise BuiltElsewhere. Raises DataError if the cache
+    cannot be written.
     """
     root = make_cache_directory(root)
     entry = root / name
-    if _is_complete_entry(entry):
-        return entry
-    with _hold_cache_lock(root / f".{name}.lock", alive=alive):
-        if _is_complete_entry(entry):
-            return entry
+
+    def find_entry() -> Path | None:
+        return entry if _is_complete_entry(entry) else None
+
+    def build_entry() -> Path:
         drafts = root.glob(f".{name}.tmp-{'[0-9a-f]' * 8}")
         for left in [entry, *drafts]:  # left by a crash, or files were removed
             _remove_entry(left)
@@ -110,11 +120,11 @@ def get_or_build_entry(
         try:
             draft.mkdir()
             _commit_draft(draft, entry, facts=build(draft))
-        except OSError as error:
-            raise _unwritable_cache_error(root, error) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    return entry
+        return entry
+
+    return _find_or_build(find_entry, build_entry, lock=root / f".{name}.lock", alive=alive, waits=waits)
 
 
 def save_array(path: Path, array: Integers) -> None:
@@ -135,32 +145,106 @@ def _remove_entry(directory: Path) -> None:
         directory.rmdir()
 
 
-@contextmanager
-def _hold_cache_lock(lock: Path, *, alive: Heartbeat) -> Generator[None]:
-    """Holds an exclusive lock on the file `lock` while the block runs. Waits until the lock is free.
+class BuiltElsewhere(Exception):
+    """Raised instead of waiting for what another process builds or reads at this moment."""
 
-    On a file system without locks the block runs at once, perhaps in several processes.
+
+def _find_or_build(
+    find: Callable[[], T | None], build: Callable[[], T], *, lock: Path, alive: Heartbeat, waits: bool
+) -> T:
+    """Returns what `find` returns, or if that is None, what `build` makes with the file `lock` locked.
+
+    Processes that wait for the lock call `alive` and `find`, ever more rarely. Without `waits`, they raise
+    BuiltElsewhere at once. On a file system without locks, several processes may build.
     """
+    if (found := find()) is not None:
+        return found
+
+    def look() -> None:
+        alive()
+        if find() is not None:
+            raise BuiltElsewhere
+
+    patience = math.inf if waits else 0.0
     try:
-        with hold_exclusive_file_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
-            yield
+        with hold_exclusive_file_lock(
+            lock, held_error=BuiltElsewhere, patience_seconds=patience, waiting=look, required=False
+        ):
+            found = find()
+            return build() if found is None else found
+    except BuiltElsewhere:
+        if not waits:
+            raise
+        return _find_or_build(find, build, lock=lock, alive=alive, waits=waits)
     except OSError as error:
         raise _unwritable_cache_error(lock.parent, error) from error
 
 
-def file_digests(files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
+def rotate_by_rank(items: Sequence[T], environment: Mapping[str, str] = os.environ) -> list[T]:
+    """Returns `items`, beginning at another one on each rank.
+
+    Ranks that work through files in this order, and leave out those that others have taken, divide them.
+    """
+    rank, ranks = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+    first = len(items) * rank // ranks
+    return [*items[first:], *items[:first]]
+
+
+class ReadingProgress:
+    """Heartbeat of the first reading of `files`, which prints on rank 0 how long the ranks will take.
+
+    The first line is printed after ten seconds, and each further one after twice as long.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        *,
+        root: Path,
+        alive: Heartbeat,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._files, self._digests, self._alive, self._now = files, root / "digests", alive, now
+        self._began, self._due, self._known = now(), _FIRST_LINE_SECONDS, self._count_remembered_bytes()
+
+    def __call__(self) -> None:
+        self._alive()
+        seconds = self._now() - self._began
+        if seconds < self._due or os.environ.get("RANK", "0") != "0":
+            return
+        self._due, known = 2 * seconds, self._count_remembered_bytes()
+        total, read = sum(file.size for file in self._files), known - self._known
+        left = f", {format_seconds((total - known) * seconds / read)} left" if read > 0 else ""
+        text = f"reading the data once: {format_bytes(known)} of {format_bytes(total)}{left}"
+        with suppress(OSError):  # the reader of standard error has gone
+            print(f"{text}; `fullshard data prepare` does it before a job", file=sys.stderr, flush=True)
+
+    def _count_remembered_bytes(self) -> int:
+        return sum(one.size for one in self._files if _find_remembered_digest(one.path, self._digests))
+
+
+def file_digests(
+    files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat, waits: bool = True
+) -> list[str]:
     """Returns a digest of the content of each file.
 
-    The cache directory `root` remembers the digests, see [Note: what a name stands for]. Raises DataError for
-    a file that cannot be read.
+    The cache directory `root` remembers the digests, see [Note: what a name stands for]. Ranks that start
+    together divide the files. Raises DataError for a file that cannot be read, and without `waits`
+    BuiltElsewhere for one that another process reads.
     """
-    digests = make_cache_directory(root / "digests")
-    found = [(Path(file.path), _find_remembered_digest(file.path, digests)) for file in files]
-    if all(digest for _, digest in found):
-        return [digest for _, digest in found if digest]
-    # Of ranks that start together, one reads the files and the others use the remembered digests.
-    with _hold_cache_lock(digests / ".lock", alive=alive):
-        return [digest or _find_or_compute_digest(path, digests, alive=alive) for path, digest in found]
+    digests, paths = make_cache_directory(root / "digests"), [Path(file.path) for file in files]
+
+    def find_or_compute(path: Path, *, waits: bool) -> str:
+        find = partial(_find_remembered_digest, path, digests)
+        compute = partial(_compute_digest, path, digests, alive=alive)
+        lock = digests / f".lock-{_remembered_digest_path(path, digests).name[:2]}"
+        return _find_or_build(find, compute, lock=lock, alive=alive, waits=waits)
+
+    found: dict[Path, str] = {}
+    for path in rotate_by_rank(paths):
+        with suppress(BuiltElsewhere):
+            found[path] = find_or_compute(path, waits=False)
+    return [found.get(path) or find_or_compute(path, waits=waits) for path in paths]
 
 
 def _is_complete_entry(entry: Path) -> bool:
@@ -196,9 +280,7 @@ def _find_remembered_digest(path: str | Path, digests: Path) -> str | None:
         return None
 
 
-def _find_or_compute_digest(path: Path, digests: Path, *, alive: Heartbeat) -> str:
-    if (remembered := _find_remembered_digest(path, digests)) is not None:
-        return remembered
+def _compute_digest(path: Path, digests: Path, *, alive: Heartbeat) -> str:
     at, hasher, buffer = time.time(), xxhash.xxh3_128(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
     try:

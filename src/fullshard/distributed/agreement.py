@@ -6,6 +6,7 @@ failure is caught, sent to all ranks as text (an exception need not survive pick
 of them.
 """
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
-from fullshard.system.files import checkpoint_error_from_os_error
-from fullshard.torch_private.groups import has_backend
+from fullshard.system.files import checkpoint_error_from_os_error, lengthening_pauses
+from fullshard.torch_private.groups import find_default_store, has_backend
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -124,6 +125,34 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
     results, failure = answer[0]
     if failure is not None:
         raise failure.as_checkpoint_error() from attempt.error
+    return results[0]
+
+
+def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
+    """Runs `act()`, which may take hours, on rank 0, and returns its result on all ranks. Collective.
+
+    If `act` raises, rank 0 raises its error, and the other ranks exit with its exit code: one text is shown.
+
+    key: name of this call in the store of the ranks, where the others wait: a collective would time out
+    """
+    store, attempt, results = find_default_store(), ErrorCapture(), list[T]()
+    if rank() == 0:
+        with attempt:
+            results.append(act())
+    if store is None:
+        attempt.raise_captured()
+        return results[0]
+    if rank() == 0:
+        store.set(key, "done")
+    pauses = lengthening_pauses()
+    while not store.check([key]):  # raises if the store has gone
+        time.sleep(next(pauses))
+    answer: list[Any] = [(results, attempt.error and getattr(attempt.error, "exit_code", 1))]
+    dist.broadcast_object_list(answer, src=0)
+    attempt.raise_captured()
+    results, exit_code = answer[0]
+    if exit_code is not None:
+        raise SystemExit(exit_code)
     return results[0]
 
 

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,39 @@ from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+
+@contextmanager
+def planned_on_rank_zero(
+    request: LaunchRequest, make_plan: Callable[[], LaunchRequest]
+) -> Generator[LaunchRequest]:
+    """Context with the request that `make_plan()` returns. Collective under torchrun or srun.
+
+    There the ranks open their process group first, rank 0 alone calls `make_plan`, and all have its request.
+    If it raises, rank 0 raises the error, and the other ranks exit with its exit code.
+
+    request: the request to plan, whose run has the settings of the process group
+    """
+    if not environment.prepare_environment_if_started_as_rank():
+        yield make_plan()
+        return
+    with freeze_imports_in_gc():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        from fullshard.distributed.agreement import call_on_rank_zero
+        from fullshard.parallel.mesh import process_group
+    run = (request.plan or request).run
+    timeout_seconds = run.fault_tolerance.process_group_timeout_seconds
+    planned = list[str]()
+    with ExitStack() as stack:
+
+        @record  # an error, for torchrun
+        def meet_and_plan() -> None:
+            stack.enter_context(process_group(run.run.device, timeout_seconds=timeout_seconds))
+            planned.append(call_on_rank_zero(lambda: make_plan().model_dump_json(), key="plan"))
+
+        meet_and_plan()
+        yield LaunchRequest.model_validate_json(planned[0])
 
 
 def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -> LaunchRequest:

@@ -13,7 +13,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -226,10 +226,22 @@ def check_disk_space(path: Path, *, needed_bytes: int, available_bytes: int) -> 
         )
 
 
-_POLL_SECONDS = 0.05
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 10.0
 # Children of a killed process may hold its lock until they notice that their parent is gone.
 _DYING_SECONDS = 10.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def lengthening_pauses() -> Iterator[float]:
+    """Yields seconds to sleep between looks at what another process makes, each twice as long as the last.
+
+    So thousands of waiting ranks load a shared directory or store little, and none waits much longer than
+    twice as long as it must. No pause exceeds ten seconds.
+    """
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 @contextmanager
@@ -252,14 +264,15 @@ def hold_exclusive_file_lock(
     required: True raises OSError on a file system without locks; False continues there without a lock
     mode: permissions of a new lock file
     """
-    began = time.monotonic()
+    began, pauses = time.monotonic(), lengthening_pauses()
     while (descriptor := _try_open_and_lock_file(path, required=required, mode=mode)) is None:
         if holder := find_lock_holder(path):
             patience = max(patience_seconds, _DYING_SECONDS if _is_dead_process(holder) else 0.0)
-            if time.monotonic() - began >= patience:
+            left = patience - (time.monotonic() - began)
+            if left <= 0:
                 raise held_error(holder)
             waiting()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(min(next(pauses), left))
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
