@@ -1,0 +1,1 @@
+"""Measures what grows with the number of ranks, on fake ranks."""
