@@ -226,6 +226,7 @@ def _recompute_and_compile(
     return compiled + block_compiler.compile_blocks(whole, pieces=pieces)
 
 
+@fsdp.cut_own_chunks()
 def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
     settings = unit.settings(plan)
     dtypes, modules = settings.precision, list(unit.modules)
