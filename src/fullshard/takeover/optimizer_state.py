@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.errors import CheckpointError
 from fullshard.quantities import join_names
 from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
 
@@ -149,13 +149,10 @@ def check_is_alone(names: Iterable[object]) -> None:
 
 def as_lightning(found: ForeignCheckpoint, content: Any, *, file: Path) -> ForeignCheckpoint:
     """Returns the checkpoint with the facts that Lightning's `file` holds beside tensors."""
-    step = content.get("global_step") if isinstance(content, dict) else None
-    if not isinstance(step, int):
-        raise DamagedCheckpointError(f"{file} is not a file of Lightning.", got=f"global_step = {step!r}")
     return replace(
         found,
         format="Lightning",
         files=tuple(dict.fromkeys((*found.files, file))),
-        step=count_steps(found.updates, step),
+        step=count_steps(found.updates, int(content["global_step"])),
         version=str(content.get("pytorch-lightning_version")),
     )

@@ -79,14 +79,11 @@ def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
     if isinstance(first, DTensor):
         fix = "a checkpoint that DCP writes"
         raise CheckpointError(f"{files[0]} holds DTensors of one rank.", got=name, fix=fix)
-    if isinstance(first, Tensor) and not all(torch.equal(first, one) for one in values[1:]):
-        return LazyTensor(tuple(first.shape), first.dtype, partial(_refuse_to_read, name))
+    if isinstance(first, Tensor) and (others := [one for one in values[1:] if not torch.equal(first, one)]):
+        what, fix = f"{name.removeprefix('.')} differs between the files of the ranks.", "files of one step"
+        error = CheckpointError(what, why="it is a whole tensor in each, and no shard", fix=fix)
+        return LazyTensor.from_tensor(first).check_equal_when_read(LazyTensor.from_tensor(others[0]), error)
     return first
-
-
-def _refuse_to_read(name: str) -> Tensor:
-    what, fix = f"{name.removeprefix('.')} differs between the files of the ranks.", "files of one step"
-    raise CheckpointError(what, why="it is a whole tensor in each, and no shard", fix=fix)
 
 
 def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> LazyTensor:

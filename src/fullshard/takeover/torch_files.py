@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from safetensors import safe_open
 
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.errors import CheckpointError
 from fullshard.quantities import join_names
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.takeover import dcp, rank_files
@@ -104,11 +104,8 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
 
 
 def _as_trainer(found: ForeignCheckpoint, path: Path) -> ForeignCheckpoint:
-    try:
-        state: Any = parse_json(read_bytes(path / _TRAINER, most_bytes=VALUE_BYTES))
-        step, steps = int(state["global_step"]), int(state["max_steps"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamagedCheckpointError(f"{path / _TRAINER} cannot be read.", got=str(error)) from error
+    state: Any = parse_json(read_bytes(path / _TRAINER, most_bytes=VALUE_BYTES))
+    step, steps = int(state["global_step"]), int(state["max_steps"])
     skipped = step - int(max(found.updates.values(), default=step)) if (path / "scaler.pt").exists() else 0
     return replace(
         found,

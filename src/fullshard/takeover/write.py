@@ -124,16 +124,16 @@ class SettingBeside:
 
 def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget) -> Snapshot:
     """Returns the state to save. Raises CheckpointError for missing tensors, and for other optimizers."""
+    # With groups, a parameter without state was frozen there, or never updated, as an expert may be.
+    has_groups = matched.moments and any(group.names for group in matched.groups)
+    trained = target.groups if source.step and not has_groups else ()
+    stateless = [name for name in trained if target.state_keys(name) and name not in matched.moments]
     as_there = "--names with the names of the same tensors there and here"
     from_weights = "a checkpoint with its optimizer; for weights alone, model.hf, or a file with step 0"
     for what, names, fix in (
         ("lacks tensors of the model", matched.missing, as_there),
         ("has state of other parameters", matched.left_over_state, as_there),
-        (
-            "has no optimizer state of trained parameters",
-            _without_state(source, matched, target=target),
-            from_weights,
-        ),
+        ("has no optimizer state of trained parameters", stateless, from_weights),
     ):
         if names:
             raise CheckpointError(f"the source {what}.", got=join_names(names, most=3), fix=fix)
@@ -161,21 +161,10 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
     origin = {"format": source.format, "version": source.version, "files": [*map(str, source.files)]}
     values: dict[str, Any] = dict(state.values()) | {"origin": origin}
     # The groups of `state` are of no optimizer that is trained with.
-    values |= {"optimizer": _optimizer_class_name(target), "parameter_groups": None}
+    name = _OPTIMIZERS[target.run.optimizer.name.lower()]
+    is_stochastic = name == "AdamW" and target.plan.precision.stochastic_rounding
+    values |= {"optimizer": "StochasticAdamW" if is_stochastic else name, "parameter_groups": None}
     return Snapshot(source.step, values, tensors, state.select_names_that_must_be_finite(tensors))
-
-
-def _without_state(
-    source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget
-) -> list[str]:
-    """Returns trained parameters without state after the first step.
-
-    If groups name parameters, there are none: a parameter in no group was frozen there, and one in a group
-    was never updated, such as an expert that no token chose.
-    """
-    if not source.step or (matched.moments and any(group.names for group in matched.groups)):
-        return []
-    return [name for name in target.groups if target.state_keys(name) and name not in matched.moments]
 
 
 def _read_later(
@@ -201,11 +190,6 @@ def _read_later(
         return found.to(dtype)
 
     return make_lazy_tensor(torch.Size(one.shape), dtype, read=read)
-
-
-def _optimizer_class_name(target: ImportTarget) -> str:
-    name = _OPTIMIZERS[target.run.optimizer.name.lower()]
-    return "StochasticAdamW" if name == "AdamW" and target.plan.precision.stochastic_rounding else name
 
 
 def read_all(snapshot: Snapshot) -> None:

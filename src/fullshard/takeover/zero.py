@@ -157,9 +157,7 @@ def _find_rank_files(directory: Path, name: re.Pattern[str], *, ranks: int | Non
     found = sorted((int(match[1] or 0), directory / match[0]) for match in matches)
     counts = Counter(rank for rank, _ in found)
     expected = range(max(counts, default=0) + 1 if ranks is None else ranks)
-    wrong = [rank for rank in counts if counts[rank] != (rank in expected)]
-    wrong += [next(rank for rank in expected if rank not in counts)] if len(found) < len(expected) else []
-    if wrong:
+    if wrong := [rank for rank in sorted({*counts, *expected}) if counts[rank] != (rank in expected)]:
         kind = "model" if name is _MODEL_FILE else "optimizer"
         what = f"{directory} does not have one {kind} file per rank."
         got = f"{counts[wrong[0]]} of rank {wrong[0]}; {len(expected)} ranks"
