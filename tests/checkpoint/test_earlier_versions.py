@@ -3,7 +3,7 @@
 `earlier/*.zip`: a checkpoint that two ranks saved after three steps of `tests.training.runs.Regression` with
 AdamW, and beside it `expected.safetensors`: its tensors as they were when it was saved, and the losses of the
 next two steps. `first`: without an index of shards, and `ranks`: a file for each rank, which are refused;
-`indexed`: with shards.json.
+`indexed`: with shards.json, which lists each shard; `listed`: as that, of four ranks with replicas of shards.
 `earlier/drive-*.zip`: a rank's directory on a drive, with the generations of steps 1 and 2.
 """
 
@@ -57,7 +57,7 @@ def resumed(directory: Path) -> tuple[int, dict[str, Tensor], list[float]]:
     return step, whole, [next(steps).loss for _ in range(2)]
 
 
-@pytest.mark.parametrize("name", ["indexed", "now"])
+@pytest.mark.parametrize("name", ["indexed", "listed", "now"])
 def test_a_checkpoint_of_an_earlier_version_loads_bit_for_bit_resumes_and_is_exported(ranks, tmp_path, name):
     directory = unpacked(name, tmp_path)
     expected = tensors_in(directory / "expected.safetensors")

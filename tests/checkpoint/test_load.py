@@ -76,7 +76,7 @@ def test_if_all_checkpoints_are_damaged_missing_ok_does_not_start_anew(
 def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
     saved(tmp_path, 1)
     path = saved(tmp_path, 2)
-    manifest = read_manifest(path).model_copy(update={"format": 3})
+    manifest = read_manifest(path).model_copy(update={"format": 4})
     (path / "manifest.json").write_bytes(manifest.encode())
     with pytest.raises(CheckpointError, match="cannot be read by this fullshard"):
         loaded(tmp_path)
@@ -190,7 +190,7 @@ def test_a_rank_that_cannot_see_the_checkpoint_fails_all(ranks, tmp_path):
     messages = ranks(2).run(load_from_a_directory_per_rank, tmp_path)
     assert messages[0] == messages[1]
     assert messages[0].startswith(
-        "rank 1: checkpoints/step-00000001 is not whole.\n  got: shards.json: No such file"
+        "rank 1: checkpoints/step-00000001 is not whole.\n  got: __0_0.distcp.pieces: No such file"
     )
 
 

@@ -269,8 +269,8 @@ def saved_with_free_bytes(directory: Path, mesh_shape: tuple[int, ...], free: in
 
 def test_copies_on_other_ranks_need_no_space(ranks, tmp_path):
     weights = sum(tensor.nbytes for tensor in numbers(1).values())
-    parts = len(numbers()) + 3 + 1  # three matrices in two parts each, and something of each rank's own
-    needed = weights + 16 + 2560 * parts
+    parts = len(numbers()) + 3 + 4  # three matrices in two parts each, and something of each rank's own
+    needed = weights + 4 * 16 + 2560 * parts
     (refused, *_) = ranks(4).run(saved_with_free_bytes, tmp_path, (2, 2), needed - 1)
     assert refused == f"not enough space for {tmp_path}/step-00000001."
     assert ranks(4).run(saved_with_free_bytes, tmp_path, (2, 2), needed) == [None] * 4

@@ -13,7 +13,7 @@ import pytest
 from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.storage import ShardIndex
+from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import xxh3_digest
 from fullshard.weights.export import export

@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 WRITER = "writer.json"  # the first file of a draft
 # S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20
-_SMALL_BYTES = 1 << 30  # limit for the tables of shards: some hundred MB for ten thousand ranks
+SMALL_BYTES = 1 << 30  # limit for tables and indexes of shards; those of format 2 may have some hundred MB
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
 
@@ -92,7 +92,7 @@ class LocalFiles:
     def read_file(self, name: str) -> bytes:
         with self.open_file(name) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > (most := VALUE_BYTES if name == MANIFEST else _SMALL_BYTES):
+            if size > (most := VALUE_BYTES if name == MANIFEST else SMALL_BYTES):
                 what = f"it has {format_bytes(size)}, more than {format_bytes(most)}"
                 raise OSError(errno.EFBIG, what, str(self.path / name))
             return file.read(size)

@@ -32,7 +32,7 @@ from fullshard.checkpoint.manifest import (
     sizes_by_name,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_piece
-from fullshard.checkpoint.storage import DcpCheckpointReader
+from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import os_errors_as_checkpoint_errors
@@ -149,19 +149,20 @@ def call_with_newest_checkpoint(
 
 def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
+    read_index = partial(read_verified_file, files, manifest, name=SHARDS)
+    index = run_on_rank_zero(read_index, doing=doing)  # for all: they would read the same bytes
     with raise_on_all_ranks(doing):
         receivers = state.load_targets(manifest.tensors)
-        # DCP would silently fill tensors of another dtype.
         saved = {name: tensor for name, tensor in manifest.tensors.items() if name in receivers}
         check_same_tensors(receivers, saved)
-        reader = storage.build_reader(files, manifest)
+        reader = storage.build_reader(files, manifest, index=index)
     with raise_on_all_ranks(doing):
-        storage.read_with_dcp(receivers, reader)
+        reader.read_tensors(receivers)
     if isinstance(state, StateLoadedInPortions):
         portions = state.iterate_load_targets(manifest.tensors)
         while (portion := run_on_all_ranks(lambda: next(portions, None), doing=doing)) is not None:
             with raise_on_all_ranks(doing):
-                storage.read_with_dcp(portion, reader)
+                reader.read_tensors(portion)
     with raise_on_all_ranks(doing):
         state.load_values(manifest.values_with_run, receivers)
 
@@ -250,7 +251,7 @@ def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]
     except DamagedCheckpointError as error:
         yield Damage(MANIFEST, _damage_text_in_error(error, MANIFEST), ())
         return
-    reader, sizes = DcpCheckpointReader(files, manifest), sizes_by_name(files)
+    reader, sizes = CheckpointReader(files, manifest), sizes_by_name(files)
     damaged = False
     for name in manifest.files:
         for damaged in _iterate_file_damage(reader, name, sizes=sizes):
@@ -262,7 +263,7 @@ def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]
 
 
 def _iterate_file_damage(
-    reader: DcpCheckpointReader, name: str, *, sizes: Mapping[str, int]
+    reader: CheckpointReader, name: str, *, sizes: Mapping[str, int]
 ) -> Iterator[Damage]:
     saved = reader.manifest.files[name]
     if sizes.get(name) != saved.size_bytes:
@@ -281,24 +282,22 @@ def _iterate_file_damage(
         yield Damage(name, _damage_text_in_error(error, name), _affected_tensors(reader, name))
 
 
-def _iterate_shard_index_damage(reader: DcpCheckpointReader) -> Iterator[Damage]:
+def _iterate_shard_index_damage(reader: CheckpointReader) -> Iterator[Damage]:
     """Yields the damage of an unreadable index, and of its shards that the data files lack."""
     manifest = reader.manifest
     try:
-        places = reader.read_metadata().storage_data
+        reader.read_index()
     except CheckpointError as error:
         yield Damage(SHARDS, _damage_text_in_error(error, SHARDS), tuple(manifest.tensors))
         return
-    tables = manifest.data_file_names
-    pieces = {(name, piece.offset): piece for name in tables for piece in reader.read_table(name).pieces}
-    for index, (name, offset) in places.items():
-        piece, dtype = pieces.get((name, offset)), manifest.tensors[index.fqn].dtype
-        wanted = (index.fqn, tuple(index.offset), dtype)
-        if piece is None or (piece.name, piece.index, piece.dtype) != wanted:
-            yield Damage(SHARDS, f"{index.fqn} is not where the index has it", (index.fqn,))
+    for name in manifest.tensors:
+        try:
+            reader.find_pieces(name)
+        except CheckpointError:
+            yield Damage(SHARDS, f"{name} is not where the index has it", (name,))
 
 
-def _iterate_data_file_damage(reader: DcpCheckpointReader, name: str) -> Iterator[Damage]:
+def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[Damage]:
     try:
         table = reader.read_table(name)
     except CheckpointError:
@@ -323,7 +322,7 @@ def _damage_text_in_error(error: CheckpointError, name: str) -> str:
     return str(error.got or error.what).removeprefix(f"{name}: ")
 
 
-def _affected_tensors(reader: DcpCheckpointReader, name: str) -> tuple[str, ...]:
+def _affected_tensors(reader: CheckpointReader, name: str) -> tuple[str, ...]:
     """Returns the tensors in the data file or table `name`; all if it is the index or a damaged table."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_file_names:

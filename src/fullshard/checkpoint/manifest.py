@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fullshard.checkpoint.files import (
     MANIFEST,
+    SMALL_BYTES,
     CheckpointFiles,
     LocalFiles,
     ObjectFiles,
@@ -38,7 +39,8 @@ from fullshard.system.files import xxh3_digest
 from fullshard.system.object_store import is_remote_url
 from fullshard.system.small_files import VALUE_BYTES, parse_json
 
-FORMAT = 2
+FORMAT = 3
+_READ_FORMATS = (2, FORMAT)
 METADATA = ".metadata"
 SHARDS = "shards.json"
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
@@ -113,7 +115,7 @@ class Manifest(FrozenModel):
     digest: digest of the manifest's own bytes, with zeros in its place
     """
 
-    format: Literal[2] = FORMAT
+    format: Literal[2, 3] = FORMAT
     step: _Size
     values: dict[str, JsonValue]
     tensors: dict[str, SavedTensor]
@@ -211,11 +213,11 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
         raise read_failure_error(error, f"{files} cannot be read.", name=MANIFEST) from error
     where = f"{files}/{MANIFEST}"
     data = _verify_and_parse_manifest(text, where)
-    if data.get("format") != FORMAT:
+    if data.get("format") not in _READ_FORMATS:
         raise CheckpointError(
             f"{where} cannot be read by this fullshard.",
             got=f"format {data.get('format')!r}",
-            why=f"this fullshard reads format {FORMAT}",
+            why=f"this fullshard reads the formats {_READ_FORMATS[0]} and {FORMAT}",
             fix="the fullshard that wrote it, or a newer one",
         )
     try:
@@ -290,7 +292,10 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
 
 
 def write_small_file(draft: CheckpointFiles, name: str, *, data: bytes) -> SavedFile:
-    """Writes a small file, and returns its entry for the manifest."""
+    """Writes a small file, and returns its entry for the manifest. Raises CheckpointError for a large one."""
+    if len(data) > SMALL_BYTES:
+        got = f"{format_bytes(len(data))}, more than {format_bytes(SMALL_BYTES)}"
+        raise CheckpointError(f"{name} would be too large to be read.", got=got)
     write_file(draft, name, data=data)
     return small_file_entry(data)
 

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import location, storage
@@ -23,17 +21,18 @@ from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.location import CheckpointLocation, location_of, path_or_url_of
 from fullshard.checkpoint.manifest import (
     AVERAGE_PREFIX,
+    METADATA,
     MODEL_PREFIX,
     Checkpointable,
     Manifest,
-    SavedFile,
     SavedTensor,
     StateRequiringFiniteTensors,
     read_manifest_and_check_sizes,
-    small_file_entry,
     steps_skipped_in_a_row,
 )
 from fullshard.checkpoint.retention import prune_checkpoints
+from fullshard.checkpoint.save_plan import OwnShard, SavePlan
+from fullshard.checkpoint.storage import WrittenShards, write_own_shards
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
@@ -131,6 +130,7 @@ class CheckpointSaver:
     """Location and settings of saves. See `save` for the fields.
 
     saves_unusable: whether a state that no training can continue from is saved, and marked, or refused
+    dcp_shards: most shards for which `.metadata` is written, by which torch alone loads the checkpoint
     """
 
     place: CheckpointLocation
@@ -138,6 +138,7 @@ class CheckpointSaver:
     keep_every: int = 0
     plan: Plan | None = None
     saves_unusable: bool = False
+    dcp_shards: int = storage.DCP_SHARDS
 
     def __post_init__(self) -> None:
         for name, kept in (("keep", self.keep), ("keep_every", self.keep_every)):
@@ -153,7 +154,10 @@ class CheckpointSaver:
     def save_snapshot(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
         doing = f"saving step {mine.step} to {self.place}"
-        needed_bytes = _check_same_values_and_sum_bytes(mine, group=group)
+        plan = run_on_rank_zero(lambda: SavePlan.from_tensors(mine.tensors), doing=doing, group=group)
+        with raise_on_all_ranks(doing, group=group):
+            own = plan.list_own_shards(mine.tensors)
+        needed_bytes = _check_same_values_and_sum_bytes(mine, own, group=group)
         with ExitStack() as held:
             create = partial(self._lock_and_draft_unless_saved, held, mine, needed_bytes=needed_bytes)
             draft = run_on_rank_zero(create, doing=doing, group=group)
@@ -167,8 +171,11 @@ class CheckpointSaver:
                 )
                 draft = run_on_rank_zero(replace, doing=doing, group=group)
             try:
-                written = self._write_shards_on_all_ranks(mine, draft, doing=doing, group=group)
-                commit = partial(self._commit, mine, draft, written=written)
+                write = partial(self._write_own_shards, mine, own, plan=plan, draft=draft)
+                with raise_on_all_ranks(doing, group=group):
+                    part = write()
+                written = all_gather_object(part, group=group)
+                commit = partial(self._commit, mine, draft, plan=plan, written=written)
                 return run_on_rank_zero(commit, doing=doing, group=group)
             except CheckpointError:
                 if rank() == 0:
@@ -228,24 +235,10 @@ class CheckpointSaver:
             return None
         return _SavedStep(there, manifest)
 
-    def _write_shards_on_all_ranks(
-        self, mine: Snapshot, draft: CheckpointFiles, *, doing: str, group: Group
-    ) -> "_WrittenShards":
-        """Writes the shards of every rank. Collective.
-
-        Plain tensors that several ranks have, such as buffers, are rank 0's: ranks may have other running
-        means, and DCP would take each from any rank.
-        """
-        with raise_on_all_ranks(doing, group=group):
-            if WRITER not in draft.file_sizes_bytes():
-                raise CheckpointError(
-                    "the directory of checkpoints is not the same on all ranks.",
-                    got=f"no {draft} there, which rank 0 has just made",
-                    fix="a directory on a file system that all machines share, or an object store (s3://…)",
-                )
-        plain = {name for name, tensor in mine.tensors.items() if not isinstance(tensor, DTensor)}
-        of_rank_zero = all_gather_object(plain if rank() == 0 else set[str](), group=group)[0]
-        left = of_rank_zero if rank() else set[str]()
+    def _write_own_shards(
+        self, mine: Snapshot, own: Sequence[OwnShard], *, plan: SavePlan, draft: CheckpointFiles
+    ) -> tuple[WrittenShards, str | None]:
+        """Returns what this rank wrote, and a number there that no training can continue from, or None."""
         unusable: list[str] = []
 
         def check(name: str, numbers: Tensor) -> None:
@@ -260,31 +253,53 @@ class CheckpointSaver:
                 )
             unusable.append(f"{found:g} in {name}")
 
-        with raise_on_all_ranks(doing, group=group):
-            tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in left}
-            own, metadata = storage.write_with_dcp(tensors, draft, check=check, group=group)
-        every = all_gather_object((own, unusable[:1]), group=group)
-        files = {name: file for part, _ in every for name, file in part.items()}
-        return _WrittenShards(files, metadata, next((one for _, some in every for one in some), None))
+        try:
+            draft.read_file(WRITER)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                "the directory of checkpoints is not the same on all ranks.",
+                got=f"no {draft} there, which rank 0 has just made",
+                fix="a directory on a file system that all machines share, or an object store (s3://…)",
+            ) from error
+        written = write_own_shards(own, plan, draft=draft, check=check, dcp_shards=self.dcp_shards)
+        return written, next(iter(unusable), None)
 
-    def _commit(self, mine: Snapshot, draft: CheckpointFiles, *, written: "_WrittenShards") -> Path | str:
+    def _commit(
+        self,
+        mine: Snapshot,
+        draft: CheckpointFiles,
+        *,
+        plan: SavePlan,
+        written: Sequence[tuple[WrittenShards, str | None]],
+    ) -> Path | str:
         """Commits a draft that has all shards, then removes old checkpoints. Called on rank 0."""
-        writer = {WRITER: small_file_entry(draft.read_file(WRITER))}
+        files, tensors = storage.write_index(
+            draft, plan, written=[one for one, _ in written], dcp_shards=self.dcp_shards
+        )
         manifest = Manifest(
             step=mine.step,
             values=mine.values,
-            tensors=_check_and_list_written_tensors(written.metadata, written.files),
-            files=dict(sorted((written.files | writer).items())),
+            tensors=tensors,
+            files=dict(sorted(files.items())),
             world_size=world_size(),
             torch_version=torch.__version__,
             fullshard_version=_fullshard_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
-            unusable=written.unusable,
+            unusable=next((one for _, one in written if one is not None), None),
         )
+        storage.build_reader(draft, manifest)  # a load begins so
         target = self.place.commit(draft, manifest)
         # A save is not acknowledged unless the next load would find it.
         read_manifest_and_check_sizes(target)
         logger.info("saved %s (%s)", target, format_bytes(manifest.checkpoint_bytes))
+        if METADATA not in files:
+            logger.info(
+                "%s has no %s, which torch alone would read: it has more than %d shards. fullshard ckpt "
+                "export --format dcp writes a directory that has one",
+                target,
+                METADATA,
+                self.dcp_shards,
+            )
         with suppress(OSError, CheckpointError):  # the save is complete
             self._warn_of_later_steps(mine.step)
         if (why := manifest.why_avoided) is not None:
@@ -294,14 +309,6 @@ class CheckpointSaver:
             every = self.keep_every
             prune_checkpoints(self.place, keep=self.keep, keep_every=every, step=mine.step, best=best)
         return path_or_url_of(target)
-
-
-class _WrittenShards(NamedTuple):
-    """The files of all ranks, DCP's metadata (on rank 0), and `Manifest.unusable`."""
-
-    files: dict[str, SavedFile]
-    metadata: Metadata | None
-    unusable: str | None
 
 
 class _SavedStep(NamedTuple):
@@ -322,7 +329,7 @@ class _SavedStep(NamedTuple):
         name = min(names, key=lambda one: (mine.tensors[one].ndim < 2, mine.tensors[one].numel(), one))
         own, saved = mine.tensors[name], torch.empty_like(mine.tensors[name])
         with raise_on_all_ranks(f"comparing with {self.files}", group=group):
-            storage.read_with_dcp({name: saved}, storage.build_reader(self.files, self.manifest), group=group)
+            storage.build_reader(self.files, self.manifest).read_tensors({name: saved})
         same = torch.equal(detached_local_tensor(saved), detached_local_tensor(own))
         return all(all_gather_object(same, group=group))
 
@@ -364,11 +371,13 @@ def _unsavable_reason(tensor: object) -> str | None:
     return None
 
 
-def _check_same_values_and_sum_bytes(mine: Snapshot, *, group: Group) -> int:
+def _check_same_values_and_sum_bytes(mine: Snapshot, own: Sequence[OwnShard], *, group: Group) -> int:
     """Returns the most bytes that all ranks write. Raises CheckpointError if their steps or values differ."""
     digest = hashlib.sha256(json.dumps(mine.values, sort_keys=True).encode()).hexdigest()
-    share = sum(map(_tensor_share_bytes, mine.tensors.values()))
-    facts = all_gather_object((mine.step, digest, share), group=group)
+    sizes = [one.shard.nbytes for one in own]
+    padding = ALIGNMENT * sum(size >= LARGE_BYTES for size in sizes)
+    most = sum(sizes) + _ENVELOPE_BYTES * len(sizes) + padding  # in a data file and its table
+    facts = all_gather_object((mine.step, digest, most), group=group)
     for other, (step, values, _) in enumerate(facts):
         if step != facts[0][0]:
             steps = f"rank 0 at {facts[0][0]}, rank {other} at {step}"
@@ -379,19 +388,7 @@ def _check_same_values_and_sum_bytes(mine: Snapshot, *, group: Group) -> int:
                 got=f"rank {other} differs from rank 0",
                 why="values are saved once for all ranks; what differs goes into a tensor named by rank",
             )
-    return math.ceil(sum(share for _, _, share in facts))
-
-
-def _tensor_share_bytes(tensor: Tensor) -> float:
-    """Returns this rank's share of the bytes to write: 1/n of a shard that n ranks have."""
-    shard_bytes = detached_local_tensor(tensor).nbytes
-    padding = ALIGNMENT if shard_bytes >= LARGE_BYTES else 0
-    most_bytes = shard_bytes + _ENVELOPE_BYTES + padding  # in a data file and its table
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())
-        return most_bytes / copies
-    return most_bytes / world_size()
+    return sum(most for _, _, most in facts)
 
 
 def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mine: Snapshot) -> None:
@@ -410,29 +407,6 @@ def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mi
         logger.warning("%s exists and is kept, although these values changed: %s", there, ", ".join(changed))
     else:
         logger.info("%s exists already", there)
-
-
-def _check_and_list_written_tensors(
-    metadata: Metadata | None, files: Mapping[str, SavedFile]
-) -> dict[str, SavedTensor]:
-    """Returns the tensors in DCP's metadata. Raises CheckpointError if `files` lack a part of a tensor."""
-    assert metadata is not None, "rank 0 has it"
-    sizes = {name: file.size_bytes for name, file in files.items()}
-    tensors: dict[str, SavedTensor] = {}
-    for name, tensor in sorted(metadata.state_dict_metadata.items()):
-        assert isinstance(tensor, TensorStorageMetadata), f"{name} was checked to be a tensor"
-        for chunk in tensor.chunks:
-            place = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
-            if place is None or sizes.get(place.relative_path, -1) < place.offset + place.length:
-                raise CheckpointError(
-                    f"a part of {name} was not written.",
-                    got=f"nothing for its part at {list(chunk.offsets)}",
-                    why="torch.distributed.checkpoint reported that it was",
-                    fix="save again, and the file system's log",
-                )
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        tensors[name] = SavedTensor(shape=tuple(tensor.size), dtype=dtype)
-    return tensors
 
 
 def _fullshard_version() -> str:

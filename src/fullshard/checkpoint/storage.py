@@ -1,29 +1,24 @@
-"""DCP's storage interface: writes shards with their digests, and verifies them while it reads.
+"""Writes the shards of a checkpoint with their digests, and verifies them while it reads.
 
-[Note: no pickle is read] A checkpoint may come from somebody else, and reading a pickle can run code. So the
-metadata for DCP is built from the `ShardIndex` in `shards.json`, which holds the same facts. DCP's own
-pickle, `.metadata`, is only written, so that torch alone can load the directory.
-
-DCP pickles a rank's exception to send it to the coordinator, and hangs if pickling fails. So a failure to
-write or to read is stored in `attempt`, whose `raise_captured` raises it. See [Note: failures are agreed on].
+[Note: no pickle is read] A checkpoint may come from somebody else, and reading a pickle can run code. So
+shards are found by the `ShardIndex` in `shards.json`. `.metadata`, the pickle of torch.distributed.checkpoint
+(DCP), is only written, so that torch alone can load the directory. It has an entry per shard, so it is left
+out of checkpoints of more than DCP_SHARDS shards.
 """
 
 import itertools
-import math
 import pickle
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self, TypeVar, cast
+from typing import BinaryIO, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,87 +26,158 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import shard_file
-from fullshard.checkpoint.files import CheckpointFiles
+from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.manifest import (
     METADATA,
     SHARDS,
     Manifest,
     SavedFile,
+    SavedTensor,
     read_failure_error,
     read_verified_file,
+    small_file_entry,
     write_small_file,
 )
-from fullshard.distributed.agreement import ErrorCapture, Group, is_distributed, rank
+from fullshard.checkpoint.save_plan import OwnShard, SavePlan, ShardPlacer
+from fullshard.checkpoint.shard_index import Box, LocatedShard, ShardIndex, ShardPosition, data_file_name
+from fullshard.distributed.agreement import rank
 from fullshard.distributed.ranges import TimedRange
-from fullshard.errors import DamagedCheckpointError
-from fullshard.spec.value import FrozenModel
+from fullshard.distributed.tensors import detached_local_tensor
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import files as system_files
 from fullshard.torch_private.tensors import make_dcp_storage_info
 
-T = TypeVar("T")
+DCP_SHARDS = 1 << 17
+"""Most shards of a checkpoint for which `.metadata` is written: 24 MB, which rank 0 makes in seconds."""
 
 Check = Callable[[str, Tensor], None]
 """Raises CheckpointError if a shard, given its tensor's name and its numbers on the CPU, may not be saved."""
 
 
-class DcpCheckpointWriter(StorageWriter):
-    """DCP's writer of this rank's shards into one data file of a draft, with a table beside it.
+class ListedShard(NamedTuple):
+    """A shard of the tensor `name` (`dtype`, shape `whole`) that the index lists; `length` of its piece."""
 
-    attempt: failure of this rank, if any
-    written: manifest's entries of both files; on rank 0 also of `.metadata` and the index
-    metadata: DCP's metadata, on rank 0
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    position: ShardPosition
+    length: int
+
+
+class WrittenShards(NamedTuple):
+    """Report of a rank to rank 0 of what it wrote.
+
+    files: (bytes, digest or None) of each file
+    listed: shards that the index lists
+    others: number of the other shards
+    pieces: (offset, length) of these, in the order of the plan; empty if `.metadata` is not written
     """
 
-    def __init__(self, draft: CheckpointFiles, *, check: Check) -> None:
-        self.draft, self.check = draft, check
-        self.attempt = ErrorCapture()
-        self.written: dict[str, SavedFile] = {}
-        self.metadata: Metadata | None = None
+    files: dict[str, tuple[int, str | None]]
+    listed: tuple[ListedShard, ...]
+    others: int
+    pieces: tuple[tuple[int, int], ...]
 
-    def reset(self, checkpoint_id: object = None) -> None: ...
 
-    def set_up_storage_writer(self, *args: object, **kwargs: object) -> None: ...  # signature: DCP's
+def write_own_shards(
+    own: Sequence[OwnShard], plan: SavePlan, *, draft: CheckpointFiles, check: Check, dcp_shards: int
+) -> WrittenShards:
+    """Writes the shards `own` of this rank. May raise on one rank alone.
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+    check: see `write_shards`
+    dcp_shards: most shards for which `.metadata` is written
+    """
+    with TimedRange("write"):
+        shards = ((one.name, one.start, one.shard) for one in own)
+        records, files = write_shards(draft, data_file_name(rank()), shards=shards, check=check)
+    listed, others = list[ListedShard](), list[tuple[int, int]]()
+    for one, piece in zip(own, records, strict=True):
+        if one.is_listed:
+            position = ShardPosition(rank(), piece.offset, piece.index, piece.shape)
+            listed.append(ListedShard(one.name, piece.dtype, one.saved.shape, position, piece.length))
+        else:
+            others.append((piece.offset, piece.length))
+    entries = {name: (file.size_bytes, file.digest) for name, file in files.items()}
+    sent = tuple(others) if plan.shard_count <= dcp_shards else ()
+    return WrittenShards(entries, tuple(listed), len(others), sent)
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        with self.attempt, TimedRange("write"):
-            name = f"__{rank()}_0.distcp"  # as DCP names a rank's first file
-            # One at a time: a shard on a GPU is on the host only while it is written.
-            shards = (
-                (one.index.fqn, tuple(one.index.offset or ()), cast(Tensor, planner.resolve_data(one)))
-                for one in plan.items
-            )
-            pieces, self.written = write_shards(self.draft, name, shards=shards, check=self.check)
-            for item, piece in zip(plan.items, pieces, strict=True):
-                info = make_dcp_storage_info(filesystem, name, offset=piece.offset, length=piece.length)
-                results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
-        return _completed_future(results)
+def write_index(
+    draft: CheckpointFiles, plan: SavePlan, *, written: Sequence[WrittenShards], dcp_shards: int
+) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
+    """Writes the index of the shards, and `.metadata` unless there are too many. Called on rank 0.
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes `.metadata`, as DCP's own storage does, and the index of the shards. Called on rank 0."""
-        with self.attempt:
-            metadata.storage_data = {one.index: one.storage_data for many in results for one in many}
-            metadata.storage_meta = None
-            metadata.version = filesystem.CURRENT_DCP_VERSION
-            self.metadata = metadata
-            self.written[METADATA] = write_small_file(self.draft, METADATA, data=pickle.dumps(metadata))
-            index = ShardIndex.from_dcp_metadata(metadata).model_dump_json().encode()
-            self.written[SHARDS] = write_small_file(self.draft, SHARDS, data=index)
+    written: what each rank wrote
+    dcp_shards: most shards for which `.metadata` is written
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return True
+    Returns the manifest's entries of all files and tensors. Raises CheckpointError if a shard is missing.
+    """
+    count = plan.shard_count
+    if (others := sum(one.others for one in written)) != count:
+        got = f"{others} shards, where the layouts have {count}"
+        raise CheckpointError("a part of the state was not written.", got=got)
+    tensors = dict(plan.tensors)
+    places: defaultdict[str, dict[tuple[int, ...], ShardPosition]] = defaultdict(dict)
+    ranks = [number for number, one in enumerate(written) if one.listed]
+    for number, listing in enumerate(ranks):
+        for name, dtype, whole, position, _ in written[listing].listed:
+            if name not in tensors:
+                tensors[name] = SavedTensor(shape=whole, dtype=dtype)
+            # A shard that several ranks wrote is taken from the first.
+            places[name].setdefault(position.start, position._replace(file=number))
+    index = ShardIndex(
+        files=tuple(map(data_file_name, ranks)),
+        shards={name: tuple(some.values()) for name, some in places.items()},
+        meshes=plan.meshes,
+        layouts=dict(plan.layouts),
+    )
+    entries = [entry for one in written for entry in one.files.items()]
+    files = {name: SavedFile(size_bytes=size, digest=digest) for name, (size, digest) in entries}
+    files[WRITER] = small_file_entry(draft.read_file(WRITER))
+    text = index.model_dump_json().encode()
+    files[SHARDS] = write_small_file(draft, SHARDS, data=text)
+    if count <= dcp_shards:
+        positions = tuple((one.listed, one.pieces) for one in written)
+        data = _encode_dcp_metadata(text, tuple(tensors.items()), written=positions)
+        files[METADATA] = write_small_file(draft, METADATA, data=data)
+    return files, dict(sorted(tensors.items()))
+
+
+@lru_cache(maxsize=1)  # the next save of a run has the same shards at the same positions
+def _encode_dcp_metadata(
+    index: bytes,
+    tensors: tuple[tuple[str, SavedTensor], ...],
+    *,
+    written: tuple[tuple[tuple[ListedShard, ...], tuple[tuple[int, int], ...]], ...],
+) -> bytes:
+    """Returns `.metadata`, by which torch alone loads the directory.
+
+    written: `listed` and `pieces` of each rank's `WrittenShards`
+    """
+    pieces = {data_file_name(number): iter(some) for number, (_, some) in enumerate(written)}
+    lengths = {
+        (data_file_name(number), one.position.offset): one.length
+        for number, (listed, _) in enumerate(written)
+        for one in listed
+    }
+    shards, described = ShardIndex.model_validate_json(index), dict[str, TensorStorageMetadata]()
+    places = dict[MetadataIndex, object]()
+    for name, saved in tensors:  # in the order of the plan, as `pieces` are
+        chunks = list[ChunkStorageMetadata]()
+        for file, (start, shape), offset in shards.iterate_shards(name, saved.shape):
+            begin, length = next(pieces[file]) if offset is None else (offset, lengths[file, offset])
+            at = torch.Size(start)
+            chunks.append(ChunkStorageMetadata(at, torch.Size(shape)))
+            info = make_dcp_storage_info(filesystem, file, offset=begin, length=length)
+            places[MetadataIndex(name, at)] = info
+        properties = TensorProperties(dtype=saved.torch_dtype)
+        described[name] = TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
+    metadata = Metadata(state_dict_metadata={**described}, storage_data=places)
+    metadata.version = filesystem.CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)
 
 
 def write_shards(
@@ -142,58 +208,73 @@ def write_shards(
     }
 
 
-class DcpCheckpointReader(StorageReader):
-    """DCP's reader of a checkpoint, which verifies all bytes that it reads."""
+class CheckpointReader:
+    """Reads tensors of a checkpoint, and verifies all bytes that it reads."""
 
     def __init__(self, files: CheckpointFiles, manifest: Manifest) -> None:
         self.files, self.manifest = files, manifest
-        self.attempt = ErrorCapture()
-        self._metadata: Metadata | None = None
+        self._index: ShardIndex | None = None
         self._tables: dict[str, shard_file.ShardFileTable] = {}
+        self._pieces: dict[str, dict[tuple[str, tuple[int, ...]], shard_file.ShardRecord]] = {}
         self._buffer = memoryview(b"")
 
-    def reset(self, checkpoint_id: object = None) -> None: ...
+    def read_index(self, data: bytes | None = None) -> ShardIndex:
+        """Returns the index of the shards.
 
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # signature: DCP's StorageReader
-        """Returns DCP's metadata, built from the index: [Note: no pickle is read]. Raises CheckpointError."""
-        if self._metadata is None:
+        data: bytes of the index, if they were read already
+
+        Raises DamagedCheckpointError unless the index covers the manifest's tensors exactly.
+        """
+        if self._index is None:
             source = f"{self.files}/{SHARDS}"
-            data = read_verified_file(self.files, self.manifest, name=SHARDS)
+            data = read_verified_file(self.files, self.manifest, name=SHARDS) if data is None else data
             index = shard_file.parse_checkpoint_json(ShardIndex, data, source=source)
-            self._metadata = index.to_dcp_metadata(self.manifest, source=source)
-        return self._metadata
+            if problem := index.find_inconsistency(self.manifest):
+                raise DamagedCheckpointError(f"{source} is damaged.", got=problem)
+            self._index = index
+        return self._index
 
-    def set_up_storage_reader(self, *args: object, **kwargs: object) -> None: ...  # signature: DCP's
+    def find_pieces(self, name: str, part: Box | None = None) -> list[tuple[str, shard_file.ShardRecord]]:
+        """Returns (data file, piece) of each shard of a tensor with elements of `part`, by default all.
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        Raises DamagedCheckpointError unless the tables of the files have them.
+        """
+        saved = self.manifest.tensors[name]
+        shards = self.read_index().iterate_shards(name, saved.shape, part=part)
+        return [(one.file, self._find_piece(one, name=name, saved=saved)) for one in shards]
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+    def _find_piece(self, shard: LocatedShard, *, name: str, saved: SavedTensor) -> shard_file.ShardRecord:
+        if shard.file not in self._pieces:
+            pieces = self.read_table(shard.file).pieces
+            self._pieces[shard.file] = {(piece.name, piece.index): piece for piece in pieces}
+        piece = self._pieces[shard.file].get((name, shard.box[0]))
+        same = piece is not None and (piece.shape, piece.dtype) == (shard.box[1], saved.dtype)
+        if piece is None or not same or shard.offset not in (None, piece.offset):
+            differ = f"{SHARDS} and the tables of pieces differ about {name} in {shard.file}"
+            raise DamagedCheckpointError(f"{self.files} is damaged.", got=differ)
+        return piece
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with self.attempt:
-            places = cast(dict[MetadataIndex, tuple[str, int]], self.read_metadata().storage_data)
-
-            def file_and_offset(item: ReadItem) -> tuple[str, int]:
-                return places[item.storage_index]
-
-            items = sorted(plan.items, key=file_and_offset)  # in file order
-            for name, group in itertools.groupby(items, key=lambda item: file_and_offset(item)[0]):
-                pieces = {piece.offset: piece for piece in self.read_table(name).pieces}
-                with self.open_data_file(name) as file:
-                    for item in group:
-                        piece = pieces.get(file_and_offset(item)[1])
-                        target = planner.resolve_tensor(item).detach()
-                        self.check_piece_and_read_part_into(
-                            file, piece, offsets=item.storage_offsets, target=target
-                        )
-                        planner.commit_tensor(item, target)
-        return _completed_future(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return True
+    def read_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fills this rank's part of `tensors`. May raise on one rank alone."""
+        reads = list[tuple[str, shard_file.ShardRecord, Tensor, tuple[int, ...]]]()
+        placer = ShardPlacer()
+        for name, tensor in tensors.items():
+            local = detached_local_tensor(tensor)
+            placed = placer.place(name, tensor) if isinstance(tensor, DTensor) else None
+            start, _ = placed[1] if placed else ((0,) * local.ndim, ())
+            part = (start, tuple(local.shape))
+            reads += [(*one, local, start) for one in self.find_pieces(name, part)] if local.numel() else []
+        reads.sort(key=lambda one: (one[0], one[1].offset))
+        for file_name, group in itertools.groupby(reads, key=lambda one: one[0]):
+            with self.open_data_file(file_name) as file:
+                for _, piece, local, start in group:
+                    target, offsets = local, list[int]()
+                    for dim, (own, at) in enumerate(zip(start, piece.index, strict=True)):
+                        low = max(own, at)
+                        high = min(own + local.shape[dim], at + piece.shape[dim])
+                        target = target.narrow(dim, low - own, high - low)
+                        offsets.append(low - at)
+                    self.read_part_into(file, piece, offsets=offsets, target=target)
 
     def read_table(self, name: str) -> shard_file.ShardFileTable:
         """Returns the table of a data file."""
@@ -216,56 +297,24 @@ class DcpCheckpointReader(StorageReader):
         except OSError as error:
             raise read_failure_error(error, f"{self.files} cannot be read.", name=name) from error
 
-    def check_piece_and_read_part_into(
-        self, file: BinaryIO, piece: shard_file.ShardRecord | None, *, offsets: Sequence[int], target: Tensor
+    def read_part_into(
+        self, file: BinaryIO, piece: shard_file.ShardRecord, *, offsets: Sequence[int], target: Tensor
     ) -> None:
-        """Fills `target` as `shard_file.read_verified_part_into` does. Checks the dtype of `piece`."""
-        if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
-            differ = f"{SHARDS} and the tables of pieces differ"
-            raise DamagedCheckpointError(f"{self.files} is damaged.", got=differ)
+        """Fills `target` as `shard_file.read_verified_part_into` does."""
         shard_file.read_verified_part_into(file, piece, offsets=offsets, target=target, scratch=self._buffer)
 
 
-def write_with_dcp(
-    tensors: Mapping[str, Tensor], draft: CheckpointFiles, *, check: Check, group: Group
-) -> tuple[dict[str, SavedFile], Metadata | None]:
-    """Writes this rank's part of `tensors` into `draft` with DCP. Collective; may raise on one rank alone.
-
-    check: see `write_shards`
-
-    Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
-    """
-    writer = DcpCheckpointWriter(draft, check=check)
-    # In DCP, a rank that is done with its `write` waits for the others.
-    with _suppress_single_process_warning(), TimedRange("agreement"):
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not is_distributed())
-    writer.attempt.raise_captured()
-    return writer.written, writer.metadata
-
-
-def build_reader(files: CheckpointFiles, manifest: Manifest) -> DcpCheckpointReader:
-    """Returns a reader of a checkpoint, after reading its index. Raises CheckpointError."""
-    reader = DcpCheckpointReader(files, manifest)
-    reader.read_metadata()
+def build_reader(
+    files: CheckpointFiles, manifest: Manifest, *, index: bytes | None = None
+) -> CheckpointReader:
+    """Returns a reader of a checkpoint; `index`: its bytes, if known. Raises CheckpointError."""
+    reader = CheckpointReader(files, manifest)
+    reader.read_index(index)
     return reader
 
 
-def read_with_dcp(tensors: Mapping[str, Tensor], reader: DcpCheckpointReader, *, group: Group = None) -> None:
-    """Fills this rank's part of `tensors` with DCP. Collective. May raise on one rank."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _suppress_single_process_warning():
-        dcp.load(
-            dict(tensors),
-            storage_reader=reader,
-            planner=planner,
-            process_group=group,
-            no_dist=not is_distributed(),
-        )
-    reader.attempt.raise_captured()
-
-
 def write_dcp_directory(
-    directory: Path, state: Mapping[str, object], *, names: Mapping[Tensor, str], reader: DcpCheckpointReader
+    directory: Path, state: Mapping[str, object], *, names: Mapping[Tensor, str], reader: CheckpointReader
 ) -> None:
     """Writes nested values as a directory that DCP loads; `.metadata` completes it. Not collective.
 
@@ -280,7 +329,7 @@ def write_dcp_directory(
             begin, value = file.tell(), planner.resolve_data(item)
             if isinstance(value, Tensor):
                 values = torch.empty_like(value)
-                read_with_dcp({names[value]: values}, reader)
+                reader.read_tensors({names[value]: values})
                 torch.save(values, file)
             else:
                 file.write(value.getbuffer())
@@ -288,16 +337,6 @@ def write_dcp_directory(
             metadata.storage_data[item.index] = info
     metadata.version = filesystem.CURRENT_DCP_VERSION
     system_files.write_file_atomically(directory / METADATA, pickle.dumps(metadata))
-
-
-@contextmanager
-def _suppress_single_process_warning() -> Generator[None]:
-    if is_distributed():  # then DCP does not warn, and a filter would make other warnings repeat
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
 
 
 @contextmanager
@@ -309,89 +348,3 @@ def _no_zip_checksums() -> Generator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _completed_future(value: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
-
-
-class ShardPosition(NamedTuple):
-    """Position of one shard of a tensor.
-
-    file: index of its data file in `ShardIndex.files`
-    offset: byte of the data file at which its piece begins
-    start: position of its first element in the whole tensor, per dim
-    shape: shape of the shard
-    """
-
-    file: NonNegativeInt
-    offset: NonNegativeInt
-    start: tuple[NonNegativeInt, ...]
-    shape: tuple[NonNegativeInt, ...]
-
-
-class ShardIndex(FrozenModel):
-    """Names of the data files, and all shards of each tensor by its name. Lists a replicated shard once."""
-
-    files: tuple[str, ...]
-    shards: dict[str, tuple[ShardPosition, ...]]
-
-    @classmethod
-    def from_dcp_metadata(cls, metadata: Metadata) -> Self:
-        """Builds the index of the shards that DCP's metadata lists as written."""
-        places = [
-            (name, place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes))
-            for name, tensor in metadata.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-            for chunk in tensor.chunks
-            if (place := metadata.storage_data.get(MetadataIndex(name, chunk.offsets))) is not None
-        ]
-        files = sorted({file for _, file, *_ in places})
-        numbers = {file: number for number, file in enumerate(files)}
-        shards: defaultdict[str, list[ShardPosition]] = defaultdict(list)
-        for name, file, offset, start, shape in places:
-            shards[name].append(ShardPosition(numbers[file], offset, start, shape))
-        return cls(files=tuple(files), shards={name: tuple(many) for name, many in shards.items()})
-
-    def to_dcp_metadata(self, manifest: Manifest, *, source: str) -> Metadata:
-        """Returns DCP's metadata of the same shards, with (file name, offset) of each in `storage_data`.
-
-        Raises DamagedCheckpointError, which names `source`, unless the shards cover the manifest's tensors
-        exactly, and are within its data files.
-        """
-        if problem := self._find_inconsistency(manifest):
-            raise DamagedCheckpointError(f"{source} is damaged.", got=problem)
-        tensors = {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=manifest.tensors[name].torch_dtype),
-                size=torch.Size(manifest.tensors[name].shape),
-                chunks=[ChunkStorageMetadata(torch.Size(s.start), torch.Size(s.shape)) for s in shards],
-            )
-            for name, shards in self.shards.items()
-        }
-        places = {
-            MetadataIndex(name, torch.Size(one.start)): (self.files[one.file], one.offset)
-            for name, shards in self.shards.items()
-            for one in shards
-        }
-        return Metadata(state_dict_metadata={**tensors}, storage_data=places)
-
-    def _find_inconsistency(self, manifest: Manifest) -> str | None:
-        if strange := set(self.files) - set(manifest.data_file_names):
-            return f"{min(strange)} is not a data file of this checkpoint"
-        if other := self.shards.keys() ^ manifest.tensors.keys():
-            return f"{min(other)} is in the index or in the manifest, but not in both"
-        for name, shards in self.shards.items():
-            shape = manifest.tensors[name].shape
-            inside = all(
-                len(one.start) == len(one.shape) == len(shape)
-                and all(a + n <= whole for a, n, whole in zip(one.start, one.shape, shape, strict=True))
-                and one.file < len(self.files)
-                and one.offset < manifest.files[self.files[one.file]].size_bytes
-                for one in shards
-            )
-            if not inside or sum(math.prod(one.shape) for one in shards) != math.prod(shape):
-                return f"the shards of {name} are not what a tensor of shape {list(shape)} consists of"
-        return None

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
@@ -30,13 +29,12 @@ class ErrorCapture(AbstractContextManager["ErrorCapture"]):
     """Context manager that catches the exception of its block. See [Note: failures are agreed on]."""
 
     def __init__(self) -> None:
-        self.error: Exception | CheckpointException | None = None
+        self.error: Exception | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # DCP's own exception is not an Exception. Interrupts are not caught.
-        if isinstance(error, Exception | CheckpointException):
+        if isinstance(error, Exception):  # interrupts are not caught
             self.error = error
             return True
         return False
@@ -192,10 +190,7 @@ def _choose_failure_to_report(failures: Sequence[_RankFailure]) -> _RankFailure:
 
 def _make_rank_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None:
     """Returns the texts of `attempt`'s exception, to send to other ranks; None if it has none."""
-    error: BaseException | None = attempt.error
-    failed_rank = rank()
-    if isinstance(error, CheckpointException):
-        failed_rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
+    error = attempt.error
     if error is None:
         return None
     offload = error if isinstance(error, OffloadError) else None
@@ -203,10 +198,10 @@ def _make_rank_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None
         error = _as_checkpoint_error(error, doing)
     kind = DamagedCheckpointError if isinstance(error, DamagedCheckpointError) else CheckpointError
     details = {"got": None if error.got is None else str(error.got), "why": error.why, "fix": error.fix}
-    return _RankFailure(failed_rank, kind, error.what, details, offload)
+    return _RankFailure(rank(), kind, error.what, details, offload)
 
 
-def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:
+def _as_checkpoint_error(error: Exception, doing: str) -> CheckpointError:
     what = f"{doing} failed."
     if isinstance(error, OSError):
         return checkpoint_error_from_os_error(what, error)

@@ -19,7 +19,7 @@ from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Checkpointable, Manifest, SavedTensor
-from fullshard.checkpoint.storage import DcpCheckpointReader
+from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.distributed.agreement import run_raising_checkpoint_error
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
@@ -168,7 +168,7 @@ def write_export(
     naming: Naming | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int | None = None,
-    open_source: Callable[[DcpCheckpointReader], TensorSource] = open_model_tensors,
+    open_source: Callable[[CheckpointReader], TensorSource] = open_model_tensors,
     beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes the model of a checkpoint, on this rank alone, and logs its size. Raises like `export`.
@@ -253,7 +253,7 @@ def _build_writer(
     manifest: Manifest,
     *,
     naming: Naming | None,
-    open_source: Callable[[DcpCheckpointReader], TensorSource],
+    open_source: Callable[[CheckpointReader], TensorSource],
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:

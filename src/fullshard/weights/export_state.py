@@ -23,7 +23,7 @@ from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, OPTIMIZER_PREFIX, Manifest
-from fullshard.checkpoint.storage import DcpCheckpointReader, build_reader, read_with_dcp, write_dcp_directory
+from fullshard.checkpoint.storage import CheckpointReader, build_reader, write_dcp_directory
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.system.files import (
@@ -177,7 +177,7 @@ def _as_torch_muon(entries: Mapping[str, Any], muon: Mapping[str, Any]) -> dict[
 
 
 def _write_torch_file(
-    target: Path, state: Mapping[str, Any], *, names: Mapping[Tensor, str], reader: DcpCheckpointReader
+    target: Path, state: Mapping[str, Any], *, names: Mapping[Tensor, str], reader: CheckpointReader
 ) -> None:
     """Writes `state` without values, maps the file into memory, and reads the tensors `names` into it."""
     with write_new_file(target) as file:
@@ -189,4 +189,4 @@ def _write_torch_file(
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             mapped = torch.load(file.name, mmap=True, weights_only=True)
         pairs = zip(tree_leaves(state), tree_leaves(mapped), strict=True)
-        read_with_dcp({names[one]: values for one, values in pairs if isinstance(one, Tensor)}, reader)
+        reader.read_tensors({names[one]: values for one, values in pairs if isinstance(one, Tensor)})

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fullshard.checkpoint.manifest import AVERAGE_PREFIX, MODEL_PREFIX, Manifest, SavedTensor
 from fullshard.checkpoint.shard_file import ShardRecord
-from fullshard.checkpoint.storage import DcpCheckpointReader
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.checkpoint.storage import CheckpointReader
+from fullshard.errors import CheckpointError
 from fullshard.models.adapted_parameters import name_in_base
 from fullshard.models.packed_weights import PackedWeight, packed_weights_in_record, unpack_weight
 from fullshard.spec.weight_map import BoxCopy, row_major_strides
@@ -65,12 +65,11 @@ def select_model_tensors(manifest: Manifest, weights: Weights) -> dict[str, tupl
 class SavedModelTensors:
     """The model tensors of a checkpoint. Every read verifies the digests of the blocks that it reads."""
 
-    def __init__(self, reader: DcpCheckpointReader, *, weights: Weights = "model") -> None:
+    def __init__(self, reader: CheckpointReader, *, weights: Weights = "model") -> None:
         self._reader = reader
         selected = select_model_tensors(reader.manifest, weights)
         self.tensors: Mapping[str, SavedTensor] = {name: tensor for name, (_, tensor) in selected.items()}
-        places = _locate_pieces(reader, dict(selected.values()))
-        self._places = {name: places[saved] for name, (saved, _) in selected.items()}
+        self._places = {name: reader.find_pieces(saved) for name, (saved, _) in selected.items()}
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
         """Fills `target`, see `TensorSource.read_into`. Raises DamagedCheckpointError, CheckpointError."""
@@ -104,27 +103,7 @@ class SavedModelTensors:
         name, piece = place
         flat = piece.model_copy(update={"shape": (math.prod(piece.shape),), "index": (0,)})
         with self._reader.open_data_file(name) as file:
-            self._reader.check_piece_and_read_part_into(file, flat, offsets=(begin,), target=target)
-
-
-def _locate_pieces(
-    reader: DcpCheckpointReader, tensors: Mapping[str, SavedTensor]
-) -> dict[str, list[_Place]]:
-    """Returns the pieces of each of `tensors`, ordered by index, with one of several copies of a piece."""
-    found: dict[str, dict[tuple[int, ...], _Place]] = {name: {} for name in tensors}
-    for file in reader.manifest.data_file_names:
-        for piece in reader.read_table(file).pieces:
-            if piece.name in found:
-                found[piece.name].setdefault(piece.index, (file, piece))
-    for name, tensor in tensors.items():
-        held = sum(math.prod(piece.shape) for _, piece in found[name].values())
-        if held != math.prod(tensor.shape):
-            raise DamagedCheckpointError(
-                f"{reader.files} does not hold all of {name}.",
-                got=f"{held} of {math.prod(tensor.shape)} elements",
-                why="the tables of its pieces do not cover the tensor",
-            )
-    return {name: sorted(places.values(), key=lambda one: one[1].index) for name, places in found.items()}
+            self._reader.read_part_into(file, flat, offsets=(begin,), target=target)
 
 
 class DequantisedModelTensors:
@@ -264,7 +243,7 @@ def lora_adapters_by_base(
 
 
 def open_model_tensors(
-    reader: DcpCheckpointReader,
+    reader: CheckpointReader,
     *,
     weights: Weights = "model",
     merging: Mapping[str, LayerMerging] | None = None,
