@@ -134,7 +134,7 @@ def saves_after_a_lost_connection(directory: Path, *, at: int) -> list[str | Non
     with last_collective(10**6, kills=False) as count:
         saver.save(state)
         saver.wait()
-        of_thread = range(1 + 4, 1 + count())  # behind those of `save` itself
+        of_thread = range(1 + 8, 1 + count())  # behind the two agreements of `save` itself
     state.step = 2
     with last_collective(of_thread[at] if dist.get_rank() == 1 else 10**6, kills=False):
         saver.save(state)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from fullshard.distributed.loopback import (
     all_ranks_are_local,
-    bind_local_groups_to_loopback,
     find_loopback_interface,
+    set_connection_variables,
 )
 from fullshard.errors import LaunchError
 from fullshard.parallel.mesh import process_group
@@ -38,7 +38,7 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 def test_ranks_are_local_if_the_environment_shows_it(environment: dict[str, str], local: bool) -> None:
     assert all_ranks_are_local(environment) is local
     found = dict(environment)
-    with bind_local_groups_to_loopback(found):
+    with set_connection_variables(found):
         assert ("GLOO_SOCKET_IFNAME" in found) is local
         assert ("NCCL_SOCKET_IFNAME" in found) is local
     assert found == environment
@@ -48,15 +48,16 @@ def test_ranks_are_local_if_the_environment_shows_it(environment: dict[str, str]
 def test_the_interface_is_the_one_that_has_the_loopback_address() -> None:
     assert find_loopback_interface() in {name for _, name in socket.if_nameindex()}
     environment: dict[str, str] = {}
-    with bind_local_groups_to_loopback(environment):
+    with set_connection_variables(environment):
         assert environment["NCCL_SOCKET_IFNAME"] == f"={find_loopback_interface()}"
 
 
-def test_an_interface_that_the_user_has_set_is_kept() -> None:
-    environment = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth"}
-    with bind_local_groups_to_loopback(environment):
-        assert environment == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth"}
-    assert environment == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth"}
+def test_what_the_user_has_set_is_kept() -> None:
+    own = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth", "TORCH_GLOO_LAZY_INIT": "0"}
+    environment = dict(own)
+    with set_connection_variables(environment):
+        assert environment == own
+    assert environment == own
 
 
 def listening_in_a_group_of_our_own(port: int) -> tuple[bool, int, float]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.distributed.ranges import TimedRange
+from fullshard.distributed.rounds import all_are_true, all_gather_pickled
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
 from fullshard.system.files import checkpoint_error_from_os_error, lengthening_pauses
 from fullshard.torch_private.groups import find_default_store, has_backend
@@ -64,9 +65,11 @@ def all_gather_object(value: T, *, group: Group = None) -> list[T]:
     """Returns a list of every rank's `value`, in rank order. Collective over `group` (None: all ranks)."""
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * world_size()
     with TimedRange("agreement"):
-        dist.all_gather_object(values, value, group=group)
+        if group is not None or has_backend("cpu"):
+            return all_gather_pickled(value, group=group)
+        values: list[Any] = [None] * world_size()
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -78,10 +81,10 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
     """
     if world_size() == 1:
         return value
-    least = torch.tensor([value], dtype=torch.uint8, device="cpu")
-    if not has_backend("cpu"):
-        least = least.to(device)
     with TimedRange("agreement"):
+        if has_backend("cpu"):
+            return all_are_true(value)
+        least = torch.tensor([value], dtype=torch.uint8, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return bool(least.item())
 

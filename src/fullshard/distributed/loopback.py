@@ -1,9 +1,12 @@
-"""Sockets bound to loopback, where no other machine reaches them, for ranks that are all on this machine.
+"""How groups connect: on demand, and by loopback for ranks that are all on this machine.
 
 [Note: who listens where] By default torch's TCPStore listens on every interface, gloo on the address of the
 host's name, and NCCL on the first interface that is not loopback. None of them authenticates its peers, and
 the messages between ranks are unpickled. So the store gets a socket that is already bound, and gloo and NCCL
 get the name of the interface. Other users of this machine reach loopback, too: see docs/restarts.md.
+
+[Note: connected on demand] By default each group of gloo connects every rank with every other: N² reads of
+the store, and N sockets per rank. Most groups need few of these: see [Note: rounds] in `rounds`.
 """
 
 import functools
@@ -18,6 +21,7 @@ import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
@@ -36,14 +40,16 @@ def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextmanager
-def bind_local_groups_to_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
-    """Makes gloo and NCCL groups created in this context use the loopback interface, if all ranks are local.
+def set_connection_variables(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
+    """Makes groups that are created in this context connect on demand, locally by the loopback interface.
 
-    The context sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless the user has set them.
+    The context sets TORCH_GLOO_LAZY_INIT, so that gloo connects two ranks when they first exchange a message,
+    and if all ranks are local, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; unless the user has set them.
     """
     interface = find_loopback_interface() if all_ranks_are_local(environment) else None
     # NCCL treats a name as a prefix, unless an equals sign precedes it.
     wanted = {} if interface is None else {_GLOO: interface, _NCCL: f"={interface}"}
+    wanted[_LAZY] = "1"
     ours = {name: value for name, value in wanted.items() if name not in environment}
     environment.update(ours)
     try:

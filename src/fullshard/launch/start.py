@@ -22,7 +22,7 @@ from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, LaunchEven
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
 from fullshard.spec.plan import DeviceType, too_few_gpus_error
-from fullshard.system.process import RecordedSignals, count_oom_kills, record_signals
+from fullshard.system.process import RecordedSignals, count_oom_kills, raise_open_file_limit, record_signals
 from fullshard.system.terminal import escape_control_characters
 
 # See `RunSetupSection.ranks`. Two show that sharding works; more only compete for the cores.
@@ -357,6 +357,7 @@ class _LocalRanks:
         with disable_gc():
             from fullshard.distributed.loopback import LOOPBACK, start_store_on_loopback
 
+        raise_open_file_limit()  # for the store; the ranks inherit it
         try:
             try:
                 store = start_store_on_loopback()  # lives as long as this attempt

@@ -28,7 +28,7 @@ from fullshard.distributed.agreement import all_gather_object
 from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import DeviceType, Plan, too_few_gpus_error
-from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
+from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, raise_open_file_limit
 from fullshard.torch_private.groups import find_default_timeout
 from fullshard.torch_private.tensors import set_allocator_settings
 
@@ -80,9 +80,10 @@ def process_group(
 
     The ranks are those of torchrun's environment; without that, there is a single rank. A group that is
     already initialised is used, and stays open. On CUDA each rank uses the GPU of `choose_gpu`, the group
-    also serves CPU tensors (with gloo), so that offloaded gradients can be reduced, and torch's allocator
-    grows its segments, unless the environment configures it. If all ranks are on this machine, they use its
-    loopback interface: see `fullshard.distributed.loopback`.
+    also serves CPU tensors (with gloo), so that hosts can agree and offloaded gradients be reduced, and
+    torch's allocator grows its segments, unless the environment configures it. gloo connects ranks on demand,
+    and by loopback if all are on this machine: see `fullshard.distributed.loopback`. The soft limit of open
+    files is raised to the hard one.
 
     Raises LaunchError if the ranks do not meet, and as `choose_gpu` does.
 
@@ -105,7 +106,8 @@ def process_group(
     if dist.is_initialized():
         yield _make_rank_info(local_rank, own_device)
         return
-    with loopback.bind_local_groups_to_loopback():
+    raise_open_file_limit()
+    with loopback.set_connection_variables():
         _init_process_group(own_device, timedelta(seconds=timeout_seconds))
         clean = False
         try:

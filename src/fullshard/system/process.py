@@ -1,6 +1,7 @@
 """Identity and signals of processes, and what a watchdog calls before it ends this one. No torch."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -47,6 +48,13 @@ def count_oom_kills() -> int | None:
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     return None
+
+
+def raise_open_file_limit() -> None:
+    """Raises the soft limit of open files to the hard one: a store has two connections per rank."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # macOS allows less than its hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def count_usable_cores() -> int:
