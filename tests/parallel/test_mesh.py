@@ -17,6 +17,7 @@ from fullshard.errors import LaunchError
 from fullshard.parallel.mesh import (
     agree_on_store_prefix,
     build_axis_group,
+    build_groups,
     build_mesh,
     choose_device_type,
     choose_gpu,
@@ -118,6 +119,37 @@ def test_every_group_has_the_timeout_of_the_default_group(
     for seconds in pool.run(timeouts_of_all_groups, tmp_path, *settings):
         assert {*axes, "default_pg", "undefined"} <= {name for name, _ in seconds}
         assert {timeout for _, timeout in seconds} == {pool.timeout_seconds}, "the default group's"
+
+
+class WorldOfGpus:
+    """A default group as on GPUs, each rank bound to its own."""
+
+    bound_device_id = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "divides", "asked"),
+    [(False, True, "split nccl"), (False, False, "new nccl"), (True, True, "new None")],
+)
+def test_groups_of_gpus_have_gloo_only_for_host_tensors_and_divide_the_communicator_once(
+    on_host: bool, divides: bool, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+
+    def split(parent: Any, ranks: Any, *, timeout: Any, group_desc: str, backend: str | None) -> Any:
+        calls.append(f"split {backend}")
+        return dist.group.WORLD
+
+    def enumerate_groups(ranks: Any, *, timeout: Any, backend: str | None, group_desc: str) -> Any:
+        calls.append(f"new {backend}")
+        return dist.group.WORLD, []
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "split_group", split if divides else lambda parent, ranks: None)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", enumerate_groups)
+    with process_group("cpu"):
+        build_groups(WorldOfGpus(), axis="tp", ranks=[[0, 1], [2, 3]], on_host=on_host)  # type: ignore[arg-type]
+    assert calls == [asked]
 
 
 def test_matmuls_are_shared_over_the_groups_of_the_mesh(ranks: Any) -> None:

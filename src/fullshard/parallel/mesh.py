@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
+from inspect import signature
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -302,21 +303,36 @@ def build_mesh(plan: Plan, *, is_sharded: bool = True, of_experts: bool = False)
     sizes[EXPERT_SHARD_AXIS if of_experts else SHARD_AXIS] = shards
     if inner > 1:
         sizes[EXPERT_AXIS if of_experts else TENSOR_AXIS] = inner
-    return build_mesh_of_axes(world, device=plan.device, sizes=tuple(sizes.items()))
+    return build_mesh_of_axes(
+        world, device=plan.device, sizes=tuple(sizes.items()), on_host=_has_tensors_on_host(plan)
+    )
+
+
+def _has_tensors_on_host(plan: Plan) -> bool:
+    """Returns whether collectives along an axis, such as those of `full_tensor`, may get host tensors."""
+    return plan.device == "cpu" or plan.run.offload.offloads_optimizer
 
 
 @lru_cache
 def build_mesh_of_axes(
-    world: dist.ProcessGroup, *, device: DeviceType, sizes: tuple[tuple[str, int], ...]
+    world: dist.ProcessGroup,
+    *,
+    device: DeviceType,
+    sizes: tuple[tuple[str, int], ...],
+    on_host: bool = False,
 ) -> DeviceMesh:
-    """Builds a mesh of axes (name, size) over `world`. Callers share it: see [Note: groups are shared]."""
+    """Builds a mesh of axes (name, size) over `world`. Callers share it: see [Note: groups are shared].
+
+    on_host: as for `build_groups`
+    """
     names, counts = zip(*sizes, strict=True)
     mesh, groups = torch.arange(math.prod(counts), device="cpu").view(counts), list[dist.ProcessGroup]()
     for place, name in enumerate(names):
         ranks = mesh.movedim(place, -1).reshape(-1, counts[place]).tolist()
         # FSDP2 and the sums of the step, which come in one order on all ranks, share the default group.
         is_default = len(ranks) == 1 and name not in (TENSOR_AXIS, EXPERT_AXIS)
-        groups.append(world if is_default else _build_group_once(world, axis=name, ranks=_as_tuples(ranks)))
+        build = partial(_build_group_once, world, axis=name, ranks=_as_tuples(ranks), on_host=on_host)
+        groups.append(world if is_default else build())
     one = groups[0] if len(groups) == 1 else groups
     return DeviceMesh.from_group(one, device, mesh=mesh, mesh_dim_names=names)
 
@@ -344,7 +360,8 @@ def build_axis_group(plan: Plan, axis: SharedAxis) -> dist.ProcessGroup:
         "context": ("cp", context.reshape(-1, plan.context_parallel)),
         "expert": (EXPERT_AXIS, every.view(-1, plan.expert_parallel)),
     }[axis]
-    return _build_group_once(world, axis=name, ranks=_as_tuples(ranks.tolist()))
+    every = _as_tuples(ranks.tolist())
+    return _build_group_once(world, axis=name, ranks=every, on_host=_has_tensors_on_host(plan))
 
 
 def _as_tuples(ranks: list[list[int]]) -> tuple[tuple[int, ...], ...]:
@@ -353,19 +370,35 @@ def _as_tuples(ranks: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache
 def _build_group_once(
-    world: dist.ProcessGroup, *, axis: str, ranks: tuple[tuple[int, ...], ...]
+    world: dist.ProcessGroup, *, axis: str, ranks: tuple[tuple[int, ...], ...], on_host: bool
 ) -> dist.ProcessGroup:
-    """Builds groups of `ranks` of `world`, shared as meshes are, and returns the one with this rank.
-
-    They have the timeout of `world`, the default group, where torch would take 30 minutes.
-    """
+    """Builds groups of `ranks` of `world`, shared as meshes are, and returns the one with this rank."""
     if ranks[0] == tuple(range(len(ranks[0]))) and not loopback.all_ranks_are_local():
         places = find_group_across_nodes(ranks, hosts=all_gather_object(socket.gethostname()))
         if places and dist.get_rank() == 0:
             fix = "srun --distribution=block (mpirun --map-by slot) keeps the ranks of a node together"
             logger.warning("the collectives of %s cross the network: %s; %s", axis, places, fix)
-    every, timeout = [*map(list, ranks)], find_default_timeout()
-    own, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, group_desc=axis)
+    return build_groups(world, axis=axis, ranks=[*map(list, ranks)], on_host=on_host)
+
+
+def build_groups(
+    world: dist.ProcessGroup, *, axis: str, ranks: list[list[int]], on_host: bool
+) -> dist.ProcessGroup:
+    """Builds groups, which divide the ranks of `world`, and returns the one with this rank. Collective.
+
+    They have the timeout of `world`, the default group, where torch would take 30 minutes.
+
+    on_host: whether their collectives may get tensors in host memory. If not, groups of GPUs have NCCL alone.
+        Its communicator is divided once for all groups, if torch can divide that of `world` without gloo;
+        `new_group` divides it once per group, each time with all ranks.
+    """
+    timeout = find_default_timeout()
+    backend = "nccl" if not on_host and "cuda:nccl" in dist.get_backend_config(world) else None
+    is_divisible = world.bound_device_id is not None and "backend" in signature(dist.split_group).parameters
+    if backend is not None and is_divisible:
+        own = dist.split_group(world, ranks, timeout=timeout, group_desc=axis, backend=backend)
+    else:
+        own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, group_desc=axis)
     assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
     return own
 
