@@ -7,6 +7,7 @@ import pytest
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
+from fullshard.system.files import xxh3_digest_of_file
 from tests.takeover.tiny import RUN
 from tests.takeover.unpacked import FIXTURES
 
@@ -27,7 +28,8 @@ def test_command_reports_every_tensor_and_writes_into_the_run(
     assert written == tmp_path / "out/checkpoints/step-00000003"
     origin = read_manifest(written).values["origin"]
     assert isinstance(origin, dict)
-    assert (origin["format"], len(origin["files"])) == ("DCP", 3)
+    files = sorted(Path(source).iterdir())
+    assert (origin["format"], origin["files"]) == ("DCP", {str(p): xxh3_digest_of_file(p) for p in files})
     for name in (*read_manifest(written).model_tensors, "model.not taken over", "model.lr of"):
         assert name.removeprefix("model.") in printed.err
 
