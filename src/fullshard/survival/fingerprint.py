@@ -120,30 +120,41 @@ def exchange_mismatch_texts(
 ) -> tuple[str | None, str]:
     """Returns the `mismatch_texts` of all ranks that publish their fingerprints in time.
 
-    The first rank to come reads them and publishes the texts, which the others read.
+    The first rank to come reads them and publishes the texts. The store may end with the process of any rank,
+    so all stay until the last one has read them.
     """
     if store.add(f"writers of units {own.units}", 1) == 1:
-        store.set(f"units {own.units}", events.numbers.tobytes().hex())
+        store.set(f"units {own.units}", zlib.compress(events.numbers).hex())
     append_row(store, f"{rank},{','.join(str(number) for number in astuple(own))}\n", key="reported")
-    if store.add("judges", 1) > 1:
-        try:
-            store.wait(["texts"], timedelta(seconds=2 * answer_seconds))
-            what, got = json.loads(store.get("texts"))
-        except RuntimeError:  # the rank that reads them has ended
-            what, got = mismatch_texts({rank: own}, world_size=world_size, events=events, orders={})
-        return what, got
+    try:
+        if store.add("judges", 1) == 1:
+            _publish_texts_of_all(store, world_size=world_size, events=events, answer_seconds=answer_seconds)
+        store.wait(["texts"], timedelta(seconds=2 * answer_seconds))
+        count, what, got = json.loads(store.get("texts"))
+    except RuntimeError:  # the rank that reads them, or the store, has ended
+        return mismatch_texts({rank: own}, world_size=world_size, events=events, orders={})
+    with suppress(RuntimeError):  # a rank has ended without reading them
+        if store.add("readers", 1) == count:
+            store.set("all have read", "")
+        store.wait(["all have read"], timedelta(seconds=answer_seconds))
+    return what, got
+
+
+def _publish_texts_of_all(
+    store: dist.Store, *, world_size: int, events: UnitEvents, answer_seconds: float
+) -> None:
     deadline = time.monotonic() + answer_seconds
     while count_rows(store, "reported") < world_size and time.monotonic() < deadline:
         time.sleep(0.01)
     rows = ([int(number) for number in row.split(b",")] for row in store.get("reported").splitlines())
     reported = {number: StepFingerprint(*values) for number, *values in rows}
-    units, orders = dict.fromkeys(one.units for one in reported.values()), dict[int, "array[int]"]()
-    with suppress(RuntimeError):  # a rank has ended before it wrote its units
-        for one in sorted([*units][: 2 * _SHOWN_AT_ENDS]):
-            orders[one] = array("q", bytes.fromhex(store.get(f"units {one}").decode()))
+    units = dict.fromkeys(one.units for one in reported.values())
+    orders = {
+        one: array("q", zlib.decompress(bytes.fromhex(store.get(f"units {one}").decode())))
+        for one in sorted([*units][: 2 * _SHOWN_AT_ENDS])
+    }
     texts = mismatch_texts(reported, world_size=world_size, events=events, orders=orders)
-    store.set("texts", json.dumps(texts))
-    return texts
+    store.set("texts", json.dumps([len(reported), *texts]))
 
 
 def mismatch_texts(
