@@ -14,10 +14,10 @@ import pytest
 from fullshard.data.files import stat_files
 from fullshard.data.token_store import (
     BuiltElsewhere,
-    ReadingProgress,
     file_digests,
     get_or_build_entry,
     make_cache_directory,
+    report_first_reading,
     rotate_by_rank,
 )
 from fullshard.errors import DataError
@@ -168,7 +168,7 @@ def test_a_file_that_another_process_reads_is_left_to_it(tmp_path: Path):
 def test_reading_says_how_long_it_takes_ever_more_rarely(tmp_path: Path, capsys):
     files = stat_files(str(aged(tmp_path / name, name * 10, seconds=100)) for name in "abcd")
     now, root = [0.0], tmp_path / "cache"
-    progress = ReadingProgress(files, root=root, alive=lambda: None, now=lambda: now[0])
+    progress = report_first_reading(files, root=root, alive=lambda: None, now=lambda: now[0])
     said: list[str] = []
     for now[0] in (9.0, 12.0, 23.0, 24.0):
         file_digests(files[:1], root=root)

@@ -24,7 +24,7 @@ MACHINES = {
 
 
 def ask(name: str) -> PlanRequest:
-    return PlanRequest(ModelToPlan("8B"), RESIDENT, MACHINES[name], spec=SPEC)
+    return PlanRequest(ModelToPlan("8B"), RESIDENT, MACHINES[name], described=SPEC)
 
 
 def budget(hardware: Hardware, price: float | None) -> TrainingBudget:

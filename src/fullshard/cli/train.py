@@ -65,8 +65,8 @@ def train(
         return planned
 
     with planned_on_rank_zero(request, plan_and_check) as planned:
+        # Ranks print nothing until they have imported torch, built the model and opened the data.
         if planned.plan is not None and not is_started_by_launcher():
-            # They print nothing until they have imported torch, built the model and opened the data.
             typer.echo(f"starting {count_text(planned.plan.world_size, 'rank')} …", err=True)
         try:
             exit_code = perform_request(planned)

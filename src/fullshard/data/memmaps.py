@@ -37,7 +37,7 @@ def open_memmap_stores(
     listed = [file.path for file in list_matching_files(fields.paths, kind="memmap")]
     paths = {f"{path.removesuffix('.idx')}.bin" if path.endswith(".idx") else path for path in listed}
     ordered = sorted(paths)
-    alive = token_store.ReadingProgress(stat_files(ordered), root=root, alive=alive)
+    alive = token_store.report_first_reading(stat_files(ordered), root=root, alive=alive)
     found: dict[str, token_store.TokenStore] = {}
     for path in token_store.rotate_by_rank(ordered):
         with suppress(token_store.BuiltElsewhere):  # ranks divide the files

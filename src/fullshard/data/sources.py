@@ -140,7 +140,7 @@ def open_token_stores(
         facts |= {"vocabulary": vocabulary}
         store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
     else:
-        reading = token_store.ReadingProgress(files.files, root=root, alive=alive)
+        reading = token_store.report_first_reading(files.files, root=root, alive=alive)
         digests = [*token_store.file_digests(files.files, root=root, alive=reading), *files.fingerprints]
         key = token_store.cache_key({"files": digests, "kind": files.kind, **_settings_cache_facts(settings)})
         processes = section.processes or count_usable_cores()

@@ -109,9 +109,6 @@ def get_or_build_entry(
     root = make_cache_directory(root)
     entry = root / name
 
-    def find_entry() -> Path | None:
-        return entry if _is_complete_entry(entry) else None
-
     def build_entry() -> Path:
         drafts = root.glob(f".{name}.tmp-{'[0-9a-f]' * 8}")
         for left in [entry, *drafts]:  # left by a crash, or files were removed
@@ -124,7 +121,8 @@ def get_or_build_entry(
             shutil.rmtree(draft, ignore_errors=True)
         return entry
 
-    return _find_or_build(find_entry, build_entry, lock=root / f".{name}.lock", alive=alive, waits=waits)
+    find, lock = partial(_find_complete_entry, entry), root / f".{name}.lock"
+    return _find_or_build(find, build_entry, lock=lock, alive=alive, waits=waits)
 
 
 def save_array(path: Path, array: Integers) -> None:
@@ -181,46 +179,39 @@ def _find_or_build(
 
 
 def rotate_by_rank(items: Sequence[T], environment: Mapping[str, str] = os.environ) -> list[T]:
-    """Returns `items`, beginning at another one on each rank.
-
-    Ranks that work through files in this order, and leave out those that others have taken, divide them.
-    """
+    """Returns `items`, beginning at another one on each rank, so that ranks can divide them."""
     rank, ranks = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     first = len(items) * rank // ranks
     return [*items[first:], *items[:first]]
 
 
-class ReadingProgress:
-    """Heartbeat of the first reading of `files`, which prints on rank 0 how long the ranks will take.
+def report_first_reading(
+    files: Sequence[SourceFile], *, root: Path, alive: Heartbeat, now: Callable[[], float] = time.monotonic
+) -> Heartbeat:
+    """Returns `alive`, which on rank 0 also prints how long the ranks will take to read `files` once.
 
     The first line is printed after ten seconds, and each further one after twice as long.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return alive
 
-    def __init__(
-        self,
-        files: Sequence[SourceFile],
-        *,
-        root: Path,
-        alive: Heartbeat,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._files, self._digests, self._alive, self._now = files, root / "digests", alive, now
-        self._began, self._due, self._known = now(), _FIRST_LINE_SECONDS, self._count_remembered_bytes()
+    def count_read_bytes() -> int:
+        return sum(one.size for one in files if _find_remembered_digest(one.path, root / "digests"))
 
-    def __call__(self) -> None:
-        self._alive()
-        seconds = self._now() - self._began
-        if seconds < self._due or os.environ.get("RANK", "0") != "0":
+    began, before, due = now(), count_read_bytes(), _FIRST_LINE_SECONDS
+
+    def print_if_due() -> None:
+        nonlocal due
+        alive()
+        if (seconds := now() - began) < due:
             return
-        self._due, known = 2 * seconds, self._count_remembered_bytes()
-        total, read = sum(file.size for file in self._files), known - self._known
-        left = f", {format_seconds((total - known) * seconds / read)} left" if read > 0 else ""
-        text = f"reading the data once: {format_bytes(known)} of {format_bytes(total)}{left}"
+        due, read, total = 2 * seconds, count_read_bytes(), sum(file.size for file in files)
+        left = f", {format_seconds((total - read) * seconds / (read - before))} left" if read > before else ""
+        text = f"reading the data once: {format_bytes(read)} of {format_bytes(total)}{left}"
         with suppress(OSError):  # the reader of standard error has gone
             print(f"{text}; `fullshard data prepare` does it before a job", file=sys.stderr, flush=True)
 
-    def _count_remembered_bytes(self) -> int:
-        return sum(one.size for one in self._files if _find_remembered_digest(one.path, self._digests))
+    return print_if_due
 
 
 def file_digests(
@@ -237,8 +228,8 @@ def file_digests(
     def find_or_compute(path: Path, *, waits: bool) -> str:
         find = partial(_find_remembered_digest, path, digests)
         compute = partial(_compute_digest, path, digests, alive=alive)
-        lock = digests / f".lock-{_remembered_digest_path(path, digests).name[:2]}"
-        return _find_or_build(find, compute, lock=lock, alive=alive, waits=waits)
+        lock = f".lock-{_remembered_digest_path(path, digests).name[:2]}"
+        return _find_or_build(find, compute, lock=digests / lock, alive=alive, waits=waits)
 
     found: dict[Path, str] = {}
     for path in rotate_by_rank(paths):
@@ -247,13 +238,13 @@ def file_digests(
     return [found.get(path) or find_or_compute(path, waits=waits) for path in paths]
 
 
-def _is_complete_entry(entry: Path) -> bool:
-    """Returns True if every file of the entry exists with its recorded size: files may be deleted later."""
+def _find_complete_entry(entry: Path) -> Path | None:
+    """Returns `entry` if each of its files has its recorded size, else None: files may be deleted later."""
     try:
         files = read_manifest(entry)["files"]
-        return all((entry / name).stat().st_size == size for name, size in files.items())
+        return entry if all((entry / name).stat().st_size == size for name, size in files.items()) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        return None
 
 
 def _commit_draft(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
@@ -266,7 +257,7 @@ def _commit_draft(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None
     try:
         draft.rename(entry)
     except OSError:
-        if not _is_complete_entry(entry):  # without locks another process may have been first
+        if _find_complete_entry(entry) is None:  # without locks another process may have been first
             raise
     fsync_path(entry.parent)
 

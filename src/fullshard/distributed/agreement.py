@@ -136,16 +136,12 @@ def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
 
     key: name of this call in the store of the ranks, where the others wait: a collective would time out
     """
-    store, attempt, results = find_default_store(), ErrorCapture(), list[T]()
+    store, attempt, results, pauses = find_default_store(), ErrorCapture(), list[T](), lengthening_pauses()
+    assert store is not None, "ranks of a launcher have a process group"
     if rank() == 0:
         with attempt:
             results.append(act())
-    if store is None:
-        attempt.raise_captured()
-        return results[0]
-    if rank() == 0:
         store.set(key, "done")
-    pauses = lengthening_pauses()
     while not store.check([key]):  # raises if the store has gone
         time.sleep(next(pauses))
     answer: list[Any] = [(results, attempt.error and getattr(attempt.error, "exit_code", 1))]

@@ -42,10 +42,7 @@ def planned_on_rank_zero(
 ) -> Generator[LaunchRequest]:
     """Context with the request that `make_plan()` returns. Collective under torchrun or srun.
 
-    There the ranks open their process group first, rank 0 alone calls `make_plan`, and all have its request.
-    If it raises, rank 0 raises the error, and the other ranks exit with its exit code.
-
-    request: the request to plan, whose run has the settings of the process group
+    There the ranks open the process group of `request` first, and `call_on_rank_zero` calls `make_plan`.
     """
     if not environment.prepare_environment_if_started_as_rank():
         yield make_plan()
@@ -55,14 +52,13 @@ def planned_on_rank_zero(
 
         from fullshard.distributed.agreement import call_on_rank_zero
         from fullshard.parallel.mesh import process_group
-    run = (request.plan or request).run
-    timeout_seconds = run.fault_tolerance.process_group_timeout_seconds
+    timeout_seconds = request.run.fault_tolerance.process_group_timeout_seconds
     planned = list[str]()
     with ExitStack() as stack:
 
         @record  # an error, for torchrun
         def meet_and_plan() -> None:
-            stack.enter_context(process_group(run.run.device, timeout_seconds=timeout_seconds))
+            stack.enter_context(process_group(request.run.run.device, timeout_seconds=timeout_seconds))
             planned.append(call_on_rank_zero(lambda: make_plan().model_dump_json(), key="plan"))
 
         meet_and_plan()

@@ -1,6 +1,7 @@
 """A table of plans on several machines side by side, with dollars per GPU hour."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -79,8 +80,9 @@ def plan_machines(
         question = None
         try:
             question = build_request(name)
-            found = search_degrees(question).found
-            best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
+            _, spec, found = search_degrees(question)
+            question = replace(question, described=spec)
+            best = require_best(found, spec=spec, hardware=question.hardware, run=question.asked)
         except PlanError as error:
             rows.append(MachineRow(name, reason=" ".join(str(error).split()), question=question))
         else:

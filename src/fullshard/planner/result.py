@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,12 +26,16 @@ from fullshard.system.terminal import escape_control_characters
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A planning question: the model, its spec, the hardware, and the run with the user's settings."""
+    """A planning question: model, hardware, the run with the user's settings, and the spec if it is known."""
 
     subject: ModelToPlan
     asked: Run
     hardware: Hardware
-    spec: ModelSpec
+    described: ModelSpec | None = None
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return self.described or self.subject.describe_model(self.asked, self.hardware)
 
     @property
     def model_summary(self) -> str:
@@ -105,7 +109,7 @@ class PlanOptions(NamedTuple):
         if "auto" not in (sharding.tensor_parallel, sharding.context_parallel) and not is_degree_open:
             # A batch or ranks that cannot be divided are refused before the trace, too, which takes seconds.
             Plan.from_run(asked, world_size=hardware.world_size, device=hardware.device)
-        return PlanRequest(subject, asked, hardware, spec=subject.describe_model(asked, hardware))
+        return PlanRequest(subject, asked, hardware)
 
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:
         """Returns the tokens of --budget and the price of --price or the hardware; None without either."""
@@ -204,10 +208,10 @@ def search_and_explain(question: PlanRequest) -> PlanResult:
     """Finds and explains the fastest plan that fits. Raises PlanError, with changes that would, if none."""
     searched = search_degrees(question)
     run, spec, found = searched
-    best = require_best(found, spec=question.spec, hardware=question.hardware, run=question.asked)
+    best = require_best(found, spec=spec, hardware=question.hardware, run=question.asked)
     describe = partial(question.subject.describe_model, hardware=question.hardware)
     explanation = explain_plan(found, question.hardware, spec=spec, run=run, describe=describe)
-    return PlanResult(replace(question, asked=run, spec=spec), best, found, explanation)
+    return PlanResult(replace(question, asked=run, described=spec), best, found, explanation)
 
 
 def search_degrees(question: PlanRequest) -> DegreeSearch:

@@ -15,6 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import xxhash
@@ -226,22 +227,17 @@ def check_disk_space(path: Path, *, needed_bytes: int, available_bytes: int) -> 
         )
 
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 10.0
 # Children of a killed process may hold its lock until they notice that their parent is gone.
 _DYING_SECONDS = 10.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def lengthening_pauses() -> Iterator[float]:
-    """Yields seconds to sleep between looks at what another process makes, each twice as long as the last.
+    """Returns seconds to sleep between looks at what another process makes, each twice the last, up to ten.
 
-    So thousands of waiting ranks load a shared directory or store little, and none waits much longer than
-    twice as long as it must. No pause exceeds ten seconds.
+    So thousands of waiting ranks hardly load a shared directory or store.
     """
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return (min(0.05 * 2 ** min(turn, 8), 10.0) for turn in count())
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class _DegreeSearcher(NamedTuple):
         Raises PlanError for impossible settings, which are not traced.
         """
         hardware, shared = self.hardware, run.sharding.ranks_per_sequence
-        if shared > 1 and run.train.global_batch % max(hardware.world_size // shared, 1):
+        if run.train.global_batch % max(hardware.world_size // shared, 1):
             Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.expert_count_gcd))
