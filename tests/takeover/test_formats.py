@@ -121,14 +121,18 @@ def test_trainer_checkpoint_gives_its_model_and_the_order_of_its_moments(tmp_pat
     assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
 
 
-def test_torchtitan_llama_and_its_moments_get_the_rows_of_hugging_face(tmp_path: Path) -> None:
-    found, snapshot, target = taken_over(FIXTURES / "torchtitan_0_2/source", run_of(tmp_path, LLAMA))
+@pytest.mark.parametrize(("name", "kv_heads"), [("torchtitan_0_2", 1), ("torchtitan_0_3", 2)])
+def test_torchtitan_llama_and_its_moments_get_the_rows_of_hugging_face(
+    name: str, kv_heads: int, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, LLAMA.replace("kv_heads = 1", f"kv_heads = {kv_heads}"))
+    found, snapshot, target = taken_over(FIXTURES / name / "source", run)
     assert (found.step, found.tokens, found.schedule_position) == (STEPS, 180, STEPS)
     truth: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(FIXTURES / "torchtitan_0_2/truth.safetensors").items():
+    for own, tensor in load_file(FIXTURES / name / "truth.safetensors").items():
         for old, new in OF_DECODER.items():
-            name = name.replace(old, new)
-        truth[name] = tensor
+            own = own.replace(old, new)
+        truth[own] = tensor
     assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
 
 

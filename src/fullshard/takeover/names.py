@@ -8,6 +8,7 @@ another way (wrappers, torchtitan's Llama) are changed before, for weights and m
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ _TITAN = {
 }
 _TITAN_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.weight")
 _ROTATED = re.compile(r".*\.w([qk])\.weight")
+_FUSED = re.compile(r"(.*\.qkv_linear\.w)qkv\.weight")  # state of it; the weights are saved apart
 # As transformers' Trainer selects parameters without weight decay, in its version 5.
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -79,6 +81,7 @@ def match_names(
     """
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    source = _split_fused_state(source, model)
     here, heads = _names_here(source, model, wanted=wanted, names=names or {})
     source = _with_names(source, here, heads=heads)
     original = {new: old for old, new in here.items()}
@@ -175,6 +178,37 @@ def _head_counts(model: nn.Module) -> dict[str, int]:
     if getattr(config, "model_type", None) != "llama":
         _raise_other_titan(f"{type(model).__name__} in the run")
     return {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+
+
+def _split_fused_state(source: ForeignCheckpoint, model: nn.Module) -> ForeignCheckpoint:
+    """Gives wq, wk and wv of torchtitan 0.3 their state, which it saves as that of the fused `wqkv`.
+
+    Its rows are, for each head of keys: those of the queries of this head, of the key, and of the value.
+    """
+    parts: dict[str, list[str]] = {}
+    for name, match in ((name, _FUSED.fullmatch(name)) for name in source.moments):
+        if match is not None and f"{match[1]}q.weight" in source.weights:
+            parts[name] = [f"{match[1]}{one}.weight" for one in "qkv"]
+    moments = {name: state for name, state in source.moments.items() if name not in parts}
+    for name, own in parts.items():
+        heads, shapes = _head_counts(model)["k"], [source.weights[one].shape for one in own]
+        for number, (one, shape) in enumerate(zip(own, shapes, strict=True)):
+            select = {"heads": heads, "rows": [rows // heads for rows, *_ in shapes], "number": number}
+            moments[one] = {
+                key: replace(tensor, shape=shape, read=partial(_read_rows_of_heads, tensor, **select))
+                for key, tensor in source.moments[name].items()
+            }
+    names = [tuple(new for one in group.names for new in parts.get(one, [one])) for group in source.groups]
+    groups = tuple(replace(group, names=own) for group, own in zip(source.groups, names, strict=True))
+    return replace(source, moments=moments, groups=groups)
+
+
+def _read_rows_of_heads(tensor: LazyTensor, *, heads: int, rows: list[int], number: int) -> Tensor:
+    whole = tensor.read()
+    if whole.shape[0] != heads * sum(rows):
+        got = f"{whole.shape[0]} rows, for {rows} of each of {heads} heads"
+        raise CheckpointError("the state of a fused wqkv is of another model.", got=got)
+    return whole.unflatten(0, (heads, -1)).split(rows, dim=1)[number].flatten(0, 1)
 
 
 def _raise_other_titan(got: str) -> NoReturn:
