@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-MOST_SECONDS, ENOUGH_SECONDS = 20, 0.5
-"""Processor seconds after which a measurement is given up, and after which no larger one is made."""
+MOST_SECONDS, ENOUGH_SECONDS = 20, 1.5
+"""Processor seconds, with the preparation, at which a measurement is given up, and no larger one is made."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Row:
         limits = [f"{self.most_seconds:g} s"] if self.most_seconds < inf else []
         limits += [decimal_text(self.most_amount, self.unit)] if self.most_amount < inf else []
         amount = decimal_text(self.amount, self.unit) + star if self.amount else ""
-        cpu = seconds + star if self.seconds else ""
+        cpu = seconds + star if self.seconds or not self.amount else ""
         ok = ("yes" if limits else "") if self.is_within_limits else "NO"
         return self.operation, f"{self.ranks:,}", cpu, amount, ", ".join(limits), ok
 
@@ -74,18 +74,19 @@ class Case:
         """Measures with more and more parts, and derives the figures of all from the last measurement."""
         if not self.is_isolated:
             return self.measure(ranks, self.parts)
-        parts, rows = self.least, in_child(self.measure, ranks, self.least)
-        while parts < self.parts and max(one.seconds for one in rows) < ENOUGH_SECONDS:
+        parts = self.least
+        rows, used = in_child(self.measure, ranks, parts)
+        while parts < self.parts and used < ENOUGH_SECONDS:
             parts = min(4 * parts, self.parts)
-            rows = in_child(self.measure, ranks, parts)
+            rows, used = in_child(self.measure, ranks, parts)
         if parts == self.parts or max(one.seconds for one in rows) == inf:
             return rows
         by = self.parts / parts
         return [replace(o, seconds=by * o.seconds, amount=by * o.amount, is_derived=True) for o in rows]
 
 
-def in_child(measure: Callable[[int, int], list[Row]], ranks: int, parts: int) -> list[Row]:
-    """Returns `measure(ranks, parts)` of a forked process, which may take MOST_SECONDS."""
+def in_child(measure: Callable[[int, int], list[Row]], ranks: int, parts: int) -> tuple[list[Row], float]:
+    """Returns `measure(ranks, parts)` of a forked process, and all of its processor seconds."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
     child = fork.Process(target=_send_rows, args=(theirs, measure, ranks, parts))
@@ -97,16 +98,18 @@ def in_child(measure: Callable[[int, int], list[Row]], ranks: int, parts: int) -
         child.join()
         is_over = child.exitcode == -signal.SIGXCPU
         problem = f"given up after {MOST_SECONDS} processor seconds" if is_over else "failed: see above"
-        return [Row(measure.__name__.replace("_", " "), ranks, seconds=inf, problem=problem)]
+        return [Row(measure.__name__.replace("_", " "), ranks, seconds=inf, problem=problem)], inf
     finally:
         child.kill()
         child.join()
 
 
 def _send_rows(to: Connection, measure: Callable[[int, int], list[Row]], ranks: int, parts: int) -> None:
-    most = MOST_SECONDS + math.ceil(time.process_time())
+    before = time.process_time()
+    most = MOST_SECONDS + math.ceil(before)
     resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
-    to.send(measure(ranks, parts))
+    rows = measure(ranks, parts)
+    to.send((rows, time.process_time() - before))
 
 
 @contextmanager
