@@ -1,4 +1,4 @@
-"""What rank 0 does in a save, and every rank in a load, with the shards of many ranks."""
+"""Work of rank 0 in a save, and of every rank in a load, with the shards of many ranks."""
 
 import pickle
 import tempfile
@@ -144,13 +144,13 @@ def commit(ranks: int, _: int) -> list[Row]:
 
 
 def retention(ranks: int, kept: int) -> list[Row]:
-    """Prunes beside checkpoints that are kept for good, and creates the next draft."""
+    """Prunes beside checkpoints that are kept for good, of which earlier saves have read the newest."""
     with tempfile.TemporaryDirectory() as directory:
         place = LocalLocation(Path(directory))
         for step in range(1, kept + 2):
             place.commit(*_draft_of_empty_files(place, step, ranks=ranks))
         with measured() as found:
-            prune_checkpoints(place, keep=1, keep_every=1, step=kept + 1)
+            prune_checkpoints(place, keep=2, keep_every=1, step=kept + 1, good={kept: None, kept + 1: None})
     return [Row(f"save: retention, {KEPT} kept", ranks, found.seconds, most_seconds=1)]
 
 

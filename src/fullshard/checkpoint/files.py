@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from fullshard.quantities import format_bytes
 from fullshard.system.direct_io import DirectFileWriter
-from fullshard.system.files import fsync_path, open_regular_file
+from fullshard.system.files import open_regular_file
 from fullshard.system.object_store import ObjectStore, open_object
 from fullshard.system.small_files import VALUE_BYTES, parse_json
 
@@ -51,7 +51,10 @@ class CheckpointFiles(Protocol):
         ...
 
     def create_file(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Opens a new file for writing. It is on the disk once the context ends without error."""
+        """Opens a new file for writing. Its bytes are on the disk once the context ends without error.
+
+        On a file system, its name is once the directory is flushed, as a commit does for all files at once.
+        """
         ...
 
 
@@ -104,7 +107,6 @@ class LocalFiles:
     def create_file(self, name: str) -> Generator[BinaryIO]:
         with DirectFileWriter(self.path / name) as file:
             yield cast(BinaryIO, file)
-        fsync_path(self.path)
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,6 @@ def write_process_name(draft: CheckpointFiles) -> bytes:
 
 
 def write_file(files: CheckpointFiles, name: str, *, data: bytes) -> None:
-    """Writes a new file, and flushes it to the disk."""
+    """Writes a new file, and flushes its bytes to the disk."""
     with files.create_file(name) as file:
         file.write(data)

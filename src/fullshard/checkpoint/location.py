@@ -67,6 +67,14 @@ class CheckpointLocation(Protocol):
         """Returns (step, files) of every entry named like a checkpoint, highest step first."""
         ...
 
+    def list_steps(self) -> list[int]:
+        """Returns the steps that may have a checkpoint, by names alone, highest first."""
+        ...
+
+    def find_checkpoint(self, step: int) -> CheckpointFiles | None:
+        """Returns the files of the entry that is named like the checkpoint of `step`; None without one."""
+        ...
+
     def list_drafts(self) -> list[str]:
         """Returns the names of the drafts of saves that were interrupted or are still running."""
         ...
@@ -120,13 +128,19 @@ class LocalLocation:
         return LocalFiles(self.path)
 
     def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
+        return [(step, LocalFiles(self.path / step_name(step))) for step in self.list_steps()]
+
+    def list_steps(self) -> list[int]:
         if not self.path.is_dir():
             return []
-        # Saves create directories only: a file or a link with the name of a step is not fullshard's.
-        own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
-        paths = {parse_step_name(path.name): path for path in own}
-        steps = sorted((step for step in paths if step is not None), reverse=True)
-        return [(step, LocalFiles(paths[step])) for step in steps]
+        with os.scandir(self.path) as entries:
+            # Saves create directories only: a file or a link with the name of a step is not fullshard's.
+            own = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+        return sorted((step for step in map(parse_step_name, own) if step is not None), reverse=True)
+
+    def find_checkpoint(self, step: int) -> CheckpointFiles | None:
+        path = self.path / step_name(step)
+        return LocalFiles(path) if path.is_dir() and not path.is_symlink() else None
 
     def list_drafts(self) -> list[str]:
         return [str(path) for path in _list_directories(self.path, ".tmp-*")]
@@ -161,6 +175,7 @@ class LocalLocation:
         draft.path.mkdir()
         try:
             write_process_name(draft)
+            fsync_path(draft.path)  # a draft without this name would not be recognised as fullshard's
         except OSError:
             _rmtree_or_warn(draft.path)
             raise
@@ -168,8 +183,9 @@ class LocalLocation:
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
         write_file(draft, MANIFEST, data=manifest.encode())
-        target = LocalFiles(self.path / step_name(manifest.step))
-        _path_of_local_files(draft).rename(target.path)
+        path, target = _path_of_local_files(draft), LocalFiles(self.path / step_name(manifest.step))
+        fsync_path(path)  # the names of all ranks' files, whose bytes each rank has flushed
+        path.rename(target.path)
         fsync_path(self.path)
         return target
 

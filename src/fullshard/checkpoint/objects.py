@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from fullshard.checkpoint.files import (
@@ -29,7 +29,7 @@ from fullshard.checkpoint.files import (
 )
 from fullshard.checkpoint.manifest import Manifest, parse_step_name, read_manifest, step_name
 from fullshard.errors import CheckpointError
-from fullshard.system.object_store import ObjectSizeAndTime, ObjectStore, PrefixListing
+from fullshard.system.object_store import ObjectSizeAndTime, PrefixListing
 
 # An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)
@@ -44,10 +44,12 @@ class ObjectLocation:
 
     url: prefix of the steps
     part_bytes: bytes sent per request while a file is written; S3 requires 5 MiB or more
+    settled: steps where a save of this process found a manifest, and nothing to clean up
     """
 
     url: str
     part_bytes: int = PART_BYTES
+    settled: set[int] = field(default_factory=set[int], init=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.url
@@ -61,19 +63,25 @@ class ObjectLocation:
 
     def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
         """Returns (step, files) of every step that has a manifest, which uncommitted attempts do not have."""
-        found = _prefix_listings_by_step(self.root_as_checkpoint().store)
-        return [(step, self._step_files(step)) for step, below in found.items() if MANIFEST in below.objects]
+        found = ((step, self.find_checkpoint(step)) for step in self.list_steps())
+        return [(step, files) for step, files in found if files is not None]
+
+    def list_steps(self) -> list[int]:
+        steps = map(parse_step_name, self.root_as_checkpoint().store.list_prefix(self.url).prefixes)
+        return sorted((step for step in steps if step is not None), reverse=True)
+
+    def find_checkpoint(self, step: int) -> CheckpointFiles | None:
+        files = self._step_files(step)
+        return files if MANIFEST in files.store.list_prefix(files.url).objects else None
 
     def list_drafts(self) -> list[str]:
-        return [str(draft) for draft in _list_uncommitted_attempts(self.root_as_checkpoint().store)]
+        listed = _listings_by_step_url(self).items()
+        return [str(draft) for url, below in listed for draft in _list_uncommitted_attempts(url, below)]
 
     def list_quarantined(self) -> list[str]:
-        found = _prefix_listings_by_step(self.root_as_checkpoint().store)
-        return [
-            f"{step_name(step)}/{name}"
-            for step, below in found.items()
-            for name in _quarantined_manifest_names(below)
-        ]
+        listed = _listings_by_step_url(self).items()
+        names = ((url.rpartition("/")[2], _quarantined_manifest_names(below)) for url, below in listed)
+        return [f"{step}/{name}" for step, many in names for name in many]
 
     @contextmanager
     def lock_for_writing(self) -> Generator[None]:
@@ -94,7 +102,7 @@ class ObjectLocation:
                 "same time, one may replace the other's checkpoint",
                 self,
             )
-        _remove_abandoned_attempts(store, own=draft)
+        _remove_abandoned_attempts(self, own=draft)
         return draft
 
     def commit(self, draft: CheckpointFiles, manifest: Manifest) -> CheckpointFiles:
@@ -129,6 +137,7 @@ class ObjectLocation:
         with suppress(FileExistsError):
             store.put_new_object(aside, data=text)
         store.remove_objects([f"{url}/{MANIFEST}"])
+        self.settled.clear()
         return aside
 
     def remove_checkpoint(self, checkpoint: CheckpointFiles) -> None:
@@ -152,29 +161,30 @@ def _as_object_files(files: CheckpointFiles) -> ObjectFiles:
     return files
 
 
-def _prefix_listings_by_step(store: ObjectStore) -> dict[int, PrefixListing]:
-    """Returns the listing of every step's prefix by step, highest step first."""
-    steps = (parse_step_name(name) for name in store.list_prefix(store.url).prefixes)
-    known = sorted((step for step in steps if step is not None), reverse=True)
-    return {step: store.list_prefix(f"{store.url}/{step_name(step)}") for step in known}
+def _listings_by_step_url(place: ObjectLocation) -> dict[str, PrefixListing]:
+    urls = [f"{place}/{step_name(step)}" for step in place.list_steps()]
+    return {url: place.root_as_checkpoint().store.list_prefix(url) for url in urls}
 
 
 def _quarantined_manifest_names(below: PrefixListing) -> list[str]:
     return [name for name in below.objects if name.startswith(_REJECT)]
 
 
-def _list_uncommitted_attempts(store: ObjectStore) -> list[ObjectFiles]:
-    """Returns the attempts that no manifest names, neither a current one nor a damaged one."""
-    found: list[ObjectFiles] = []
-    for step, below in _prefix_listings_by_step(store).items():
-        at = ObjectFiles(f"{store.url}/{step_name(step)}")
-        named: set[str | None] = {name.split("-")[1] for name in _quarantined_manifest_names(below)}
-        if below.prefixes and MANIFEST in below.objects:
-            named.add(_committed_attempt(at))
-        # If a manifest names an unknown attempt, it may be damaged, and any of the attempts may be its files.
-        if named <= set(below.prefixes):
-            found += [replace(at, attempt=attempt) for attempt in below.prefixes if attempt not in named]
-    return found
+def _list_uncommitted_attempts(url: str, below: PrefixListing) -> list[ObjectFiles]:
+    """Returns the attempts of a step that no manifest names, neither a current one nor a damaged one."""
+    if _is_settled(below):
+        return []
+    named: set[str | None] = {name.split("-")[1] for name in _quarantined_manifest_names(below)}
+    if below.prefixes and MANIFEST in below.objects:
+        named.add(_committed_attempt(ObjectFiles(url)))
+    # If a manifest names an unknown attempt, it may be damaged, and any of the attempts may be its files.
+    unnamed = [attempt for attempt in below.prefixes if attempt not in named]
+    return [ObjectFiles(url, attempt) for attempt in unnamed] if named <= set(below.prefixes) else []
+
+
+def _is_settled(below: PrefixListing) -> bool:
+    """Returns whether a step has a manifest, and no attempt beside the one that it may name."""
+    return MANIFEST in below.objects and len(below.prefixes) < 2
 
 
 def _committed_attempt(files: ObjectFiles) -> str | None:
@@ -209,21 +219,28 @@ def _remove_attempt(draft: ObjectFiles) -> None:
     draft.store.remove_objects([f"{draft}/{name}" for name in names])
 
 
-def _remove_abandoned_attempts(store: ObjectStore, *, own: ObjectFiles) -> None:
+def _remove_abandoned_attempts(place: ObjectLocation, *, own: ObjectFiles) -> None:
     """Removes uncommitted attempts without a new object for a day, except `own`. Only logs a failure."""
+    store = own.store
     try:
         now = store.list_prefix(str(own)).objects[WRITER]
-        for draft in _list_uncommitted_attempts(store):
-            if str(draft) == str(own):
-                continue
-            # Looked up again: it may have committed, and ended, since the first listing.
-            if is_attempt_abandoned(draft, now) and str(draft) in map(str, _list_uncommitted_attempts(store)):
-                logger.info("removing %s: nothing was written there for a day", draft)
-                _remove_attempt(draft)
-            else:
-                logger.warning("leaving %s alone: a process may still be writing it", draft)
+        for step in set(place.list_steps()) - place.settled:
+            at = f"{place}/{step_name(step)}"
+            below = store.list_prefix(at)
+            if _is_settled(below):
+                place.settled.add(step)
+            for draft in _list_uncommitted_attempts(at, below):
+                if str(draft) == str(own):
+                    continue
+                # Looked up again: it may have committed, and ended, since the first listing.
+                again = _list_uncommitted_attempts(at, store.list_prefix(at))
+                if is_attempt_abandoned(draft, now) and draft in again:
+                    logger.info("removing %s: nothing was written there for a day", draft)
+                    _remove_attempt(draft)
+                else:
+                    logger.warning("leaving %s alone: a process may still be writing it", draft)
     except OSError as error:
-        logger.warning("files of interrupted saves in %s could not be removed: %s", store.url, error)
+        logger.warning("files of interrupted saves in %s could not be removed: %s", place, error)
 
 
 def is_attempt_abandoned(draft: ObjectFiles, just_put: ObjectSizeAndTime) -> bool:

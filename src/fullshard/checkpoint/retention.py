@@ -6,19 +6,27 @@ long it continues and however often it restarts.
 
 import logging
 from contextlib import suppress
+from itertools import islice
 
-from fullshard.checkpoint.files import CheckpointFiles
+from pydantic import JsonValue
+
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import Manifest, read_manifest_and_check_sizes
-from fullshard.checkpoint.results import find_best_step
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.manifest import read_manifest_and_check_sizes
+from fullshard.checkpoint.results import RESULTS, find_best_step
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.settings.evaluate_section import BestResult
 
 logger = logging.getLogger(__name__)
 
 
 def prune_checkpoints(
-    place: CheckpointLocation, *, keep: int, keep_every: int, step: int, best: BestResult | None = None
+    place: CheckpointLocation,
+    *,
+    keep: int,
+    keep_every: int,
+    step: int,
+    best: BestResult | None = None,
+    good: dict[int, JsonValue],
 ) -> None:
     """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
 
@@ -26,21 +34,34 @@ def prune_checkpoints(
         counted, but removed
     keep_every: also keeps the steps that are multiples of it; 0 for none
     best: also keeps the good checkpoint whose result is the best, see `find_best_step`; None keeps none
+    good: results, by step, of complete and good checkpoints that this process has saved or read, that of
+        `step` among them. They are not read again; those that are read now are added
 
     A failure is only logged, because the new checkpoint is committed.
     """
     if not keep:
         return
     try:
-        whole = list[tuple[int, CheckpointFiles, Manifest]]()
-        for number, files in place.list_checkpoints():
-            with suppress(CheckpointError):
-                if number <= step:
-                    whole.append((number, files, read_manifest_and_check_sizes(files)))
-        good = [(number, one.values) for number, _, one in whole if not one.why_avoided]
-        kept = {step, *(number for number, _ in good[:keep]), find_best_step(good, best)}
-        for number, files, _ in whole:
-            if number not in kept and not (keep_every and number % keep_every == 0):
-                place.remove_checkpoint(files)
+        there = [one for one in place.list_steps() if one <= step]
+        found = (one for one in there if _is_good(place, one, good=good))
+        counted = list(islice(found, keep) if best is None else found)
+        kept = {step, *counted[:keep], find_best_step([(n, {RESULTS: good[n]}) for n in counted], best)}
+        for number in there:
+            if number in kept or (keep_every and number % keep_every == 0):
+                continue
+            if (files := place.find_checkpoint(number)) is not None:
+                with suppress(DamagedCheckpointError):  # has no readable manifest
+                    place.remove_checkpoint(files)
+            good.pop(number, None)
     except (OSError, CheckpointError) as error:
         logger.warning("old checkpoints in %s could not be removed: %s", place, error)
+
+
+def _is_good(place: CheckpointLocation, step: int, *, good: dict[int, JsonValue]) -> bool:
+    """Returns whether a checkpoint is complete, judged by file sizes, and not to be avoided."""
+    if step not in good and (files := place.find_checkpoint(step)) is not None:
+        with suppress(CheckpointError):
+            manifest = read_manifest_and_check_sizes(files)
+            if manifest.why_avoided is None:
+                good[step] = manifest.values.get(RESULTS)
+    return step in good

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +30,7 @@ from fullshard.checkpoint.manifest import (
     read_manifest_and_check_sizes,
     steps_skipped_in_a_row,
 )
+from fullshard.checkpoint.results import RESULTS
 from fullshard.checkpoint.retention import prune_checkpoints
 from fullshard.checkpoint.save_plan import OwnShard, SavePlan
 from fullshard.checkpoint.storage import WrittenShards, write_own_shards
@@ -131,6 +132,7 @@ class CheckpointSaver:
 
     saves_unusable: whether a state that no training can continue from is saved, and marked, or refused
     dcp_shards: most shards for which `.metadata` is written, by which torch alone loads the checkpoint
+    good: results of each good checkpoint that was read or saved, by step: see `prune_checkpoints`
     """
 
     place: CheckpointLocation
@@ -139,6 +141,7 @@ class CheckpointSaver:
     plan: Plan | None = None
     saves_unusable: bool = False
     dcp_shards: int = storage.DCP_SHARDS
+    good: dict[int, JsonValue] = field(default_factory=dict[int, JsonValue], init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, kept in (("keep", self.keep), ("keep_every", self.keep_every)):
@@ -184,7 +187,7 @@ class CheckpointSaver:
 
     def _warn_of_later_steps(self, step: int) -> None:
         """Warns if there is a checkpoint of a later step, which `load` takes rather than that of `step`."""
-        later = max((one for one, _ in self.place.list_checkpoints()), default=step)
+        later = max(self.place.list_steps(), default=step)
         if later > step and (later := location.newest_complete_step(self.place) or step) > step:
             logger.warning(
                 "%s has step %d already, of another run or from before a rollback: load and exports take "
@@ -202,7 +205,7 @@ class CheckpointSaver:
         The lock of `place.lock_for_writing()` is held until `held` closes.
         """
         held.enter_context(self.place.lock_for_writing())
-        there = next((files for step, files in self.place.list_checkpoints() if step == mine.step), None)
+        there = self.place.find_checkpoint(mine.step)
         saved = None if there is None else self._keep_saved_or_quarantine(there, mine)
         return saved or self.place.clean_up_and_create_draft(mine.step, needed_bytes=needed_bytes)
 
@@ -304,10 +307,12 @@ class CheckpointSaver:
             self._warn_of_later_steps(mine.step)
         if (why := manifest.why_avoided) is not None:
             logger.warning("%s: older checkpoints than %s stay, and are loaded rather than it", why, target)
+            self.good.pop(mine.step, None)
         else:
             best = None if self.plan is None else self.plan.run.best_result
-            every = self.keep_every
-            prune_checkpoints(self.place, keep=self.keep, keep_every=every, step=mine.step, best=best)
+            self.good[mine.step] = manifest.values.get(RESULTS)
+            kept = {"keep": self.keep, "keep_every": self.keep_every}
+            prune_checkpoints(self.place, **kept, step=mine.step, best=best, good=self.good)
         return path_or_url_of(target)
 
 
