@@ -88,6 +88,19 @@ def test_exchanged_and_added_files_are_damage(ranks, tmp_path, act):
         assert {"model.uneven", "random.rank1"} <= {name for damage in damages for name in damage.tensors}
 
 
+def test_parts_read_each_file_once_and_find_the_damage_of_the_whole(ranks, tmp_path):
+    (path, _, _) = ranks(3).run(saved_sharded, tmp_path, 1, (3,))
+    for name in ("__0_0.distcp", "__2_0.distcp", "__1_0.distcp.pieces", "writer.json"):
+        flip(path / name, 77)
+    (path / "notes.txt").touch()
+    parts = [list(iterate_damage(path, part=(number, 2))) for number in (1, 2)]
+    assert [{one.file for one in found} for found in parts] == [
+        {"__0_0.distcp", "__2_0.distcp", "writer.json", "notes.txt"},
+        {"__1_0.distcp.pieces"},
+    ]
+    assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, iterate_damage(path)))
+
+
 def test_a_checkpoint_set_aside_still_forbids_a_fresh_start(tmp_path):
     path = saved(tmp_path, 1)
     flip(path / "__0_0.distcp", 77)

@@ -136,3 +136,17 @@ def test_verify_names_damaged_files(tmp_path, capsys):
     assert main(["ckpt", "verify", str(path), "--json"]) == 6
     ((damage,),) = json.loads(capsys.readouterr().out).values()
     assert damage["file"] == "__0_0.distcp"
+
+
+def test_ranks_verify_a_part_each(tmp_path, capsys, monkeypatch):
+    path = saved(tmp_path, 1)
+    flip(path / "__0_0.distcp", 8 * 3000)
+    assert main(["ckpt", "verify", str(path), "--part", "2/2"]) == 0
+    assert capsys.readouterr().out == f"{path}  part 2 of 2  whole\n"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, code in (("0", 6), ("1", 0), ("two", SpecError.exit_code)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["ckpt", "verify", str(path)]) == code
+    for part in ("0/2", "3/2", "2", "-1/2", "1/0"):
+        assert main(["ckpt", "verify", str(path), f"--part={part}"]) == SpecError.exit_code
+    assert capsys.readouterr().err.count("no such part") == 6

@@ -8,6 +8,7 @@ starts again with the newest checkpoint.
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -239,11 +240,16 @@ class Damage:
     tensors: tuple[str, ...]
 
 
-def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]:
+def iterate_damage(
+    checkpoint: CheckpointFiles | str | Path, *, part: tuple[int, int] = (1, 1)
+) -> Iterator[Damage]:
     """Reads every byte of a checkpoint, and yields each damage: altered, missing and additional files.
 
     If the manifest is damaged, yields that alone. Raises CheckpointError if the checkpoint cannot be read at
     all (permissions, another format).
+
+    part: (number from 1, of how many): reads these data files and their tables alone; the first part also
+        reads all other files
     """
     files = checkpoint_files_at(checkpoint)
     try:
@@ -252,12 +258,18 @@ def iterate_damage(checkpoint: CheckpointFiles | str | Path) -> Iterator[Damage]
         yield Damage(MANIFEST, _damage_text_in_error(error, MANIFEST), ())
         return
     reader, sizes = CheckpointReader(files, manifest), sizes_by_name(files)
+    number, parts = part
+    part_of = {name: i % parts + 1 for i, name in enumerate(manifest.data_file_names)}
     damaged = False
     for name in manifest.files:
-        for damaged in _iterate_file_damage(reader, name, sizes=sizes):
-            yield damaged
+        if part_of.get(name.removesuffix(SUFFIX), 1) == number:
+            for damaged in _iterate_file_damage(reader, name, sizes=sizes):
+                yield damaged
+    if number > 1:
+        return
     if not damaged:
-        yield from _iterate_shard_index_damage(reader)
+        with suppress(CheckpointError) if parts > 1 else nullcontext():  # a table that another part reports
+            yield from _iterate_shard_index_damage(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,10 @@ def verify_checkpoints(
         typer.Argument(metavar="DIR", help="A checkpoint, or a run's directory for all of its checkpoints."),
     ],
     *,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Read the I-th of N parts only. The ranks of torchrun divide them."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of checkpoints, and list the damage.
@@ -59,12 +64,14 @@ def verify_checkpoints(
     checkpoints = [one] if is_single else [files for _, files in reversed(place.list_checkpoints())]
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
-    found = {str(files): _verify_one_checkpoint(files) for files in checkpoints}
+    number, parts = _parse_part(part)
+    found = {str(files): _verify_one_checkpoint(files, (number, parts)) for files in checkpoints}
     if as_json:
         typer.echo(json.dumps({name: [asdict(one) for one in many] for name, (_, many) in found.items()}))
     else:
         for name, (status, many) in found.items():
-            typer.echo(escape_to_single_line(f"{name}  {status}"))
+            of = f"part {number} of {parts}  " if parts > 1 else ""
+            typer.echo(escape_to_single_line(f"{name}  {of}{status}"))
             for damage in many:
                 touched = join_names(damage.tensors, most=3)
                 line = f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}"
@@ -73,14 +80,27 @@ def verify_checkpoints(
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def _verify_one_checkpoint(files: "CheckpointFiles") -> "tuple[str, list[Damage]]":
+def _parse_part(text: str | None) -> tuple[int, int]:
+    """Returns (number from 1, parts) of `I/N`; without a text this rank of torchrun's, or (1, 1)."""
+    from fullshard.errors import SpecError
+
+    if text is None and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        rank = os.environ["RANK"]
+        text = f"{int(rank) + 1 if rank.isdecimal() else rank}/{os.environ['WORLD_SIZE']}"
+    number, _, parts = (text or "1/1").partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise SpecError("there is no such part.", got=text, fix="--part 3/8, the third of eight")
+    return int(number), int(parts)
+
+
+def _verify_one_checkpoint(files: "CheckpointFiles", part: tuple[int, int]) -> "tuple[str, list[Damage]]":
     """Returns a checkpoint's status and damage. A checkpoint that cannot be read has the status REFUSED."""
     from fullshard.checkpoint.load import Damage, iterate_damage
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
     try:
-        found = list(iterate_damage(files))
+        found = list(iterate_damage(files, part=part))
     except CheckpointError as error:  # another format, no permission
         return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
     return ("DAMAGED" if found else "whole"), found
