@@ -202,7 +202,10 @@ def _connect_ranks() -> Group:
     """Returns a group for the threads of saves; None without ranks. Collective."""
     if not is_distributed():
         return None
-    return cast(Group, dist.new_group(backend="gloo", timeout=find_default_timeout()))
+    group = cast(Group, dist.new_group(backend="gloo", timeout=find_default_timeout()))
+    # Connects the ranks now: one that was not connected yet would be waited for, not missed, if it is lost.
+    all_gather_object(None, group=group)
+    return group
 
 
 class _StagingBuffers:
