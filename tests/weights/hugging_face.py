@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.fakes.architectures_hf import CONFIGS, QUICK, batch_of
-from tests.fakes.families import MIXTURES
+from tests.fakes.architectures_hf import CONFIGS, QUICK
+from tests.fakes.families import FAMILIES, batch_of_family
 
 # Every architecture; but for one of each kind, in the long suite.
 EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CONFIGS]
@@ -18,7 +18,7 @@ EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for 
 def hugging_face(name: str, directory: Path, **options: Any) -> nn.Module:
     """A model of transformers with numbers of its own, and what its save_pretrained writes."""
     transformers = pytest.importorskip("transformers")
-    config = {**CONFIGS, **MIXTURES}[name]
+    config = FAMILIES[name]
     values = {key: value for key, value in config.items() if key != "model_type"}
     torch.manual_seed(3)
     made = getattr(transformers, config["architectures"][0])
@@ -31,9 +31,11 @@ def hugging_face(name: str, directory: Path, **options: Any) -> nn.Module:
 
 
 def arguments(name: str) -> dict[str, Tensor]:
-    batch = batch_of(name, 5)
+    batch = batch_of_family(name, 5)
     given = {"input_ids": batch["tokens"]} if "tokens" in batch else batch
-    return {key: value for key, value in given.items() if key != "labels" or name in ("t5", "bart")}
+    return {
+        key: value for key, value in given.items() if key != "labels" or name in ("t5", "bart", "whisper")
+    }
 
 
 def outcome(model: nn.Module, name: str) -> Tensor:

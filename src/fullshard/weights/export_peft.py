@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from fullshard.weights.names import full_transformers_config
 from fullshard.weights.tensor_source import ADDED, Weights
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+logger = logging.getLogger("fullshard")
 _WITHIN = "base_model.model."  # prefix of the adapted model inside peft's model
 
 
@@ -56,19 +58,19 @@ def export_peft(
     base, model = build_base_and_adapted_meta_models(manifest.values.get("huggingface"), run)
     config, trained = _make_checked_peft_config(run, model, base=base)
     _check_all_trained_are_saved(model, trained, saved=set(plain.values()))
-    items: Mapping[str, Any] = config.to_dict()
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in items.items()}
+    values = {key: sorted(one) if isinstance(one, set) else one for key, one in config.to_dict().items()}
+    for line in _describe_changed_base(run):
+        logger.warning(line)
     target = Path(directory)
     naming = partial(_map_trained_tensors, trained=trained)
     export(checkpoint, target / _WEIGHTS, naming=naming, weights=weights)
-
     path = target / _CONFIG
     with os_errors_as_checkpoint_errors(f"{path} cannot be written."), open_atomic_replacement(path) as file:
         file.write(json.dumps(values, indent=2, sort_keys=True).encode())
 
 
 def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
-    """Returns one line for each format in which the adapters of `run` cannot be exported.
+    """Returns lines about formats in which the adapters of `run` cannot be exported, and about their base.
 
     Called before a run starts. peft loads the exported names into a meta model.
 
@@ -90,23 +92,36 @@ def describe_impossible_exports(run: Run, model: nn.Module) -> list[str]:
             impossible[form] = error.got
     if run.adapter.saves_only_adapters:
         impossible["hf"] = 'adapter.save = "adapters" keeps no base'
+    cannot = "the trained adapters cannot be exported with --format"
+    lines = [f"{cannot} {form}: {why}" for form, why in impossible.items()]
+    return [*lines, *_describe_changed_base(run)]
+
+
+def _describe_changed_base(run: Run) -> list[str]:
+    """Returns a line for each setting by which the base is not what `from_pretrained(model.hf)` loads."""
+    section, changed = run.model, dict[str, Any]({"adapter.base_dtype": run.adapter.packed_format})
+    if isinstance(section, HuggingFaceModel):
+        given = section.model_dump(include={"architecture", "options", "weights"}, exclude_defaults=True)
+        changed |= {f"model.{key}": value for key, value in given.items()}
     return [
-        f"the trained adapters cannot be exported with --format {form}: {why}"
-        for form, why in impossible.items()
+        f"--format peft is for the base with {key} = {value!r}, and not as its files have it"
+        for key, value in changed.items()
+        if value not in (None, "require")
     ]
 
 
 def _make_checked_peft_config(run: Run, model: nn.Module, *, base: nn.Module) -> tuple[Any, set[str]]:
-    """Returns peft's config for the adapted meta model `model`, and the names that are trained.
+    """Returns peft's config for the adapted meta model `model`, and the names of what is not frozen.
 
     Raises CheckpointError if peft would not load all that is trained into `base`, which it changes.
     """
-    trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+    frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    trained = model.state_dict().keys() - frozen  # and buffers, which training may change
     config: Any = adapters.make_config_for_model(base, run.adapter)
     config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
     config.inference_mode = True
     config.modules_to_save = _list_modules_trained_whole(model, trained) or None
-    shapes = {name: one.shape for name, one in model.named_parameters() if name in trained}
+    shapes = {name: one.shape for name, one in (*model.named_parameters(), *model.named_buffers())}
     tensors = _map_trained_tensors(shapes, trained=trained).shapes
     # peft changes the config it is given.
     _load_with_peft_to_check(base, copy.deepcopy(config), tensors=tensors)
@@ -169,9 +184,10 @@ def _load_with_peft_to_check(base: nn.Module, config: Any, *, tensors: Mapping[s
     try:
         with warnings.catch_warnings():  # peft reads an old name of transformers
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            model = peft.PeftModel(base, config, low_cpu_mem_usage=True)
+            kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
+            model = kind(base, config, low_cpu_mem_usage=True)
         loaded = peft.set_peft_model_state_dict(model, values)
-    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     else:
         lacking = [name for name in loaded.missing_keys if ADDED in name]

@@ -315,6 +315,8 @@ _REFUSED = {
     **dict.fromkeys(
         ("corda_config", "eva_config", "lora_ga_config"), "it needs an initialisation by the base's values"
     ),
+    "ensure_weight_tying": "its adapters of tied weights are one, in two shapes, and are not sharded as such",
+    "runtime_config": "it moves adapters between devices",
     "inference_mode": "it freezes the adapters",
     "peft_type": "the adapters are LoRA",
     "trainable_token_indices": "it needs rows of the base weights; adapter.trained with the embedding",
@@ -325,6 +327,7 @@ _REFUSED = {
     "lora_dropout": "it is adapter.dropout",
     "target_modules": "it is adapter.targets",
     "modules_to_save": "it is adapter.trained",
+    "base_model_name_or_path": "it is model.hf",
     "fan_in_fan_out": "it follows from the modules",
 }
 
