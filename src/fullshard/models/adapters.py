@@ -6,7 +6,6 @@ are inserted on the meta device, and initialised later with all other parameters
 base weights. The model's own `_init_weights` must not overwrite these values.
 """
 
-import importlib
 import importlib.util
 import json
 import logging
@@ -20,7 +19,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.distributed.agreement import rank
@@ -60,15 +59,13 @@ def insert_adapters(
     config = make_config_for_model(model, section)
     trained = _find_names_by_ending(model, section.trained, key="adapter.trained")
     modules = dict(model.named_modules())
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     with _peft_errors_as_spec_errors(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pattern keys did not match", category=RuntimeWarning)
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     compute_with_plain_sums(model)
     for name in trained:
-        for parameter in modules[name].parameters():
-            parameter.requires_grad_(True)
+        modules[name].requires_grad_()
     frozen_dtype = own_dtype if section.base_dtype == "auto" else _DTYPES[section.base_dtype]
     for parameter in model.parameters():
         if frozen_dtype is not None and not parameter.requires_grad and parameter.is_floating_point():
@@ -376,38 +373,26 @@ def _iterate_adapter_initialisers(
     model: nn.Module, *, gaussian: bool
 ) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
     """Yields (module that holds part of an adapter, function that initialises that part as peft does)."""
+    fills: Mapping[str, Callable[[Tensor], object]] = {
+        _MAGNITUDES: nn.init.ones_,  # until `set_magnitudes`
+        "lora_A": partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
+        "lora_B": nn.init.zeros_,
+        "lora_embedding_A": nn.init.zeros_,
+        "lora_embedding_B": nn.init.normal_,
+    }
     for layer in model.modules():
-        if ADAPTER in (getattr(layer, _MAGNITUDES, None) or ()):
-            part = cast(Any, layer).lora_magnitude_vector[ADAPTER]
-            yield part, partial(_initialise_lora_module, part, _MAGNITUDES, std=None)
-        for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+        for kind, fill in fills.items():
             parts: Any = getattr(layer, kind, None)
             if parts is None or ADAPTER not in parts:
                 continue
+            if kind == "lora_A" and gaussian:
+                fill = partial(nn.init.normal_, std=1 / cast(Any, layer).r[ADAPTER])
             part = parts[ADAPTER]
-            if isinstance(part, nn.Module):
-                std = 1 / cast(dict[str, int], layer.r)[ADAPTER] if gaussian else None
-                yield part, partial(_initialise_lora_module, part, kind, std=std)
-            else:
-                yield parts, partial(_initialise_lora_embedding, parts, kind)
+            holder, key = (part, "weight") if isinstance(part, nn.Module) else (parts, ADAPTER)
+            yield holder, partial(_initialise_adapter, holder, key, fill=fill)
 
 
-def _initialise_lora_module(part: Any, kind: str, *, std: float | None) -> None:
-    if kind == _MAGNITUDES:
-        nn.init.ones_(part.weight)  # until `set_magnitudes`
-        return
-    if kind == "lora_B":
-        nn.init.zeros_(part.weight)
-    elif std is not None:
-        nn.init.normal_(part.weight, std=std)
-    else:
-        nn.init.kaiming_uniform_(part.weight, a=math.sqrt(5))
-    if part.bias is not None:
-        nn.init.zeros_(part.bias)
-
-
-def _initialise_lora_embedding(parts: Any, kind: str) -> None:
-    if kind == "lora_embedding_A":
-        nn.init.zeros_(parts[ADAPTER])
-    else:
-        nn.init.normal_(parts[ADAPTER])
+def _initialise_adapter(holder: Any, key: str, *, fill: Callable[[Tensor], object]) -> None:
+    fill(getattr(holder, key))
+    if getattr(holder, "bias", None) is not None:
+        nn.init.zeros_(holder.bias)

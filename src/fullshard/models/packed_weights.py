@@ -22,6 +22,7 @@ there is no matrix. The operation also reads an empty view of the other factor, 
 merges the two nor computes the second one in forward.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -298,18 +299,14 @@ def _values_of_record(record: JsonValue) -> tuple[Any, Any, Any]:
 
 def count_elements(model: nn.Module) -> int:
     """Returns the number of elements of all parameters, of packed weights those of the matrices."""
-    return sum(one.numel() for one in model.parameters()) + sum(map(_hidden_elements, model.modules()))
+    owners = {one: module for module in model.modules() for one in module.parameters(recurse=False)}
+    return sum(element_count(module, one) for one, module in owners.items())
 
 
 def element_count(module: nn.Module, parameter: nn.Parameter) -> int:
     """Returns the elements of a parameter of `module`; of its packed weight, those of the matrix."""
-    is_packed = packed_weight_of(module) is not None and not parameter.is_floating_point()
-    return parameter.numel() + (_hidden_elements(module) if is_packed else 0)
-
-
-def _hidden_elements(module: nn.Module) -> int:
     packed = packed_weight_of(module)
-    return 0 if packed is None else packed.shape[0] * packed.shape[1] - cast(Any, module).weight.numel()
+    return math.prod(packed.shape) if packed and parameter is module.weight else parameter.numel()
 
 
 def pack_frozen_weights(model: nn.Module, form: Format) -> nn.Module:
@@ -321,8 +318,7 @@ def pack_frozen_weights(model: nn.Module, form: Format) -> nn.Module:
     for name, module in chosen:
         linear = cast(nn.Linear, module)
         rows, columns = linear.weight.shape
-        size = (rows, packed_row_bytes(columns, form))
-        data = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
+        data = linear.weight.new_empty((rows, packed_row_bytes(columns, form)), dtype=torch.uint8)
         linear.weight = nn.Parameter(data, requires_grad=False)
         packed = PackedWeight(name, form, (rows, columns))
         setattr(linear, _ATTRIBUTE, packed)
@@ -345,7 +341,7 @@ def describe_packing(model: nn.Module) -> str:
     for name, (_, why) in _frozen_matrices(model).items():
         groups[why].append(name)
     groups.pop("", None)
-    elements = sum(one.shape[0] * one.shape[1] for one in packed.values())
+    elements = sum(math.prod(one.shape) for one in packed.values())
     forms = ", ".join(sorted({one.form for one in packed.values()}))
     text = f"{len(packed)} frozen matrices in {forms} ({format_count(elements)} elements)" if packed else ""
     others = "; ".join(f"{len(names)} {why}: {join_names(names)}" for why, names in groups.items())
