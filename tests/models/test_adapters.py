@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.save import save
 from fullshard.errors import ShardError, SpecError
 from fullshard.models.adapted_parameters import name_in_base
 from fullshard.models.adapters import adapters_off, warn_of_unexpected_adapter_targets
@@ -140,6 +143,7 @@ KINDS = {
     "gpt2": (["c_attn", "wte"], {"use_dora": True}),  # transposed, and a tied embedding
 }
 LAYOUTS = [(1, []), (2, FULL), (3, FULL), (2, ["sharding.strategy=zero1"]), (4, HYBRID)]
+COMPILED = (1, [*FULL, "run.compile=true"])  # in pieces, around the sums
 QUICK_CROSS = [("mixtral", 3), ("gpt_oss", 2), ("qwen3_moe", 1), ("llama", 3), ("gpt2", 2), ("llama", 4)]
 
 
@@ -147,9 +151,13 @@ QUICK_CROSS = [("mixtral", 3), ("gpt_oss", 2), ("qwen3_moe", 1), ("llama", 3), (
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(model, layout, marks=[] if (model, layout[0]) in QUICK_CROSS else pytest.mark.long)
+        pytest.param(
+            model,
+            layout,
+            marks=[] if (model, layout[0]) in QUICK_CROSS and layout != COMPILED else pytest.mark.long,
+        )
         for model in KINDS
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, *([COMPILED] if model == "gpt_oss" else []))
     ],
     ids=str,
 )
@@ -168,6 +176,29 @@ def test_adapters_of_each_kind_take_the_steps_of_peft(
         assert own.keys() == trained.keys()
         for name, expected in trained.items():
             torch.testing.assert_close(own[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def steps_from(directory: Path, run: Run) -> dict[str, Tensor]:
+    """Continues from the checkpoint in `directory`, if any, and saves there. Returns what is saved."""
+    state, plan = state_of(run)
+    load(state, directory, missing_ok=True)
+    for _ in train(state, plan):
+        pass
+    save(state, directory, plan=plan)
+    return {name: whole(one).detach() for name, one in state.tensors().items() if not name.startswith("rng")}
+
+
+def test_adapted_experts_continue_on_other_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
+    write_config("mixtral", tmp_path)
+    fixed = [f"model.hf={tmp_path}", f"adapter.targets={json.dumps(KINDS['mixtral'][0])}"]
+    run = run_of(*fixed, "train.global_batch=12", "optimizer.eps=1e-4")
+    expected = ranks(2).run(steps_from, tmp_path / "whole", run)[0]
+    for count, steps in ((2, 1), (3, 2), (1, 3)):
+        own = run.with_overrides([f"train.steps={steps}"])
+        found = ranks(count).run(steps_from, tmp_path / "parts", own)[0]
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_adapted_experts_that_are_off_compute_as_their_base(tmp_path: Any) -> None:
@@ -251,6 +282,7 @@ def test_adapters_are_in_the_layers_to_transform(targets: str, layers: str) -> N
         (['adapter.options={layers_pattern = "blocks"}'], "`layers_to_transform` must also be"),
         (["adapter.options={inference_mode = true}"], "freezes the adapters"),
         (["adapter.options={use_qalora = true}"], "quantised weights"),
+        (["adapter.options={ensure_weight_tying = true}"], "are not sharded as such"),
         (["adapter.options={rank_pattern = {queri = 8}}"], "has no target 'queri'"),
         (["adapter.options={alpha_pattern = {query = 8, queri = 8}}"], "has no target 'queri'"),
         (['adapter.options={target_parameters = ["no.such"]}'], "has no parameter 'no.such'"),
