@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, zeros
 
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
-from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, storage_id
+from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, local_part, storage_id
 
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot compare fp8
 TRAINED = "parameter"
@@ -35,7 +35,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def detached_local_tensor(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor, or any other tensor, detached. The memory is shared."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (local_part(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def dtensor_from_local_part(whole: DTensor, local: Tensor) -> DTensor:
