@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from bench.scale.control import open_fake_group
 from bench.scale.measure import Case, Row, measured
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.files import LocalFiles
+from fullshard.checkpoint.files import LocalFiles, write_process_name
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.manifest import (
+    METADATA,
     SHARDS,
     Manifest,
     SavedFile,
@@ -24,76 +25,93 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
     read_manifest_and_check_sizes,
     small_file_entry,
-    step_name,
+    write_small_file,
 )
 from fullshard.checkpoint.retention import prune_checkpoints
-from fullshard.checkpoint.save import _check_and_list_written_tensors
-from fullshard.checkpoint.shard_file import SUFFIX
-from fullshard.torch_private.tensors import make_dcp_storage_info
+from fullshard.checkpoint.save_plan import SavePlan
+from fullshard.checkpoint.shard_file import SUFFIX, ShardFileTable, ShardRecord
+from fullshard.checkpoint.shard_index import data_file_name
 
 TENSORS = 3411  # weight and two moments of 1,137 parameters
 KEPT = 50
-WIDE_TENSORS = 1134  # of these, matrices of more columns than rows: key, value, down
 ROWS, COLUMNS = 2, 16  # of a rank's shard
 
 
 def index(ranks: int, tensors: int) -> list[Row]:
-    """Plans and commits a save on rank 0, from what the ranks send, and reads it on one rank."""
+    """Plans and commits a save on rank 0, from what the ranks send, and finds the shards of one rank."""
+    own = _tensors_of_rank_zero(ranks, tensors)
     with tempfile.TemporaryDirectory() as directory:
-        place = LocalLocation(Path(directory))
-        files = LocalFiles(place.path / step_name(1))
-        files.path.mkdir()
-        sent = [_send_of_rank(rank, (ROWS * ranks, COLUMNS), tensors=tensors) for rank in range(ranks)]
+        draft = LocalFiles(Path(directory))
+        write_process_name(draft)
+        sent = [pickle.dumps(_report_of_rank(rank, own, draft)) for rank in range(ranks)]
         with measured() as saving:
-            manifest = _index_and_manifest(sent, files)
+            plan = SavePlan.from_tensors(own)
+            plan.list_own_shards(own)
+            written = [pickle.loads(one) for one in sent]
+            files, saved = storage.write_index(draft, plan, written=written, dcp_shards=storage.DCP_SHARDS)
+            manifest = _manifest(1, files, tensors=saved, ranks=ranks)
+            storage.build_reader(draft, manifest)
         with measured() as loading:
-            storage.DcpCheckpointReader(files, manifest).read_metadata()
-        index_bytes = (files.path / SHARDS).stat().st_size
-    gathered = sum(len(one) for pair in sent for one in pair)
+            reader = storage.build_reader(draft, manifest)
+            found = [reader.find_pieces(name, ((0, 0), (ROWS, COLUMNS))) for name in own]
+    written_bytes = sum(one.size_bytes for name, one in files.items() if name in (SHARDS, METADATA))
+    problem = "" if all(len(one) == 1 for one in found) else "other shards than its own"
     return [
         Row("save: plan, index (rank 0)", ranks, saving.seconds, saving.peak, most_seconds=5),
-        Row("save: gathered at rank 0", ranks, 0, gathered),
-        Row("save: index on disk", ranks, 0, index_bytes, most_amount=200e6),
+        Row("save: gathered at rank 0", ranks, 0, sum(map(len, sent))),
+        Row("save: index on disk", ranks, 0, written_bytes, most_amount=200e6),
         Row(
-            "load: index (each rank)", ranks, loading.seconds, loading.peak, most_seconds=2, most_amount=300e6
+            "load: index (each rank)",
+            ranks,
+            loading.seconds,
+            loading.peak,
+            most_seconds=2,
+            most_amount=300e6,
+            problem=problem,
         ),
     ]
 
 
-def wide_tensors(ranks: int, tensors: int) -> list[Row]:
-    """Plans a save of tensors that are sharded by rows and have more columns, on rank 0."""
-    shape = (ROWS * ranks, 2 * ROWS * ranks)
-    with tempfile.TemporaryDirectory() as directory:
-        sent = [_send_of_rank(rank, shape, tensors=tensors) for rank in range(ranks)]
-        with measured() as found:
-            _index_and_manifest(sent, LocalFiles(Path(directory)))
-    return [Row("save: plan of wide tensors", ranks, found.seconds, most_seconds=5)]
+def _tensors_of_rank_zero(ranks: int, tensors: int) -> dict[str, Tensor]:
+    """Returns tensors that all ranks share by rows, without memory."""
+    open_fake_group(ranks)
+    mesh, local = init_device_mesh("cpu", (ranks,)), torch.empty(ROWS, COLUMNS, device="meta")
+    return {
+        f"optimizer.blocks.{i}.feed_forward.gate.weight.exp_avg": DTensor.from_local(
+            local,
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((ROWS * ranks, COLUMNS)),
+            stride=(COLUMNS, 1),
+        )
+        for i in range(tensors)
+    }
 
 
-def _send_of_rank(rank: int, shape: tuple[int, int], *, tensors: int) -> tuple[bytes, bytes]:
-    """Returns what a rank sends to rank 0: its plan, and the results of its writes."""
-    items, results = list[WriteItem](), list[WriteResult]()
-    size, name = torch.Size(shape), f"__{rank}_0.distcp"
-    chunk = ChunkStorageMetadata(torch.Size((ROWS * rank, 0)), torch.Size((ROWS, shape[1])))
-    for number in range(tensors):
-        at = MetadataIndex(f"optimizer.blocks.{number}.feed_forward.gate.weight.exp_avg", chunk.offsets, rank)
-        data = TensorWriteData(chunk, TensorProperties(), size)
-        items.append(WriteItem(at, WriteItemType.SHARD, tensor_data=data))
-        info = make_dcp_storage_info(filesystem, name, offset=number << 20, length=1 << 15)
-        results.append(WriteResult(at, 1 << 15, info))
-    names = {one.index.fqn: (one.index.fqn,) for one in items}
-    return pickle.dumps(SavePlan(items, planner_data=names)), pickle.dumps(results)
-
-
-def _index_and_manifest(sent: list[tuple[bytes, bytes]], draft: LocalFiles) -> Manifest:
-    """Does what rank 0 does between the gather of plans and the commit."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({}, is_coordinator=True)
-    _, metadata = planner.create_global_plan([pickle.loads(plan) for plan, _ in sent])
-    writer = storage.DcpCheckpointWriter(draft, check=lambda name, tensor: None)
-    writer.finish(metadata, [pickle.loads(results) for _, results in sent])
-    files = _files_of_ranks(len(sent), data_bytes=1 << 40) | writer.written
-    return _manifest(1, files, tensors=_check_and_list_written_tensors(metadata, files), ranks=len(sent))
+def _report_of_rank(rank: int, own: dict[str, Tensor], draft: LocalFiles) -> storage.WrittenShards:
+    """Returns what a rank sends after it has written its shards. Writes the table of rank 0's."""
+    name, places = data_file_name(rank), tuple((i << 15, 1 << 15) for i in range(len(own)))
+    table = small_file_entry(b"")
+    if rank == 0:
+        pieces = tuple(
+            ShardRecord(
+                name=tensor,
+                index=(0, 0),
+                shape=(ROWS, COLUMNS),
+                dtype="float32",
+                offset=offset,
+                length=length,
+                data_offset=1024,
+                digests=("0" * 32,),
+            )
+            for tensor, (offset, length) in zip(own, places, strict=True)
+        )
+        data = ShardFileTable(block_bytes=16 << 20, pieces=pieces).model_dump_json().encode()
+        table = write_small_file(draft, f"{name}{SUFFIX}", data=data)
+    files = {name: (1 << 40, None), f"{name}{SUFFIX}": (table.size_bytes, table.digest)}
+    is_small = dist.get_world_size() * len(own) <= storage.DCP_SHARDS
+    return storage.WrittenShards(files, (), len(own), places if is_small else ())
 
 
 def _files_of_ranks(ranks: int, *, data_bytes: int = 0) -> dict[str, SavedFile]:
@@ -138,7 +156,7 @@ def commit(ranks: int, _: int) -> list[Row]:
             read_manifest(target)
         written = (Path(directory) / target.name / "manifest.json").stat().st_size
     return [
-        Row("save: commit (rank 0)", ranks, committing.seconds, committing.peak, most_seconds=1),
+        Row("save: commit (rank 0)", ranks, committing.seconds, committing.peak, most_seconds=2),
         Row("load: manifest (rank 0)", ranks, reading.seconds, written, most_seconds=1),
     ]
 
@@ -155,8 +173,7 @@ def retention(ranks: int, kept: int) -> list[Row]:
 
 
 CHECKPOINT_CASES = [
-    Case("index", index, parts=TENSORS, least=4),
-    Case("wide tensors", wide_tensors, parts=WIDE_TENSORS),
+    Case("index", index, parts=TENSORS, least=TENSORS),
     Case("commit", commit),
     Case("retention", retention, parts=KEPT, least=2),
 ]

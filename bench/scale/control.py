@@ -2,11 +2,11 @@
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -22,11 +22,11 @@ from torch.testing._internal.distributed import fake_pg  # registers the backend
 import fullshard as fs
 from bench.scale.measure import Case, Row, fit_growth, measured
 from fullshard.checkpoint.background import BackgroundSaver
+from fullshard.distributed import agreement as agreement_module
 from fullshard.distributed.agreement import all_gather_object
-from fullshard.distributed.loopback import LOOPBACK, bind_local_groups_to_loopback, start_store_on_loopback
+from fullshard.distributed.loopback import LOOPBACK, set_connection_variables, start_store_on_loopback
 from fullshard.distributed.ranges import OwnWorkClock
 from fullshard.distributed.unit_order import UnitEvents
-from fullshard.errors import TrainError
 from fullshard.models.decoder import DecoderModel
 from fullshard.observe.run_log import RunLog
 from fullshard.observe.stragglers import StragglerWatch
@@ -34,13 +34,13 @@ from fullshard.parallel import mesh
 from fullshard.spec.settings.train_section import FaultToleranceSection
 from fullshard.survival import diagnosis, fingerprint, watchdog
 from fullshard.survival.phase import Heartbeat, PhaseTracker, RunPhase
-from fullshard.torch_private.groups import find_default_store
+from fullshard.survival.status_board import StatusBoard
+from fullshard.survival.store_rows import append_row
 
 REAL_RANKS, MEETING_SECONDS = (4, 8, 16, 24), 600
 STORE_REQUESTS_PER_SECOND = 65_000
 """Measured with a TCPStore on loopback, small values, one to four clients."""
 LOG_EVERY = 10
-STACKS = "x" * 20_000
 BLOCKS = 126
 SIZES = "vocabulary=128256 d_model=16384 heads=128 kv_heads=8 d_ff=53248 max_sequence=8192"
 assert fake_pg, "imported for its effect"
@@ -90,6 +90,9 @@ class CountingStore(dist.Store):
     def delete_key(self, *arguments: Any) -> Any:
         return self._ask("delete_key", *arguments)
 
+    def append(self, *arguments: Any) -> Any:
+        return self._ask("append", *arguments)
+
     def clone(self) -> dist.Store:
         return self
 
@@ -100,6 +103,11 @@ class CountingStore(dist.Store):
 def open_fake_group(ranks: int, *, rank: int = 0, store: dist.Store | None = None) -> None:
     """Opens a default group of `ranks`, whose collectives copy this rank's input to all outputs."""
     dist.init_process_group("fake", store=store or dist.HashStore(), rank=rank, world_size=ranks)
+
+    def gather_copies(value: Any, *, group: object) -> list[Any]:
+        return [pickle.loads(one) for one in [pickle.dumps(value)] * ranks]
+
+    agreement_module.all_gather_pickled = gather_copies  # torch's fake group receives nothing
 
 
 def plan_of(ranks: int, *more: str) -> fs.Plan:
@@ -159,7 +167,7 @@ def _send_requests_of_start(to: Connection, rank: int, ranks: int, port: int) ->
         open_group(backend.replace("nccl", "fake"), **named)
 
     dist.TCPStore, dist.init_process_group = connect_counting, open_without_nccl  # type: ignore[misc]
-    with bind_local_groups_to_loopback():
+    with set_connection_variables():
         mesh._init_process_group(torch.device("cuda", 0), timedelta(seconds=MEETING_SECONDS))
         saver = BackgroundSaver(f"/nowhere/{port}")
     to.send(sum(one.take_requests() for one in stores))
@@ -220,51 +228,50 @@ def _heartbeat(step: int = 7) -> Heartbeat:
 
 
 def heartbeats(ranks: int, _: int) -> list[Row]:
-    """Counts the requests of a rank's watchdog in one of its ticks of two seconds."""
+    """Counts the requests of a rank's watchdog in one of its ticks."""
     store = CountingStore(dist.HashStore())
     open_fake_group(ranks, store=store)
-    board = watchdog._StatusBoard(answer_seconds=10.0)
+    watching = watchdog._Watchdog(
+        PhaseTracker(), FaultToleranceSection(), grace_seconds=None, slack_seconds=0
+    )
     store.take_requests()
-    board.publish_heartbeat(_heartbeat())
-    board.has_report_request()
-    rate = ranks * store.take_requests() / watchdog._TICK_SECONDS[1]
+    watching._publish_heartbeat()
+    rate = ranks * store.take_requests() / watching._tick
     most = STORE_REQUESTS_PER_SECOND / 2
     return [Row("heartbeats of all ranks", ranks, 0, rate, "req/s", most_amount=most)]
 
 
 def verdict(ranks: int, _: int) -> list[Row]:
     """Reads the reports of all ranks at a hang, of which one is elsewhere, and names it. In wall seconds."""
-    open_fake_group(ranks, store=start_store_on_loopback())
-    watching = watchdog._Watchdog(
-        PhaseTracker(), FaultToleranceSection(), grace_seconds=watchdog._GRACE_SECONDS[1], slack_seconds=0.0
-    )
-    board, culprit = watching._board, ranks // 3
-    waiting = diagnosis.RankReport(_heartbeat(), True, "loop.py:1 in step", "gloo:all_reduce 17", STACKS)
+    board = StatusBoard(start_store_on_loopback(), rank=0, world_size=ranks, answer_seconds=10.0)
+    culprit = ranks // 3
+    waiting = diagnosis.RankReport(_heartbeat(), True, "loop.py:1 in step", "gloo:all_reduce 17")
     moved = replace(waiting, waits=False, place="user.py:9 in forward", collective="")
     for board.rank in range(ranks):
-        board.publish_heartbeat(_heartbeat())
+        board.publish_heartbeat(_heartbeat(), is_slow=False)
         board.publish_report(moved if board.rank == culprit else waiting)
     board.rank = 0
     with measured() as found:
-        what = watching._diagnose_from_reports(waiting).error.what
+        what = watchdog.diagnose_from_reports(board, waiting, grace_seconds=8.0).error.what
     problem = "" if f"rank {culprit} " in what else f"named another: {what}"
     operation = "verdict at a hang (wall s)"
     return [Row(operation, ranks, found.seconds, found.wall, "s", most_amount=10, problem=problem)]
 
 
 def fingerprints(ranks: int, _: int) -> list[Row]:
-    """Exchanges fingerprints after a mismatch, as rank 0 and as another rank."""
-    store, requests, seconds = CountingStore(start_store_on_loopback()), list[int](), list[float]()
+    """Exchanges fingerprints after a mismatch: as the rank that reads those of all, and as another."""
+    store = CountingStore(start_store_on_loopback())
+    own, events = fingerprint.StepFingerprint(7, 30, 12345, 67890), UnitEvents((), array("q"))
+    for other in range(2, ranks):
+        append_row(store, f"{other},7,{30 + other % 2},12345,67890\n", key="reported")
+    append_row(store, "1,7,31,12345,67890\n", key="reported")
+    requests, seconds = list[int](), list[float]()
     for rank in (0, 1):
-        open_fake_group(ranks, rank=rank, store=store)
-        published = dist.PrefixStore("fullshard/fingerprint", find_default_store())
-        for other in range(ranks):
-            published.set(str(other), f"7,{30 + other % 2},12345,67890")
-        own, events = fingerprint.StepFingerprint(7, 30 + rank, 12345, 67890), UnitEvents((), array("q"))
         store.take_requests()
-        with measured() as found, suppress(TrainError):
-            fingerprint.check_same_fingerprints(own, [0.0], world_size=ranks, events=events)
-        dist.destroy_process_group()
+        with measured() as found:
+            fingerprint.exchange_mismatch_texts(
+                own, store, rank=rank, world_size=ranks, events=events, answer_seconds=1.0
+            )
         requests.append(store.take_requests())
         seconds.append(found.seconds)
     of_all = requests[0] + (ranks - 1) * requests[1]

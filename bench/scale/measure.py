@@ -6,7 +6,7 @@ import multiprocessing
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, log2
@@ -113,7 +113,7 @@ def _send_rows(to: Connection, measure: Callable[[int, int], list[Row]], ranks: 
 
 
 @contextmanager
-def measured() -> Iterator[SimpleNamespace]:
+def measured() -> Generator[SimpleNamespace]:
     """Context that measures processor `seconds`, `wall` seconds, and `peak` bytes above those at its begin.
 
     Without garbage collection, as in the training loop.
