@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -408,7 +409,7 @@ def find_group_across_nodes(ranks: Sequence[Sequence[int]], *, hosts: Sequence[s
 
     Returns an empty text if the ranks of each host are adjacent, or the groups are larger than nodes.
     """
-    runs, most = 1 + sum(one != other for one, other in pairwise(hosts)), max(map(hosts.count, hosts))
+    runs, most = 1 + sum(one != other for one, other in pairwise(hosts)), max(Counter(hosts).values())
     across = next((group for group in ranks if len({hosts[rank] for rank in group}) > 1), ())
     if runs == len(set(hosts)) or len(across) > most:
         return ""
