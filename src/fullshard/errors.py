@@ -21,6 +21,7 @@ Exit code 75 (`EX_TEMPFAIL`: try again later) is not an error: the run was inter
 """
 
 import copyreg
+import os
 import sysconfig
 import traceback
 from pathlib import Path
@@ -109,6 +110,16 @@ class DamagedCheckpointError(CheckpointError):
 
 class LaunchError(FullshardError):
     exit_code = 7
+
+    @classmethod
+    def for_early_exit(cls, left: SystemExit) -> "LaunchError":
+        """Returns the error of a rank that called `sys.exit` before its work was done."""
+        return cls(
+            f"rank {os.environ.get('RANK', '0')} left early.",
+            got=f"sys.exit({'' if left.code is None else repr(left.code)})",
+            why="something called it before the job was done",
+            fix="an exception where it cannot continue; FULLSHARD_TRACEBACK=1 shows who called it",
+        )
 
 
 class TrainError(FullshardError):

@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.errors import CheckpointError, PlanError, SpecError
+from fullshard.errors import CheckpointError, LaunchError, PlanError, SpecError
 from fullshard.jobs.for_run import (
     fitting_settings_text_on_hardware,
     largest_fitting_predicted_bytes,
@@ -55,37 +56,55 @@ def test_open_settings_are_the_best_plan() -> None:
     assert planned() == best
 
 
-def plan_of_ranks(settings: tuple[str, ...], own_path: str) -> tuple[int, str | int, str]:
-    """Returns (calls of the planner, its plan as JSON or the exit code, the error's text) on each rank."""
+def plan_of_ranks(settings: tuple[str, ...], own_path: str, leave_with: int | None) -> Any:
+    """Returns the planned run, or (exit code, text of the error), and what was printed, on each rank."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "XDG_CONFIG_HOME": own_path}
-    calls = list[int]()
+    number = dist.get_rank()
+    own = request(*settings, f"run.seed={number}", f"offload.path={own_path}/{number}")
 
     def make_plan() -> LaunchRequest:
-        calls.append(dist.get_rank())
-        return request_with_plan(request(*settings, f"run.seed={dist.get_rank()}"))
+        assert number == 0, "only rank 0 plans"
+        if leave_with is not None:
+            sys.exit(leave_with)
+        return request_with_plan(own)
 
-    try:
-        with planned_on_rank_zero(request(*settings), make_plan) as planned:
-            assert planned.plan is not None
-            return len(calls), planned.plan.model_dump_json(), ""
-    except PlanError as error:
-        return len(calls), error.exit_code, str(error)
-    except SystemExit as left:
-        return len(calls), int(str(left.code)), ""
-
-
-def test_rank_0_plans_and_all_ranks_run_its_plan(ranks, tmp_path: Path) -> None:
-    first, *others = ranks(3).run(plan_of_ranks, ("recompute.mode=none",), str(tmp_path))
-    assert first[0] == 1
-    assert others == [(0, first[1], "")] * 2
+    with redirect_stderr(io.StringIO()) as printed:
+        try:
+            with planned_on_rank_zero(own, make_plan) as planned:
+                assert planned.plan is not None
+                assert planned.plan.run == planned.run
+                return planned.plan, printed.getvalue()
+        except (PlanError, LaunchError) as error:
+            return error.exit_code, str(error)
+        except SystemExit as left:
+            return left.code, ""
 
 
-def test_an_error_of_the_planner_ends_all_ranks_with_one_text(ranks, tmp_path: Path) -> None:
-    code = PlanError.exit_code
-    first, *others = ranks(3).run(plan_of_ranks, ("train.global_batch=13",), str(tmp_path))
-    assert first[:2] == (1, code)
-    assert "13" in first[2]
-    assert others == [(0, code, "")] * 2
+def test_all_ranks_run_the_plan_of_rank_0_with_the_paths_of_their_nodes(ranks, tmp_path: Path) -> None:
+    first, *others = ranks(3).run(plan_of_ranks, ("recompute.mode=none",), str(tmp_path), None)
+    assert "not used" not in first[1]
+    for number, (own, printed) in enumerate(others, 1):
+        run = first[0].run.with_settings({"offload": {"path": f"{tmp_path}/{number}"}})
+        assert own == first[0].model_copy(update={"run": run})
+        unused = f"run.seed = {number} (used: 0)"
+        assert printed == f"note: rank {number}: not used, because rank 0's hold: {unused}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "leave_with", "expected"),
+    [
+        ("train.global_batch=13", None, (PlanError.exit_code, "13")),
+        ("train.global_batch=12", 0, (LaunchError.exit_code, "sys.exit(0)")),
+    ],
+)
+def test_whatever_ends_rank_0_while_it_plans_ends_all_ranks_with_one_text(
+    settings: str, leave_with: int | None, expected: tuple[int, str], ranks, tmp_path: Path
+) -> None:
+    code, text = expected
+    first, *others = ranks(3).run(plan_of_ranks, (settings,), str(tmp_path), leave_with)
+    assert first[0] == code
+    assert text in first[1]
+    assert others == [(code, "")] * 2
 
 
 def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> None:

@@ -6,10 +6,10 @@ failure is caught, sent to all ranks as text (an exception need not survive pick
 of them.
 """
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,9 +18,18 @@ import torch.distributed as dist
 
 from fullshard.distributed.ranges import TimedRange
 from fullshard.distributed.rounds import all_are_true, all_gather_pickled
-from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
-from fullshard.system.files import checkpoint_error_from_os_error, lengthening_pauses
+from fullshard.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FullshardError,
+    LaunchError,
+    OffloadError,
+)
+from fullshard.system.files import checkpoint_error_from_os_error
 from fullshard.torch_private.groups import find_default_store, has_backend
+
+# Python runs no handler of a signal while it waits in the store, so it waits in parts.
+_WAIT_SECONDS = 10.0
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -134,16 +143,22 @@ def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
 
     If `act` raises, rank 0 raises its error, and the other ranks exit with its exit code: one text is shown.
 
-    key: name of this call in the store of the ranks, where the others wait: a collective would time out
+    `sys.exit` in `act` is a LaunchError.
+
+    key: name of this call in the store of the ranks, where the others wait: a collective would time out. Each
+        call within a process group needs another
     """
-    store, attempt, results, pauses = find_default_store(), ErrorCapture(), list[T](), lengthening_pauses()
+    store, attempt, results = find_default_store(), ErrorCapture(), list[T]()
     assert store is not None, "ranks of a launcher have a process group"
     if rank() == 0:
         with attempt:
-            results.append(act())
+            try:
+                results.append(act())
+            except SystemExit as left:
+                raise LaunchError.for_early_exit(left) from left
         store.set(key, "done")
-    while not store.check([key]):  # raises if the store has gone
-        time.sleep(next(pauses))
+    else:
+        _wait_for_key(store, key)
     answer: list[Any] = [(results, attempt.error and getattr(attempt.error, "exit_code", 1))]
     dist.broadcast_object_list(answer, src=0)
     attempt.raise_captured()
@@ -151,6 +166,18 @@ def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
     if exit_code is not None:
         raise SystemExit(exit_code)
     return results[0]
+
+
+def _wait_for_key(store: dist.Store, key: str) -> None:
+    """Waits until `store` has `key`, however long it takes. Raises RuntimeError if the store has gone."""
+    is_set = False
+    while not is_set:
+        try:
+            store.wait([key], timedelta(seconds=_WAIT_SECONDS))
+        except RuntimeError:  # the time is over: which class says so depends on the kind of store
+            is_set = store.check([key])
+        else:
+            is_set = True
 
 
 def run_raising_checkpoint_error(act: Callable[[], T], *, doing: str) -> T:

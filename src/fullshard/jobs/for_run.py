@@ -13,6 +13,7 @@ from fullshard.launch import environment
 from fullshard.launch.calibration import measure_unless_known
 from fullshard.launch.detect import detect_hardware
 from fullshard.launch.gc import disable_gc, freeze_imports_in_gc
+from fullshard.launch.rank import be_killed_when_torchrun_ends
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.describe.describe_run import describe_run
@@ -36,33 +37,64 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+_PATHS_OF_NODE = ("offload.path", "data.cache", "data.paths", "data.validation_paths")
+
+
 @contextmanager
 def planned_on_rank_zero(
     request: LaunchRequest, make_plan: Callable[[], LaunchRequest]
 ) -> Generator[LaunchRequest]:
     """Context with the request that `make_plan()` returns. Collective under torchrun or srun.
 
-    There the ranks open the process group of `request` first, and `call_on_rank_zero` calls `make_plan`.
+    There the ranks open the process group of `request` first, and `call_on_rank_zero` calls `make_plan`. A
+    rank with other settings than rank 0 keeps those of `_PATHS_OF_NODE`, and prints the others.
     """
     if not environment.prepare_environment_if_started_as_rank():
         yield make_plan()
         return
+    be_killed_when_torchrun_ends()  # also while it waits for the plan
     with freeze_imports_in_gc():
         from torch.distributed.elastic.multiprocessing.errors import record
 
         from fullshard.distributed.agreement import call_on_rank_zero
         from fullshard.parallel.mesh import process_group
     timeout_seconds = request.run.fault_tolerance.process_group_timeout_seconds
-    planned = list[str]()
+    received = list[LaunchRequest]()
     with ExitStack() as stack:
 
-        @record  # an error, for torchrun
+        @record  # writes an error to torchrun's error file
         def meet_and_plan() -> None:
             stack.enter_context(process_group(request.run.run.device, timeout_seconds=timeout_seconds))
-            planned.append(call_on_rank_zero(lambda: make_plan().model_dump_json(), key="plan"))
+            texts = call_on_rank_zero(
+                lambda: [one.model_dump_json() for one in (make_plan(), request)], key="plan"
+            )
+            received.extend(map(LaunchRequest.model_validate_json, texts))
 
         meet_and_plan()
-        yield LaunchRequest.model_validate_json(planned[0])
+        planned, first = received
+        yield _with_paths_of_node(planned, request, first=first)
+
+
+def _with_paths_of_node(planned: LaunchRequest, own: LaunchRequest, *, first: LaunchRequest) -> LaunchRequest:
+    """Returns `planned` with the paths of this rank's node. Prints its other settings that rank 0's replace.
+
+    own, first: the requests of this rank and of rank 0, before they were planned
+    """
+    pairs = differing_settings([own.run, first.run])
+    pairs += [("run.dir", [own.run.run.dir, first.run.run.dir])]
+    pairs += [("--resume", [str(own.resume), str(first.resume)])]
+    unused, run = list[str](), planned.run
+    for key, (value, used) in pairs:
+        section, _, name = key.partition(".")
+        if key in _PATHS_OF_NODE:
+            run = run.with_settings({section: {name: getattr(getattr(own.run, section), name)}})
+        elif value != used:
+            unused.append(f"{key} = {value} (used: {used})")
+    if unused:
+        text = f"rank {os.environ['RANK']}: not used, because rank 0's hold: {', '.join(unused)}"
+        print(f"note: {escape_control_characters(text)}", file=sys.stderr)
+    plan = planned.plan and planned.plan.model_copy(update={"run": run})
+    return planned.model_copy(update={"run": run, "plan": plan})
 
 
 def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -> LaunchRequest:

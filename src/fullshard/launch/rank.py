@@ -55,8 +55,7 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
 
     Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
-        _be_killed_when_launcher_ends(os.getppid())  # torchrun: it starts ranks as leaders of a session
+    be_killed_when_torchrun_ends()
     from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
 
     try:
@@ -65,6 +64,12 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     except SystemExit:  # `call_job` raises no other SystemExit
         return INTERRUPTED_EXIT_CODE
     return 0
+
+
+def be_killed_when_torchrun_ends() -> None:
+    """Makes the kernel kill this process when the agent of torchrun that started it ends (on Linux)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():  # ranks lead a session each
+        _be_killed_when_launcher_ends(os.getppid())
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The request of a launch: a job for all ranks and its arguments, in a file that the ranks read."""
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,12 +58,7 @@ class LaunchRequest(FrozenModel):
         except SystemExit as left:
             if left.code == INTERRUPTED_EXIT_CODE:
                 raise
-            raise LaunchError(
-                f"rank {os.environ.get('RANK', '0')} left early.",
-                got=f"sys.exit({'' if left.code is None else repr(left.code)})",
-                why="something called it before the job was done",
-                fix="an exception where it cannot continue; FULLSHARD_TRACEBACK=1 shows who called it",
-            ) from left
+            raise LaunchError.for_early_exit(left) from left
 
     def import_job(self) -> Callable[..., object]:
         """Imports and returns the function that `job` names. Raises SpecError if it does not exist."""
