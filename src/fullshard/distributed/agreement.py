@@ -7,7 +7,7 @@ of them.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
@@ -142,7 +142,6 @@ def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
     """Runs `act()`, which may take hours, on rank 0, and returns its result on all ranks. Collective.
 
     If `act` raises, rank 0 raises its error, and the other ranks exit with its exit code: one text is shown.
-
     `sys.exit` in `act` is a LaunchError.
 
     key: name of this call in the store of the ranks, where the others wait: a collective would time out. Each
@@ -157,8 +156,9 @@ def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
             except SystemExit as left:
                 raise LaunchError.for_early_exit(left) from left
         store.set(key, "done")
-    else:
-        _wait_for_key(store, key)
+    while not store.check([key]):  # raises if the store has gone
+        with suppress(RuntimeError):  # the time is over
+            store.wait([key], timedelta(seconds=_WAIT_SECONDS))
     answer: list[Any] = [(results, attempt.error and getattr(attempt.error, "exit_code", 1))]
     dist.broadcast_object_list(answer, src=0)
     attempt.raise_captured()
@@ -166,18 +166,6 @@ def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
     if exit_code is not None:
         raise SystemExit(exit_code)
     return results[0]
-
-
-def _wait_for_key(store: dist.Store, key: str) -> None:
-    """Waits until `store` has `key`, however long it takes. Raises RuntimeError if the store has gone."""
-    is_set = False
-    while not is_set:
-        try:
-            store.wait([key], timedelta(seconds=_WAIT_SECONDS))
-        except RuntimeError:  # the time is over: which class says so depends on the kind of store
-            is_set = store.check([key])
-        else:
-            is_set = True
 
 
 def run_raising_checkpoint_error(act: Callable[[], T], *, doing: str) -> T:
