@@ -16,6 +16,7 @@ from fullshard.data.token_store import (
     BuiltElsewhere,
     file_digests,
     get_or_build_entry,
+    lock_of_digest,
     make_cache_directory,
     report_first_reading,
     rotate_by_rank,
@@ -141,7 +142,9 @@ def test_ranks_begin_with_different_files_and_come_to_all():
 
 
 def test_a_file_that_another_process_reads_is_left_to_it(tmp_path: Path):
-    files = [aged(tmp_path / name, name, seconds=100) for name in ("first", "second")]
+    first, *others = (aged(tmp_path / f"file {number}", str(number), seconds=100) for number in range(20))
+    lock = lock_of_digest(first, tmp_path)
+    files = [first, next(other for other in others if lock_of_digest(other, tmp_path) != lock)]
     is_reading, may_end = threading.Event(), threading.Event()
 
     def read_slowly() -> None:
@@ -171,7 +174,7 @@ def test_reading_says_how_long_it_takes_ever_more_rarely(tmp_path: Path, capsys)
     progress = report_first_reading(files, root=root, alive=lambda: None, now=lambda: now[0])
     said: list[str] = []
     for now[0] in (9.0, 12.0, 23.0, 24.0):
-        file_digests(files[:1], root=root)
+        file_digests(files[:1], root=root, alive=progress)
         progress()
         said.append(capsys.readouterr().err)
     assert "10 B of 40 B, 36.0 s left" in said[1]

@@ -4,6 +4,7 @@ import os
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,25 @@ def open_memmap_stores(
     listed = [file.path for file in list_matching_files(fields.paths, kind="memmap")]
     paths = {f"{path.removesuffix('.idx')}.bin" if path.endswith(".idx") else path for path in listed}
     ordered = sorted(paths)
-    alive = token_store.report_first_reading(stat_files(ordered), root=root, alive=alive)
+    reading = token_store.report_first_reading(stat_files(ordered), root=root, alive=alive)
+    open_store = partial(_open_memmap_store, fields=fields, root=root, alive=alive, reading=reading)
     found: dict[str, token_store.TokenStore] = {}
     for path in token_store.rotate_by_rank(ordered):
         with suppress(token_store.BuiltElsewhere):  # ranks divide the files
-            found[path] = _open_memmap_store(path, fields, root=root, alive=alive, waits=False)
-    return [found.get(path) or _open_memmap_store(path, fields, root=root, alive=alive) for path in ordered]
+            found[path] = open_store(path, waits=False)
+    return [found.get(path) or open_store(path, waits=True) for path in ordered]
 
 
 def _open_memmap_store(
-    path: str, fields: DataSourceFields, *, root: Path, alive: token_store.Heartbeat, waits: bool = True
+    path: str,
+    *,
+    fields: DataSourceFields,
+    root: Path,
+    alive: token_store.Heartbeat,
+    reading: token_store.Heartbeat,
+    waits: bool,
 ) -> token_store.TokenStore:
+    """Returns the store of one token file. `reading` is called while its digest is computed."""
     index = path.removesuffix(".bin") + ".idx"
     has_index = path.endswith(".bin") and os.path.exists(index)
     files = stat_files([path, index] if has_index else [path])
@@ -75,7 +84,7 @@ def _open_memmap_store(
 
     facts = {
         "kind": "memmap",
-        "files": token_store.file_digests(files, root=root, alive=alive, waits=waits),
+        "files": token_store.file_digests(files, root=root, alive=reading, waits=waits),
         "dtype": str(tokens.dtype),
         "eod_token": fields.eod_token,
         "rows": bounds is not None,

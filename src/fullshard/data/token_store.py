@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -190,7 +190,8 @@ def report_first_reading(
 ) -> Heartbeat:
     """Returns `alive`, which on rank 0 also prints how long the ranks will take to read `files` once.
 
-    The first line is printed after ten seconds, and each further one after twice as long.
+    The first line is printed after ten seconds, and each further one after twice as long. It is for
+    `file_digests` alone: bytes that are read again for another reason do not count.
     """
     if os.environ.get("RANK", "0") != "0":
         return alive
@@ -198,11 +199,13 @@ def report_first_reading(
     def count_read_bytes() -> int:
         return sum(one.size for one in files if _find_remembered_digest(one.path, root / "digests"))
 
-    began, before, due = now(), count_read_bytes(), _FIRST_LINE_SECONDS
+    began, due = now(), _FIRST_LINE_SECONDS
+    count_bytes_read_before = cache(count_read_bytes)
 
     def print_if_due() -> None:
         nonlocal due
         alive()
+        before = count_bytes_read_before()  # at the first call: without one, nothing has to be read
         if (seconds := now() - began) < due:
             return
         due, read, total = 2 * seconds, count_read_bytes(), sum(file.size for file in files)
@@ -228,14 +231,19 @@ def file_digests(
     def find_or_compute(path: Path, *, waits: bool) -> str:
         find = partial(_find_remembered_digest, path, digests)
         compute = partial(_compute_digest, path, digests, alive=alive)
-        lock = f".lock-{_remembered_digest_path(path, digests).name[:2]}"
-        return _find_or_build(find, compute, lock=digests / lock, alive=alive, waits=waits)
+        lock = lock_of_digest(path, digests)
+        return _find_or_build(find, compute, lock=lock, alive=alive, waits=waits)
 
     found: dict[Path, str] = {}
     for path in rotate_by_rank(paths):
         with suppress(BuiltElsewhere):
             found[path] = find_or_compute(path, waits=False)
     return [found.get(path) or find_or_compute(path, waits=waits) for path in paths]
+
+
+def lock_of_digest(path: Path, digests: Path) -> Path:
+    """Returns the file that is locked while the digest of `path` is computed, one of 256 in `digests`."""
+    return digests / f".lock-{_remembered_digest_path(path, digests).name[:2]}"
 
 
 def _find_complete_entry(entry: Path) -> Path | None:

@@ -124,7 +124,7 @@ def _find_outlier(figures: Windows, *, step: float) -> tuple[int, float] | None:
     figures: (lower quartile, median, upper quartile) × ranks
     """
     low, middle, high = figures
-    rank = int(middle.argmax())  # no other rank can be slower than the median of each of its others
+    rank = int(middle.argmax())  # only its lower quartile can exceed the medians of all others
     others = np.delete(middle, rank)
     if low[rank] <= others.max():
         return None

@@ -92,7 +92,7 @@ def plan_machines(
 
 def show_machines(rows: Sequence[MachineRow]) -> None:
     """Prints a table with a row for each machine, what the figures rest on, and why nothing fits."""
-    question = next((row.question for row in rows if row.question is not None), None)
+    question = next((row.question for row in rows if row.question and row.question.described), None)
     if question is not None:
         show_labelled_lines([("model", question.model_summary), ("", "")])
     header = ("", "tokens/s", "per rank", "MFU", "memory", *_budget_columns(rows))

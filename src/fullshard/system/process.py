@@ -51,10 +51,13 @@ def count_oom_kills() -> int | None:
 
 
 def raise_open_file_limit() -> None:
-    """Raises the soft limit of open files to the hard one: a store has two connections per rank."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    """Raises the soft limit of open files to the hard one: a store has two connections per rank.
+
+    At most to 2^20: a hard limit may be 10⁹, and some programs close all numbers below the soft one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS allows less than its hard limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 20)), hard))
 
 
 def count_usable_cores() -> int:
