@@ -15,7 +15,7 @@ from fullshard.distributed.ranges import TimedRange
 from fullshard.torch_private.groups import group_of_name
 
 _FUNCTIONAL = torch.ops._c10d_functional
-REDUCTION = 1  # message tag: a prefetched all-gather may run between the same ranks
+REDUCTION, ROUND = 1, 2  # tags of messages: a prefetched all-gather may run between the same ranks
 
 
 class EmptyBuffers:

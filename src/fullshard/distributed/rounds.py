@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.distributed.collectives import ROUND
+
 T = TypeVar("T")
-_TAG = 2  # of the messages: an all-gather of parameters may run between the same ranks
 
 
 def all_gather_pickled(value: T, *, group: dist.ProcessGroup | None) -> list[T]:
@@ -50,8 +51,8 @@ def _swap(sent: Tensor, received: Tensor, *, distance: int, group: dist.ProcessG
     """Sends to the rank `distance` below, receives from the rank `distance` above, and returns `received`."""
     ranks, place = dist.get_world_size(group), dist.get_rank(group)
     works = (
-        dist.irecv(received, group=group, group_src=(place + distance) % ranks, tag=_TAG),
-        dist.isend(sent, group=group, group_dst=(place - distance) % ranks, tag=_TAG),
+        dist.irecv(received, group=group, group_src=(place + distance) % ranks, tag=ROUND),
+        dist.isend(sent, group=group, group_dst=(place - distance) % ranks, tag=ROUND),
     )
     for work in works:
         assert work is not None, "this rank is in the group"
