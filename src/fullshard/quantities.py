@@ -89,3 +89,27 @@ def join_names(names: Sequence[str], *, most: int = 4) -> str:
     """Returns the first `most` names, and how many more there are, as a text."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+# Of many texts, those at each end that are shown.
+SHOWN_AT_ENDS = 16
+
+
+def rank_list_text(ranks: Sequence[int]) -> str:
+    """Returns a text that names the ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`. Leaves out some of many."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(leave_out_middle(parts))}"
+
+
+def leave_out_middle(texts: Sequence[str]) -> Sequence[str]:
+    """Returns `texts`, or of more than 32 the first and last 16, with the number of the rest between."""
+    if len(texts) <= 2 * SHOWN_AT_ENDS:
+        return texts
+    left_out = f"… ({len(texts) - 2 * SHOWN_AT_ENDS} left out)"
+    return [*texts[:SHOWN_AT_ENDS], left_out, *texts[-SHOWN_AT_ENDS:]]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fullshard.distributed.unit_order import UnitEvents
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.survival.fingerprint import WIDTH, StepFingerprint, mismatch_error, mismatch_texts
+from fullshard.survival.fingerprint import WIDTH, StepFingerprint, find_mismatch, mismatch_error
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard
@@ -61,7 +61,7 @@ def test_numbers_with_the_mean_of_a_rank_differ() -> None:
 
 def mismatch_of(reported: dict[int, StepFingerprint], *, step: int) -> TrainError:
     events = UnitEvents((), array("q"))
-    return mismatch_error(*mismatch_texts(reported, world_size=3, events=events, orders={}), step=step)
+    return mismatch_error(find_mismatch(reported, world_size=3, events=events, orders={}), step=step)
 
 
 def test_the_error_names_the_difference_and_the_ranks() -> None:

@@ -1,5 +1,6 @@
 """Ranks that fail exchange what they know over one store with few requests, however many ranks there are."""
 
+import json
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.distributed.unit_order import UnitAndParameterNames, UnitEvents
+from fullshard.quantities import leave_out_middle, rank_list_text
 from fullshard.survival.diagnosis import RankReport, UnresponsiveRank, diagnose_hang
 from fullshard.survival.fingerprint import (
+    Mismatch,
     StepFingerprint,
-    exchange_mismatch_texts,
-    leave_out_middle,
-    mismatch_texts,
-    rank_list_text,
+    exchange_mismatch,
+    find_mismatch,
+    publish_fingerprint,
+    publish_mismatch,
 )
 from fullshard.survival.phase import Heartbeat
 from fullshard.survival.status_board import StatusBoard
@@ -82,14 +85,13 @@ def test_one_rank_reads_the_reports_of_all_at_once_and_of_silent_ranks_their_las
     assert boards[5].count_verdict_readers() == 1
 
 
-def test_a_rank_in_a_slow_phase_is_known_until_the_last_of_them_has_left() -> None:
+def test_the_last_heartbeat_in_a_slow_phase_and_a_request_are_known_to_all() -> None:
     store: Any = CountingStore()
     boards = [StatusBoard(store, rank=rank, world_size=3, answer_seconds=60) for rank in range(3)]
-    steps = [({0}, True), ({0, 2}, True), ({2}, True), (set[int](), False), ({1}, True)]
-    for slow, is_known in steps:
+    for at, (slow, last) in enumerate([(None, 0.0), (0, 1.0), (2, 2.0), (None, 2.0)]):
         for rank, board in enumerate(boards):
-            assert not board.publish_heartbeat(replace(SEEN, at=7.0), is_slow=rank in slow)
-        assert {board.find_slow_heartbeat_time() for board in boards} == {7.0 if is_known else 0.0}
+            assert not board.publish_heartbeat(replace(SEEN, at=float(at)), is_slow=rank == slow)
+        assert {board.find_slow_heartbeat_time() for board in boards} == {last}
     assert [board.request_reports_and_return_if_first(0) for board in boards] == [True, False, False]
     assert boards[2].publish_heartbeat(SEEN, is_slow=False)
     assert boards[2].request_reports_and_return_if_first(1), "another judges if the first gives no verdict"
@@ -108,18 +110,32 @@ def test_all_ranks_get_the_texts_of_all_fingerprints_with_few_requests(
     events = {rank: UnitEvents(UNITS, array("q", [2 * one[1]])) for rank, one in enumerate(ranks) if one}
     own = {rank: StepFingerprint((ranks[rank] or (0,))[0], 9, 7, events[rank].checksum) for rank in events}
 
-    def exchange(rank: int) -> tuple[str | None, str]:
-        return exchange_mismatch_texts(
-            own[rank], store, rank=rank, world_size=len(ranks), events=events[rank], answer_seconds=wait
+    def exchange(rank: int) -> Mismatch:
+        return exchange_mismatch(
+            own[rank], store, rank=rank, world_size=len(ranks), events=events[rank], answer_seconds=60
         )
 
-    wait = 30.0 if None not in ranks else 0.3
-    with ThreadPoolExecutor(len(own)) as pool:
-        texts = list(pool.map(exchange, own))
+    if None not in ranks:
+        with ThreadPoolExecutor(len(own)) as pool:
+            found = list(pool.map(exchange, own))
+    else:  # those that do not come would be waited for
+        for rank, one in own.items():
+            publish_fingerprint(one, store, rank=rank, events=events[rank])
+        first = events[min(events)]
+        publish_mismatch(store, world_size=len(ranks), events=first, answer_seconds=0)
+        found = [Mismatch(*json.loads(store.get("texts"))[1:])] * len(own)
     orders = {one.checksum: one.numbers for one in sorted(events.values(), key=lambda one: one.checksum)}
-    whole = mismatch_texts(own, world_size=len(ranks), events=events[min(events)], orders=orders)
-    assert texts == [whole] * len(own)
+    whole = find_mismatch(own, world_size=len(ranks), events=events[min(events)], orders=orders)
+    assert found == [whole] * len(own)
     assert store.looked_up <= len(own) + 4
+
+
+def test_without_an_answer_a_rank_states_only_what_it_knows() -> None:
+    store, events = dist.HashStore(), UnitEvents(UNITS, array("q"))
+    store.add("judges", 1)  # a rank that has ended since
+    own = StepFingerprint(4, 9, 7, 8)
+    found = exchange_mismatch(own, store, rank=1, world_size=3, events=events, answer_seconds=0.01)
+    assert found.got.startswith("rank 1: step 4, 9 collectives; the others' are not known")
 
 
 @given(st.sets(st.integers(0, 3000), min_size=1))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.errors import TrainError
-from fullshard.survival.fingerprint import leave_out_middle, rank_list_text
+from fullshard.quantities import leave_out_middle, rank_list_text
 from fullshard.survival.phase import Heartbeat, RunPhase
 from fullshard.system.process import pid_namespace, read_stat_fields_after_comm
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitEvents
 from fullshard.errors import TrainError
+from fullshard.quantities import SHOWN_AT_ENDS, leave_out_middle, rank_list_text
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.store_rows import append_row, count_rows
@@ -45,8 +46,6 @@ WIDTH = 8
 
 # After a failed check, a rank publishes its fingerprint at once, unless it waits in another collective.
 _ANSWER_SECONDS = 5.0
-# Of many texts, those at each end that an error shows: all ranks read the same error from one store.
-_SHOWN_AT_ENDS = 16
 _DIFFERENCES = {
     "step": "the number of the step differs",
     "collectives": "the number of collectives within it differs",
@@ -77,6 +76,17 @@ class StepFingerprint:
         return [float(number) for value in cut for number in (value, value * value)]
 
 
+class Mismatch(NamedTuple):
+    """The difference between the ranks' fingerprints.
+
+    what: the fields that differ; None if only the units do
+    got: ranks with their values
+    """
+
+    what: str | None
+    got: str
+
+
 def step_settings_checksum(plan: Plan, *, learning_rates: Sequence[float], row: int, nominal: int) -> int:
     """Returns a checksum of a step's learning rates, batch, position in the data, and nominal count.
 
@@ -105,11 +115,11 @@ def check_same_fingerprints(
     # All ranks that received these sums meet under this name.
     sums = zlib.crc32(struct.pack(f"{len(totals)}d", *totals))
     store = dist.PrefixStore(f"fullshard/fingerprint/{sums}", store)
-    texts = exchange_mismatch_texts(own, store, rank=dist.get_rank(), world_size=world_size, events=events)
-    raise mismatch_error(*texts, step=own.step)
+    mismatch = exchange_mismatch(own, store, rank=dist.get_rank(), world_size=world_size, events=events)
+    raise mismatch_error(mismatch, step=own.step)
 
 
-def exchange_mismatch_texts(
+def exchange_mismatch(
     own: StepFingerprint,
     store: dist.Store,
     *,
@@ -117,32 +127,42 @@ def exchange_mismatch_texts(
     world_size: int,
     events: UnitEvents,
     answer_seconds: float = _ANSWER_SECONDS,
-) -> tuple[str | None, str]:
-    """Returns the `mismatch_texts` of all ranks that publish their fingerprints in time.
+) -> Mismatch:
+    """Returns the mismatch of all ranks that publish their fingerprints in time.
 
-    The first rank to come reads them and publishes the texts. The store may end with the process of any rank,
-    so all stay until the last one has read them.
+    The first rank to come reads them and publishes the mismatch. The store may end with the process of any
+    rank, so all stay until the last one has read it.
     """
-    if store.add(f"writers of units {own.units}", 1) == 1:
-        store.set(f"units {own.units}", zlib.compress(events.numbers).hex())
-    append_row(store, f"{rank},{','.join(str(number) for number in astuple(own))}\n", key="reported")
+    publish_fingerprint(own, store, rank=rank, events=events)
     try:
         if store.add("judges", 1) == 1:
-            _publish_texts_of_all(store, world_size=world_size, events=events, answer_seconds=answer_seconds)
+            publish_mismatch(store, world_size=world_size, events=events, answer_seconds=answer_seconds)
         store.wait(["texts"], timedelta(seconds=2 * answer_seconds))
         count, what, got = json.loads(store.get("texts"))
     except RuntimeError:  # the rank that reads them, or the store, has ended
-        return mismatch_texts({rank: own}, world_size=world_size, events=events, orders={})
+        text = _fingerprint_text(own, ["step", "collectives"])
+        return Mismatch(
+            "which ranks differ is not known",
+            f"rank {rank}: {text}; the others' are not known: the rank that compares them has ended",
+        )
     with suppress(RuntimeError):  # a rank has ended without reading them
         if store.add("readers", 1) == count:
             store.set("all have read", "")
         store.wait(["all have read"], timedelta(seconds=answer_seconds))
-    return what, got
+    return Mismatch(what, got)
 
 
-def _publish_texts_of_all(
+def publish_fingerprint(own: StepFingerprint, store: dist.Store, *, rank: int, events: UnitEvents) -> None:
+    """Publishes a rank's fingerprint, and its units unless another rank has published the same."""
+    if store.add(f"writers of units {own.units}", 1) == 1:
+        store.set(f"units {own.units}", zlib.compress(events.numbers).hex())
+    append_row(store, f"{rank},{','.join(str(number) for number in astuple(own))}\n", key="reported")
+
+
+def publish_mismatch(
     store: dist.Store, *, world_size: int, events: UnitEvents, answer_seconds: float
 ) -> None:
+    """Publishes [count, *`find_mismatch`] of the ranks whose fingerprints are published in time."""
     deadline = time.monotonic() + answer_seconds
     while count_rows(store, "reported") < world_size and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -151,20 +171,20 @@ def _publish_texts_of_all(
     units = dict.fromkeys(one.units for one in reported.values())
     orders = {
         one: array("q", zlib.decompress(bytes.fromhex(store.get(f"units {one}").decode())))
-        for one in sorted([*units][: 2 * _SHOWN_AT_ENDS])
+        for one in sorted([*units][: 2 * SHOWN_AT_ENDS])
     }
-    texts = mismatch_texts(reported, world_size=world_size, events=events, orders=orders)
-    store.set("texts", json.dumps([len(reported), *texts]))
+    mismatch = find_mismatch(reported, world_size=world_size, events=events, orders=orders)
+    store.set("texts", json.dumps([len(reported), *mismatch]))
 
 
-def mismatch_texts(
+def find_mismatch(
     reported: Mapping[int, StepFingerprint],
     *,
     world_size: int,
     events: UnitEvents,
     orders: Mapping[int, "array[int]"],
-) -> tuple[str | None, str]:
-    """Returns (what differs; None if only the units do, ranks with their values), for `mismatch_error`.
+) -> Mismatch:
+    """Returns the mismatch of the fingerprints that were reported.
 
     reported: fingerprints by rank; the other ranks of `world_size` are in another collective
     orders: checksum -> `numbers` of the UnitEvents that have it
@@ -174,7 +194,7 @@ def mismatch_texts(
         texts = dict(zip(orders, events.first_differing_event_texts(list(orders.values())), strict=True))
         for rank, one in sorted(reported.items()):
             groups.setdefault(texts.get(one.units, "runs others"), []).append(rank)
-        return None, _groups_text(groups)
+        return Mismatch(None, _groups_text(groups))
     names = [field.name for field in fields(StepFingerprint)]
     differing = [name for name in names if len({getattr(one, name) for one in reported.values()}) > 1]
     for rank in range(world_size):
@@ -184,11 +204,12 @@ def mismatch_texts(
         "; ".join(_DIFFERENCES[name] for name in differing)
         or "the sums differ from the values that the ranks sent"
     )
-    return what, _groups_text(dict(sorted(groups.items(), key=lambda group: len(group[1]))))
+    return Mismatch(what, _groups_text(dict(sorted(groups.items(), key=lambda group: len(group[1])))))
 
 
-def mismatch_error(what: str | None, got: str, *, step: int) -> TrainError:
-    """Returns the error of a rank in `step`, of the `mismatch_texts`."""
+def mismatch_error(mismatch: Mismatch, *, step: int) -> TrainError:
+    """Returns the error of a rank in `step`."""
+    what, got = mismatch
     if what is None:
         return TrainError(
             f"the ranks run different modules in step {step}, so weights and gradients of different units "
@@ -211,26 +232,6 @@ def mismatch_error(what: str | None, got: str, *, step: int) -> TrainError:
 
 def _groups_text(groups: Mapping[str, Sequence[int]]) -> str:
     return "; ".join(leave_out_middle([f"{rank_list_text(one)}: {text}" for text, one in groups.items()]))
-
-
-def rank_list_text(ranks: Sequence[int]) -> str:
-    """Returns a text that names the ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`. Leaves out some of many."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(leave_out_middle(parts))}"
-
-
-def leave_out_middle(texts: Sequence[str]) -> Sequence[str]:
-    """Returns `texts`, or of more than 32 the first and last 16, with the number of the rest between."""
-    if len(texts) <= 2 * _SHOWN_AT_ENDS:
-        return texts
-    left_out = f"… ({len(texts) - 2 * _SHOWN_AT_ENDS} left out)"
-    return [*texts[:_SHOWN_AT_ENDS], left_out, *texts[-_SHOWN_AT_ENDS:]]
 
 
 def _fingerprint_text(one: StepFingerprint | None, names: Sequence[str]) -> str:

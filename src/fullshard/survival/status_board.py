@@ -31,7 +31,7 @@ class StatusBoard:
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, answer_seconds: float) -> None:
         self.rank, self.world_size, self._store = rank, world_size, store
-        self._answer_seconds, self._is_slow, self._lost = answer_seconds, False, False
+        self._answer_seconds, self._lost = answer_seconds, False
 
     @classmethod
     def open_default(cls, *, answer_seconds: float) -> "StatusBoard":
@@ -56,17 +56,14 @@ class StatusBoard:
         def publish(store: dist.Store) -> bool:
             store.set(f"seen/{self.rank}", json.dumps(asdict(seen)))
             if is_slow:
-                store.set("slow_at", str(seen.at))
-            if is_slow != self._is_slow:
-                store.add("slow", 1 if is_slow else -1)
-                self._is_slow = is_slow
+                store.set("slow", str(seen.at))
             return store.check([_request_key(0)])
 
         return self._call_store(publish)
 
     def find_slow_heartbeat_time(self) -> float:
-        """Returns when a rank that `is_slow` last published, in seconds since the epoch; 0 if none is."""
-        return self._call_store(lambda store: float(store.get("slow_at")) if store.add("slow", 0) else 0.0)
+        """Returns when a rank that `is_slow` last published, in seconds since the epoch; 0 if none has."""
+        return self._call_store(lambda store: float(store.get("slow")) if store.check(["slow"]) else 0.0)
 
     def publish_report(self, report: diagnosis.RankReport) -> None:
         row = json.dumps([self.rank, asdict(report)]) + "\n"
@@ -109,8 +106,9 @@ class StatusBoard:
         def wait(store: dist.Store) -> diagnosis.Diagnosis | None:
             try:
                 store.wait(["verdict"], timedelta(seconds=seconds))
-            except dist.DistStoreError:  # without an answer, the error would be a DistNetworkError
-                return None
+            except RuntimeError:  # the time is over, or the store has gone, and the next line raises, too
+                if not store.check(["verdict"]):
+                    return None
             words, *shown = json.loads(store.get("verdict"))
             store.add("read", 1)
             return diagnosis.Diagnosis(TrainError(words.pop("what"), **words), shown)

@@ -1,11 +1,11 @@
 """A watchdog per rank, which detects that the run hangs, reports each rank's position, and ends the run.
 
-[Note: how a hang is detected] Every second or so, the watchdog thread of each rank publishes the rank's
-position, over a connection of its own to the store in which the ranks found each other. If a rank stays in
-one phase for too long, its watchdog requests a report from all ranks. The rank that requested first waits
-briefly for the reports and names the culprit (`diagnosis.py`). Then all ranks exit, a few after printing
-their stacks. No part of this needs a collective or the main thread, which may be blocked in a collective
-forever. One rank alone reads what the others wrote, and it reads all reports in one request.
+[Note: how a hang is detected] At each tick (0.1 to 2 s, longer above 8,192 ranks), the watchdog thread of
+each rank publishes the rank's position, over a connection of its own to the store in which the ranks found
+each other. If a rank stays in one phase for too long, its watchdog requests a report from all ranks. The rank
+that requested first waits briefly for the reports and names the culprit (`diagnosis.py`). Then all ranks
+exit, a few after printing their stacks. No part of this needs a collective or the main thread, which may be
+blocked in a collective forever. One rank alone reads what the others wrote, all reports in one request.
 
 If native code holds a rank's interpreter lock, that rank's watchdog thread cannot run. The other ranks look
 at its process and name it. In addition, the watchdog thread restarts a C timer (faulthandler) at each tick.
@@ -39,7 +39,7 @@ from fullshard.system.terminal import escape_control_characters
 _TICK, _GRACE, _STORE = 1 / 16, 1 / 8, 1 / 4
 _TICK_SECONDS = (0.1, 2.0)
 _GRACE_SECONDS = (1.0, 8.0)
-# Ticks per second of all ranks together: each costs their one store about 20 us.
+# Ticks per second of all ranks together, which their one store has to answer.
 _TICKS_OF_ALL_RANKS = 4096
 # Lower ranks request reports first, one tick apart, so that a verdict is mostly in the log of rank 0.
 _IN_TURN = 16
@@ -89,7 +89,8 @@ class _Watchdog:
     ) -> None:
         self._where, self._section, self._slack = where, section, slack_seconds
         answer_seconds = _clamp(_STORE * section.watchdog_timeout_seconds, _STORE_SECONDS)
-        self._board = StatusBoard.open_default(answer_seconds=answer_seconds + slack_seconds)
+        self._answer_seconds = answer_seconds + slack_seconds
+        self._board = StatusBoard.open_default(answer_seconds=self._answer_seconds)
         tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
         self._tick = max(tick, self._board.world_size / _TICKS_OF_ALL_RANKS)
         grace = _clamp(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
@@ -145,10 +146,10 @@ class _Watchdog:
         is_slow = self._section.watchdog_timeout_seconds < seen.limit_seconds > seen.unmoved_seconds
         return self._board.publish_heartbeat(seen, is_slow=is_slow)
 
-    def _postpone_forced_exit(self) -> None:
+    def _postpone_forced_exit(self, *, more_seconds: float = 0.0) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""
         # After the limit, so that the other ranks act first.
-        seconds = self._phase_limit_seconds() + 2 * self._grace + self._slack
+        seconds = self._phase_limit_seconds() + 2 * self._grace + self._slack + more_seconds
         with suppress(AttributeError, OSError, ValueError):  # standard error is missing or not a file
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
@@ -196,6 +197,8 @@ class _Watchdog:
 
     def _report_and_exit(self) -> None:
         """Publishes this rank's report, diagnoses the hang or waits for another rank's verdict, and exits."""
+        # Time to judge in place of a rank that gives no verdict: the first 2 · grace pass in waiting for it.
+        self._postpone_forced_exit(more_seconds=2 * self._grace + self._answer_seconds + _LEAVE_SECONDS)
         own, stacks = self._make_report(), _all_stacks_text()
         verdict = self._publish_report_and_wait_for_verdict(own)
         is_judge = verdict is None
