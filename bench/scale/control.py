@@ -269,7 +269,7 @@ def fingerprints(ranks: int, _: int) -> list[Row]:
     for rank in (0, 1):
         store.take_requests()
         with measured() as found:
-            fingerprint.exchange_mismatch_texts(
+            fingerprint.exchange_mismatch(
                 own, store, rank=rank, world_size=ranks, events=events, answer_seconds=1.0
             )
         requests.append(store.take_requests())

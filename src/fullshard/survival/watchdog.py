@@ -38,7 +38,7 @@ from fullshard.system.terminal import escape_control_characters
 # the store may take to answer. Each has bounds in seconds.
 _TICK, _GRACE, _STORE = 1 / 16, 1 / 8, 1 / 4
 _TICK_SECONDS = (0.1, 2.0)
-_GRACE_SECONDS = (1.0, 8.0)
+_GRACE_SECONDS = (1.0, 6.0)
 # Ticks per second of all ranks together, which their one store has to answer.
 _TICKS_OF_ALL_RANKS = 4096
 # Lower ranks request reports first, one tick apart, so that a verdict is mostly in the log of rank 0.
@@ -94,7 +94,7 @@ class _Watchdog:
         tick = _clamp(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
         self._tick = max(tick, self._board.world_size / _TICKS_OF_ALL_RANKS)
         grace = _clamp(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
-        self._grace = max(grace, 2 * self._tick) if grace_seconds is None else grace_seconds
+        self._grace = max(grace, 1.5 * self._tick) if grace_seconds is None else grace_seconds
         self._trainer = threading.get_ident()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._host = diagnosis.host_and_namespace_id()
