@@ -1,5 +1,8 @@
 """Weights, first and second moments of each format are taken over without a difference."""
 
+import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,19 +124,40 @@ def test_trainer_checkpoint_gives_its_model_and_the_order_of_its_moments(tmp_pat
     assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
 
 
+def test_steps_that_the_scaler_of_trainer_skipped_are_no_updates(tmp_path: Path) -> None:
+    path = shutil.copytree(FIXTURES / "trainer/source", tmp_path / "source")
+    (path / "scaler.pt").touch()
+    state = json.loads((path / "trainer_state.json").read_text()) | {"global_step": 5}
+    (path / "trainer_state.json").write_text(json.dumps(state))
+    found = open_foreign_checkpoint(path)
+    assert (found.step, found.skipped_steps, found.update_steps) == (5, 5 - STEPS, STEPS)
+
+
 @pytest.mark.parametrize(("name", "kv_heads"), [("torchtitan_0_2", 1), ("torchtitan_0_3", 2)])
 def test_torchtitan_llama_and_its_moments_get_the_rows_of_hugging_face(
     name: str, kv_heads: int, tmp_path: Path
 ) -> None:
     run = run_of(tmp_path, LLAMA.replace("kv_heads = 1", f"kv_heads = {kv_heads}"))
     found, snapshot, target = taken_over(FIXTURES / name / "source", run)
-    assert (found.step, found.tokens, found.schedule_position) == (STEPS, 180, STEPS)
+    assert (found.step, found.tokens) == (STEPS, 180)
     truth: dict[str, torch.Tensor] = {}
     for own, tensor in load_file(FIXTURES / name / "truth.safetensors").items():
         for old, new in OF_DECODER.items():
             own = own.replace(old, new)
         truth[own] = tensor
     assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
+
+
+def test_parts_of_a_fused_tensor_of_torchtitan_have_its_number_of_updates(tmp_path: Path) -> None:
+    found = open_foreign_checkpoint(FIXTURES / "torchtitan_0_3/source")
+    (fused,) = [name for name in found.updates if "wqkv" in name]
+    model = ImportTarget.of_run(run_of(tmp_path, LLAMA.replace("kv_heads = 1", "kv_heads = 2"))).model
+    updates = match_names(replace(found, updates={**found.updates, fused: 2}), model).updates
+    parts = {f"blocks.0.attention.{one}.weight" for one in ("query", "key", "value")}
+    assert {name for name, count in updates.items() if count == 2} == parts
+    lacking = {name: one for name, one in found.weights.items() if not name.endswith("wk.weight")}
+    with pytest.raises(CheckpointError, match=re.escape(fused)):
+        match_names(replace(found, weights=lacking), model)
 
 
 def test_settings_of_the_source_stand_beside_those_of_the_run(tmp_path: Path) -> None:
@@ -169,12 +193,14 @@ def test_state_is_taken_over_for_the_optimizers_that_have_it(name: str, options:
     for own, one in model.named_parameters():
         state[own] = {key: torch.rand_like(one) for key in target.state_keys(own)}
     group = {"params": ["blocks.0.up.weight"], "momentum": 0.8, "nesterov": name == "muon"}
+    group |= {"ns_steps": 6, "ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": None}
     entries = {"optimizer": {"state": state, "param_groups": [group]}, "step": STEPS}
     torch.save({"model": model.state_dict()} | entries, tmp_path / "one.pt")
     source = open_foreign_checkpoint(tmp_path / "one.pt")
     matched = match_names(source, target.model)
     settings = target.compare_settings(matched, step=STEPS)
-    assert {one.key for one in settings if one.differs} == ({"momentum"} if name != "adamw" else set())
+    others = {"sgd": {"momentum"}, "muon": {"momentum", "ns_steps", "adjust_lr_fn"}}
+    assert {one.key for one in settings if one.differs} == others.get(name, set())
     snapshot = make_snapshot(source, matched, target=target)
     found = read_back(snapshot, target, tmp_path / "out")
     kinds = {own: {*one} for own, one in state.items()}

@@ -144,7 +144,8 @@ BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
     ("fsdp1_flat/source", "", lambda p: cut(p / "rank1.pt"), r"rank1.pt cannot be read"),
     ("fsdp1_flat/source", "", swap, r"rank0.pt is a file of another rank"),
     ("fsdp1_flat/local", "", lambda _: None, r"local state dict of FSDP1"),
-    ("trainer/source", "", claim_step_6, r"6 steps of the trainer, .* 3 updates of the optimizer"),
+    ("trainer/source", "", claim_step_6, r"6 steps reported, .* 3 updates of the optimizer"),
+    ("fsdp1_flat/source", "", lambda p: (p / "rank4000000000.pt").touch(), r"rank 2 is missing"),
     ("torch_names", "source.pt", lambda p: cut(p / "source.pt"), r"source.pt cannot be read"),
     ("torch_names", "source.pt", set_entry("optimizer_1", {}), r"several models or optimizers"),
     ("accelerate_full/source", "", add_an_optimizer, r"several models or optimizers"),
@@ -270,6 +271,9 @@ def test_each_parameter_has_its_own_number_of_updates(
 ) -> None:
     optimizer = optimizer_state()
     optimizer["state"]["embed.weight"]["step"] = 2
+    del optimizer["state"]["norm.bias"]
+    entries = {"lr": "fast", "weight_decay": None, "correct_bias": True, "final_lr": 0.1}
+    optimizer["param_groups"] = [{"params": [*optimizer["state"]], **entries}]
     path = saved(tmp_path, optimizer=optimizer)
     found, snapshot, _ = taken_over(path, run_of(tmp_path))
     counts = {
@@ -279,7 +283,14 @@ def test_each_parameter_has_its_own_number_of_updates(
     main(
         ["ckpt", "import", str(path), str(tmp_path / "out"), "--run", str(tmp_path / "run.toml"), "--dry-run"]
     )
-    assert re.findall(r"(\S+) .*updated in 2 steps", capsys.readouterr().err) == ["embed.weight"]
+    report = capsys.readouterr().err
+    assert re.findall(r"(\S+) .*updated in 2 steps", report) == ["embed.weight"]
+    report = " ".join(report.split())
+    assert "group of embed.weight not read: lr = fast, final_lr = 0.1 " in report
+    assert "note 1 of 9 parameters were updated in fewer than 3 steps, the fewest in 2 " in report
+    assert "note 1 of 10 trained parameters begin with new optimizer state " in report
+    with pytest.raises(CheckpointError, match="4 steps reported, .* 3 updates of the optimizer"):
+        open_foreign_checkpoint(saved(tmp_path, optimizer=optimizer, step=4))
 
 
 def test_weights_alone_begin_a_run_if_their_file_says_step_0(tmp_path: Path) -> None:
@@ -313,7 +324,7 @@ def with_group(name: str = "AdamW", **entries: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "entries", "match"),
     [
-        *(("Adam", {}, "gradient"), ("RAdam", {}, "RAdam"), ("NAdam", {}, "NAdam")),
+        *(("Adam", {}, "gradient"), ("RAdam", {}, "got: a group of RAdam"), ("NAdam", {}, "NAdam")),
         *(("AdamW", {key: value}, key) for key, value in (("maximize", True), ("bias_correction", False))),
         ("AdamW", {"grad_averaging": True}, "LAMB"),
     ],
@@ -328,7 +339,7 @@ def test_optimizers_whose_steps_are_not_those_of_adamw_are_refused(
         no_dist=True,
     )
     for path in (saved(tmp_path, optimizer=optimizer), tmp_path / "dcp"):
-        with pytest.raises(CheckpointError, match=rf"is not AdamW[\s\S]*{match}"):
+        with pytest.raises(CheckpointError, match=rf"otherwise than AdamW[\s\S]*{match}"):
             open_foreign_checkpoint(path)
 
 
@@ -376,7 +387,25 @@ def test_values_of_programs_are_neither_run_nor_taken_and_have_a_note(tmp_path: 
     path = saved(tmp_path, rng=np.random.get_state(), **beside, optimizer=optimizer_state(), step=7)
     found = open_foreign_checkpoint(path)
     assert (found.step, found.notes[1]) == (3, "not taken: rng, args, numpy, best")
-    assert "7, is not taken: the optimizer counted 3" in found.notes[0]
+    assert "the program's step 7 is not taken: the optimizer counted 3" in found.notes[0]
+
+
+@pytest.mark.parametrize("of_type", [int, float, np.int64, np.float32, np.dtype(">f8").type])
+def test_numbers_of_numpy_are_read_as_those_of_python(of_type: Callable[[int], Any], tmp_path: Path) -> None:
+    optimizer = optimizer_state()
+    for one in optimizer["state"].values():
+        one["step"] = of_type(0)
+    optimizer["param_groups"] = [{"params": [], "lr": of_type(2), "betas": (of_type(0), of_type(1))}]
+    found = open_foreign_checkpoint(saved(tmp_path, optimizer=optimizer, step=of_type(0)))
+    assert (found.step, {*found.updates.values()}) == (0, {0})
+    assert {key: one for key, one in found.groups[0].settings.items() if one} == {"lr": (2,), "betas": (0, 1)}
+
+
+def test_a_count_of_updates_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    for count in ("3", torch.ones(2)):
+        optimizer = {"state": {"norm.bias": {"step": count}}, "param_groups": []}
+        with pytest.raises(CheckpointError, match="count of updates is not a number"):
+            open_foreign_checkpoint(saved(tmp_path, optimizer=optimizer))
 
 
 def test_state_of_a_parameter_that_the_run_freezes_has_a_row(tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "one optimizer file per rank.*0 of rank 1",
     ),
     "no last optimizer file": ("zero2_fp32", remove(OPTIMIZER.format(2)), "file per rank.*0 of rank 2"),
+    "a file of a far rank": ("zero2_fp32", add_file(OPTIMIZER.format(4000000000)), "0 of rank 3; 4 files"),
     "no optimizer file of ZeRO-3": ("zero3_bf16", remove("bf16_" + OPTIMIZER.format(2)), "0 of rank 2"),
     "no model file": ("zero3_bf16", remove(MODEL.format(2)), "one model file per rank.*0 of rank 2"),
     "two files of a rank": ("zero2_fp32", add_file("bf16_" + OPTIMIZER.format(1)), "2 of rank 1"),
@@ -253,7 +254,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "without ZeRO",
     ),
     **{
-        f"settings of {kind}": ("zero2_fp32", with_optimizer(kind, **values), f"not AdamW.*{match}")
+        f"settings of {kind}": ("zero2_fp32", with_optimizer(kind, **values), f"otherwise.*{match}")
         for kind, values, match in (
             ("Lamb", {}, "optimizer.type = Lamb"),
             ("OneBitAdam", {}, "optimizer.type = OneBitAdam"),

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError, SpecError
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.schedule import learning_rate_factor
 from fullshard.weights.export_state import StateFormat, export_state
@@ -288,7 +289,7 @@ def test_a_directory_for_accelerate_resumes(ranks: Any, trained: Any, tmp_path: 
 
 
 # Small states #
-def saved_state(directory: Path, **values: Any) -> Path:
+def saved_state(directory: Path, *, plan: Plan | None = None, **values: Any) -> Path:
     """A checkpoint of a compiled model with tied weights and averages, as TrainState saves it."""
     name = "_orig_mod.embedding.weight"
     tensors = {
@@ -301,7 +302,7 @@ def saved_state(directory: Path, **values: Any) -> Path:
     }
     group = {"params": [name], "lr": 0.25, "initial_lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.0}
     noted = {"tied": {"_orig_mod.head.weight": name}, "optimizer": "AdamW", "parameter_groups": [group]}
-    save(State(4, tensors, {**noted, **values}), directory)
+    save(State(4, tensors, {**noted, **values}), directory, plan=plan)
     return directory
 
 
@@ -351,7 +352,7 @@ def test_groups_get_all_entries_of_the_adamw_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"optimizer": "MuonAdamW"}, "its groups are not recorded"),  # nor is [optimizer.muon]
+        ({"optimizer": "MuonAdamW"}, r"\[optimizer.muon\] is not recorded"),
         (
             {"optimizer": "MuonAdamW", "run": {"optimizer": {"muon": {"row_decay": 0.9}}}},
             "no other optimizer",
@@ -369,6 +370,16 @@ def test_an_optimizer_that_nothing_else_loads_is_refused_by_name(
         exported(directory, tmp_path / "out", "dcp")
     assert not (tmp_path / "out").exists()
     exported(directory, tmp_path / "out", "dcp", optimizer=False)
+
+
+def test_muon_saved_by_a_loop_of_its_own_has_the_settings_of_the_plan(tmp_path: Path) -> None:
+    plan = Plan.from_run(run_for("muon"), world_size=1, device="cpu")
+    group = {"params": ["_orig_mod.embedding.weight"], "kind": "muon", "lr": 0.25}
+    values: dict[str, Any] = {"optimizer": "MuonAdamW", "parameter_groups": [group]}
+    directory = saved_state(tmp_path / "run", plan=plan, **values)
+    saved = read_dcp(exported(directory, tmp_path / "out", "dcp"))
+    (one,) = saved["optimizer"]["param_groups"]
+    assert (one["lr"], one["ns_steps"], one["adjust_lr_fn"]) == (0.25, 4, "original")
 
 
 @pytest.mark.parametrize("form", ["torch", "accelerate"])

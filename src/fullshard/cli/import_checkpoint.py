@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fullshard.spec.run import Run
     from fullshard.takeover.names import MatchedCheckpoint
     from fullshard.takeover.source import ForeignCheckpoint
+    from fullshard.takeover.write import ImportTarget
 
 
 def import_checkpoint(
@@ -57,7 +58,8 @@ def import_checkpoint(
     names = {key: str(value) for key, value in read_toml(names_path).items()} if names_path else {}
     matched = match_names(found, target.model, names=names, order=listed)
     settings = list(target.compare_settings(matched, step=found.step))
-    rows = [*_report_rows(found, matched), *((f"{one.key} of {one.first}", str(one)) for one in settings)]
+    rows = [*_report_rows(found, matched, target=target)]
+    rows += [(f"{one.key} of {one.first}", str(one)) for one in settings]
     show_labelled_lines(rows, file=sys.stderr)
     snapshot = make_snapshot(found, matched, target=target)
     if dry_run:
@@ -91,11 +93,13 @@ def _offer_run(found: "ForeignCheckpoint", source: Path) -> "Run":
     return Run.parse(settings, source=f"what {source} holds")
 
 
-def _report_rows(found: "ForeignCheckpoint", matched: "MatchedCheckpoint") -> Iterator[tuple[str, str]]:
+def _report_rows(
+    found: "ForeignCheckpoint", matched: "MatchedCheckpoint", *, target: "ImportTarget"
+) -> Iterator[tuple[str, str]]:
     for name, sources in matched.sources.items():
         state = ", ".join(matched.moments.get(name, {})) or "no state of the optimizer"
-        count = matched.updates.get(name, found.step - found.skipped_steps)
-        state += "" if count == found.step - found.skipped_steps else f", updated in {count:g} steps"
+        count = matched.updates.get(name, found.update_steps)
+        state += "" if count == found.update_steps else f", updated in {count:.0f} steps"
         yield name, f"{'taken' if sources == (name,) else 'renamed, from ' + ', '.join(sources)}; {state}"
     yield from ((name, "missing in the source") for name in matched.missing)
     yield from ((name, "state not taken: frozen in the run") for name in matched.frozen)
@@ -104,6 +108,11 @@ def _report_rows(found: "ForeignCheckpoint", matched: "MatchedCheckpoint") -> It
     yield found.format, f"step {found.step}, {found.skipped_steps} skipped, {tokens}"
     for group in (one for one in found.groups if one.others):
         others = ", ".join(f"{key} = {value}" for key, value in group.others.items())
-        yield f"group of {(*group.names, '?')[0]}", f"not read: {others}"
+        yield f"group of {next(iter(group.names), '?')}", f"not read: {others}"
     yield "not taken over", "random states; the position in the data, which begins at row step * global_batch"
+    if fewer := [one for one in matched.updates.values() if one < found.update_steps]:
+        of_all = f"{len(fewer)} of {len(matched.updates)} parameters were updated in fewer than"
+        yield "note", f"{of_all} {found.update_steps} steps, the fewest in {min(fewer):.0f}"
+    if new := [one for one in target.groups if target.state_keys(one) and one not in matched.moments]:
+        yield "note", f"{len(new)} of {len(target.groups)} trained parameters begin with new optimizer state"
     yield from (("note", note) for note in found.notes)

@@ -43,7 +43,8 @@ _STATE = re.compile(rf"^{_OPTIMIZER}\.state\.")
 _GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.([^.]+)")
 _OF_MODEL = ("app.model.", "model.", "state_dict.")  # before names of weights; torchtitan has nothing
 _COUNTS = r"step|global_step|epoch|tokens|train_state\..+|(?:lr_)?scheduler\..+"
-_OTHERS = re.compile(rf"{_OPTIMIZER}\..+|{_COUNTS}")  # names that are not those of weights
+_NOT_WEIGHTS = re.compile(rf"{_OPTIMIZER}\..+|{_COUNTS}")
+_ONE_NAME = "a source with one of them"  # the fix for two tensors of one name
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class DcpDirectory:
         """
         inside = self._names_of_states()
         states: dict[str, dict[str, LazyTensor]] = {}
-        for path, tensor in change_names({name: self.tensors[name] for name in inside}, inside).items():
+        for path, tensor in change_names({n: self.tensors[n] for n in inside}, inside, fix=_ONE_NAME).items():
             owner, _, key = path.rpartition(".")
             states.setdefault(owner, {})[key] = tensor
         moments, updates = split_steps(states)
@@ -91,12 +92,12 @@ class DcpDirectory:
 
         Raises CheckpointError for two tensors that would have one name.
         """
-        found = {name: one for name, one in self.tensors.items() if _OTHERS.fullmatch(name) is None}
+        found = {name: one for name, one in self.tensors.items() if _NOT_WEIGHTS.fullmatch(name) is None}
         trained = {path.rpartition(".")[0] for path in self._names_of_states().values()}
         prefix = next((p for p in _OF_MODEL if any(name.startswith(p) for name in found)), "")
         if trained & found.keys():  # as in torchtitan, also if they begin with `model.`
             return found
-        return change_names(found, {name: name.removeprefix(prefix) for name in found})
+        return change_names(found, {name: name.removeprefix(prefix) for name in found}, fix=_ONE_NAME)
 
 
 def recognises(path: Path) -> bool:
@@ -114,10 +115,10 @@ def open_source(path: Path) -> ForeignCheckpoint:
         return as_lightning(found, read_torch_file(path / _LIGHTNING), file=path / _LIGHTNING)
     tokens = as_number(table.read_value("train_state.ntokens_seen", "tokens"))
     found = replace(found, tokens=None if tokens is None else int(tokens))
-    if (said := as_number(table.read_value("train_state.step"))) is not None:
-        return replace(found, format="torchtitan (DCP)", step=count_steps(found.updates, said))
-    said = as_number(table.read_value("step", "global_step"))
-    step, notes = count_steps_of_program(found.updates, said)
+    if (reported := as_number(table.read_value("train_state.step"))) is not None:
+        return replace(found, format="torchtitan (DCP)", step=count_steps(found.updates, reported))
+    reported = as_number(table.read_value("step", "global_step"))
+    step, notes = count_steps_of_program(found.updates, reported)
     return replace(found, step=step, notes=notes)
 
 

@@ -1,7 +1,7 @@
 """The modules that read foreign checkpoints, in the order in which they are asked."""
 
-import zipfile
 from pathlib import Path
+from zipfile import BadZipFile
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.takeover import dcp, torch_files, zero
@@ -9,7 +9,7 @@ from fullshard.takeover.source import ForeignCheckpoint
 
 _READERS = (zero, dcp, torch_files)
 # Raised by readers for values of other types and sizes than a format has.
-_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, zipfile.BadZipFile)
+_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, BadZipFile)
 
 
 def open_foreign_checkpoint(path: Path) -> ForeignCheckpoint:

@@ -96,18 +96,20 @@ def match_names(
         names_of.setdefault(own.get(name, name), []).append(name)
     parts = {name: found.parts[some[0]] for name, some in names_of.items()}
     weights = {n: _copy_boxes(one, wanted[n], sources=source.weights) for n, one in parts.items()}
-    for name, alias in ((name, alias) for name, (_, *others) in names_of.items() for alias in others):
-        what, got = f"{name} and {alias} differ in the source.", "one tied tensor in the run's model"
-        error = CheckpointError(what, got=got, fix="a run whose model does not tie them")
-        other = _copy_boxes(found.parts[alias], wanted[alias], sources=source.weights)
-        weights[name] = weights[name].check_equal_when_read(other, error)
+    for name, (_, *aliases) in names_of.items():
+        for alias in aliases:
+            what, got = f"{name} and {alias} differ in the source.", "one tied tensor in the run's model"
+            error = CheckpointError(what, got=got, fix="a run whose model does not tie them")
+            other = _copy_boxes(found.parts[alias], wanted[alias], sources=source.weights)
+            weights[name] = weights[name].check_equal_when_read(other, error)
     # The boxes of moments; with a default order, they have the names of the model in memory.
     boxes = (
         parts if source.default_order is None else {n: map_unchanged_tensor(n, wanted[n]) for n in parameters}
     )
     targets: dict[str, dict[str, None]] = {}  # a source may be split among several
-    for name, part in ((name, part) for name, some in boxes.items() for part in some):
-        targets.setdefault(part.source, {})[name] = None
+    for name, some in boxes.items():
+        for part in some:
+            targets.setdefault(part.source, {})[name] = None
     moved = {n: _move_moments(source, boxes.get(n, ()), name=n, shape=wanted[n]) for n in parameters}
     return MatchedCheckpoint(
         weights=weights,
@@ -117,9 +119,7 @@ def match_names(
             replace(group, names=tuple(dict.fromkeys(n for one in group.names for n in targets.get(one, ()))))
             for group in source.groups
         ),
-        sources={
-            name: tuple(dict.fromkeys(original[part.source] for part in some)) for name, some in parts.items()
-        },
+        sources={n: tuple(dict.fromkeys(original[one.source] for one in some)) for n, some in parts.items()},
         missing=tuple(name for name in wanted if own.get(name, name) == name and name not in parts),
         left_over=tuple(original[name] for name in found.surplus),
         left_over_state=tuple(original.get(name, name) for name in source.moments if name not in targets),
@@ -186,9 +186,10 @@ def _split_fused_state(source: ForeignCheckpoint, model: nn.Module) -> ForeignCh
     Its rows are, for each head of keys: those of the queries of this head, of the key, and of the value.
     """
     parts: dict[str, list[str]] = {}
-    for name, match in ((name, _FUSED.fullmatch(name)) for name in source.moments):
-        if match is not None and f"{match[1]}q.weight" in source.weights:
-            parts[name] = [f"{match[1]}{one}.weight" for one in "qkv"]
+    for name in source.moments:
+        own = [f"{match[1]}{one}.weight" for one in "qkv"] if (match := _FUSED.fullmatch(name)) else []
+        if own and source.weights.keys() >= {*own}:
+            parts[name] = own
     moments = {name: state for name, state in source.moments.items() if name not in parts}
     for name, own in parts.items():
         heads, shapes = _head_counts(model)["k"], [source.weights[one].shape for one in own]
@@ -200,7 +201,8 @@ def _split_fused_state(source: ForeignCheckpoint, model: nn.Module) -> ForeignCh
             }
     names = [tuple(new for one in group.names for new in parts.get(one, [one])) for group in source.groups]
     groups = tuple(replace(group, names=own) for group, own in zip(source.groups, names, strict=True))
-    return replace(source, moments=moments, groups=groups)
+    updates = {one: count for name, count in source.updates.items() for one in parts.get(name, [name])}
+    return replace(source, moments=moments, updates=updates, groups=groups)
 
 
 def _read_rows_of_heads(tensor: LazyTensor, *, heads: int, rows: list[int], number: int) -> Tensor:
@@ -227,10 +229,11 @@ def _with_names(
         return _in_halves_of_heads(tensor, heads[match[1]]) if heads and match is not None else tensor
 
     moments = {n: {key: change(n, one) for key, one in s.items()} for n, s in source.moments.items()}
+    fix = "a source with one of them, or other --names"
     return replace(
         source,
-        weights=change_names({name: change(name, one) for name, one in source.weights.items()}, here),
-        moments=change_names(moments, here),
+        weights=change_names({n: change(n, one) for n, one in source.weights.items()}, here, fix=fix),
+        moments=change_names(moments, here, fix=fix),
         updates={here[name]: count for name, count in source.updates.items() if name in here},
         groups=tuple(replace(g, names=tuple(here.get(n, n) for n in g.names)) for g in source.groups),
     )
@@ -319,14 +322,15 @@ def _move_moments(
     counts = {source.updates.get(one): one for one in states}
     if len(counts) > 1:
         what = f"the parts of {name} were updated in different numbers of steps."
-        got = join_names([f"{one}: {count or 0:g}" for count, one in counts.items()], most=3)
+        got = join_names([f"{n}: {'none' if c is None else f'{c:.0f}'}" for c, n in counts.items()], most=3)
         why = "the averages of Adam depend on the number, and a joined tensor has one"
         fix = "the weights alone, in a file with step 0"
         raise CheckpointError(what, got=got, why=why, fix=fix)
-    for one, key in ((one, key) for one in states for key in sorted(keys)):
-        if one in source.weights and states[one][key].shape != (size := source.weights[one].shape):
-            got = f"{key} is {[*states[one][key].shape]}, and the parameter {[*size]}"
-            raise CheckpointError(f"the state of {one} is of another parameter.", got=got)
+    for one in states.keys() & source.weights.keys():
+        for key in sorted(keys):
+            if (found := states[one][key].shape) != (size := source.weights[one].shape):
+                got = f"{key} is {[*found]}, and the parameter {[*size]}"
+                raise CheckpointError(f"the state of {one} is of another parameter.", got=got)
     return {
         key: _copy_boxes(parts, shape, sources={n: state[key] for n, state in states.items()})
         for key in sorted(keys)

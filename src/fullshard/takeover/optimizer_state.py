@@ -17,23 +17,23 @@ _SECOND = re.compile(r"(?:optim|optimizer|(?:pytorch_)?model(?:_fsdp)?)_[1-9]\d*
 Moments = dict[str, dict[str, LazyTensor]]
 MOMENTUM_SETTINGS = ("momentum", "nesterov", "dampening")
 """Settings of SGD's and Muon's groups, as torch names them."""
-# Entries of groups: those that are read, those that change no step, and those of other optimizers.
-_SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", *MOMENTUM_SETTINGS)
+# Entries of groups: numbers; those that are checked, or change no step; and those of other optimizers.
+_NEWTON_SCHULZ = ("ns_steps", "ns_coefficients")
+_SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", *MOMENTUM_SETTINGS, *_NEWTON_SCHULZ)
 _KNOWN = {
     *("step", "params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"),
-    *("amsgrad", "bias_correction", "decoupled_weight_decay", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+    *("amsgrad", "bias_correction", "correct_bias", "decoupled_weight_decay"),
 }
-_OTHERS = {
-    **{"momentum_decay": "NAdam", "wd_ratio": "AdamP", "final_lr": "AdaBound"},
+_OF_OTHER_OPTIMIZERS = {
+    **{"momentum_decay": "NAdam", "wd_ratio": "AdamP", "amsbound": "AdaBound"},
     **dict.fromkeys(("grad_averaging", "max_coeff", "trust_clip"), "LAMB"),
 }
 
 
 def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments, dict[str, float]]:
     """Returns ({parameter: {key: tensor}} without counts of steps, {parameter: its count of updates})."""
-    read = {name: as_number(one["step"].read()) for name, one in states.items() if "step" in one}
     moments = {name: {k: v for k, v in one.items() if k != "step"} for name, one in states.items()}
-    counts = {name: step for name, step in read.items() if step is not None}
+    counts = {name: _read_count(one["step"].read()) for name, one in states.items() if "step" in one}
     return {name: one for name, one in moments.items() if one}, counts
 
 
@@ -54,38 +54,47 @@ def read_optimizer_dict(state_dict: Mapping[str, Any]) -> ForeignCheckpoint:
     return ForeignCheckpoint(moments, updates, groups, has_numbered_moments=is_numbered)
 
 
-def count_steps(updates: Mapping[str, float], said: float | None, *, skipped: int = 0) -> int:
-    """Returns the number of finished steps: what the trainer `said`, or the most updates of a parameter.
+def count_steps(updates: Mapping[str, float], reported: float | None, *, skipped: int = 0) -> int:
+    """Returns the number of finished steps that the trainer `reported`, or the most updates of a parameter.
 
     Raises CheckpointError if neither is known, or if they differ by more than the `skipped` steps.
     """
     counted = max(updates.values(), default=None)
-    if said is None and counted is None:
+    if reported is None and counted is None:
         why = "its optimizer has no count, and there is no step or global_step"
-        fix = '"step" beside "model" in the file; 0 to begin with the weights alone'
+        fix = 'a source with "model" and "step", such as a file of torch.save; step 0 takes the weights alone'
         raise CheckpointError("the source does not say how many steps it was trained.", why=why, fix=fix)
-    if said is not None and counted not in (None, said - skipped):
-        got = f"{said:g} steps of the trainer, {skipped} skipped; {counted:g} updates of the optimizer"
+    if reported is not None and counted not in (None, reported - skipped):
+        got = f"{reported:.0f} steps reported, {skipped} skipped; {counted:.0f} updates of the optimizer"
         raise CheckpointError("the source mixes several steps.", got=got, fix="all files of one checkpoint")
-    return int(counted or 0) if said is None else int(said)
+    return int(counted or 0) if reported is None else int(reported)
 
 
-def count_steps_of_program(updates: Mapping[str, float], said: float | None) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of updates, or else what a program `said`, and notes for the report."""
-    step = count_steps(updates, None if updates else said)
-    if said in (None, step):
+def count_steps_of_program(
+    updates: Mapping[str, float], reported: float | None
+) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of updates, or else the step that a program `reported`, and notes for the report.
+
+    Raises CheckpointError as `count_steps`, and for another step if the numbers of updates differ too.
+    """
+    step = count_steps(updates, reported if len(set(updates.values())) != 1 else None)
+    if reported in (None, step):
         return step, ()
-    return step, (f"the step beside the model, {said:g}, is not taken: the optimizer counted {step} updates",)
+    return step, (f"the program's step {reported:.0f} is not taken: the optimizer counted {step} updates",)
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """Returns the tensors in a dict, such as the state of a parameter. A `step` may be a number there."""
-    tensors = {k: torch.tensor(float(v)) if k == "step" and as_number(v) else v for k, v in state.items()}
-    return {
-        key: one if isinstance(one, LazyTensor) else LazyTensor.from_tensor(one)
-        for key, one in tensors.items()
-        if isinstance(one, Tensor | LazyTensor)
-    }
+    tensors = {key: one for key, one in state.items() if isinstance(one, Tensor | LazyTensor)}
+    if "step" not in tensors and state.get("step") is not None:
+        tensors["step"] = torch.tensor(_read_count(state["step"]))
+    return {k: LazyTensor.from_tensor(v) if isinstance(v, Tensor) else v for k, v in tensors.items()}
+
+
+def _read_count(value: Any) -> float:
+    if (number := as_number(value)) is None:
+        raise CheckpointError("a count of updates is not a number.", got=f"a {type(value).__name__}")
+    return number
 
 
 def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGroup:
@@ -94,27 +103,30 @@ def make_group(names: Iterable[object], entry: Mapping[str, Any]) -> ForeignGrou
     Raises CheckpointError as `check_optimizer`.
     """
     check_optimizer(entry)
-    settings: dict[str, tuple[float, ...]] = {}
-    for key, value in ((key, entry.get(key)) for key in _SETTINGS):
-        numbers = map(as_number, cast(Any, value) if isinstance(value, list | tuple) else [value])
-        settings[key] = tuple(one for one in numbers if one is not None)
-    others = {key: one for key, one in entry.items() if key not in (*_SETTINGS, *_KNOWN)}
+    settings: dict[str, tuple[Any, ...]] = {}
+    for key in _SETTINGS:
+        value: Any = entry.get(key)
+        numbers = [as_number(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        settings[key] = () if None in numbers else tuple(numbers)
+    if "adjust_lr_fn" in entry:
+        settings["adjust_lr_fn"] = (str(entry["adjust_lr_fn"] or "original"),)  # torch's default
+    others = {k: v for k, v in entry.items() if v is not None and k not in _KNOWN and not settings.get(k)}
     return ForeignGroup(tuple(map(str, names)), settings, others)
 
 
 def check_optimizer(entry: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a group, or the settings of an optimizer, are of none that fullshard has.
+    """Raises CheckpointError for a group, or settings, of an optimizer that fullshard does not have.
 
-    With moments like AdamW's, the steps of such an optimizer are others.
+    The moments of such an optimizer may be like AdamW's, and its updates differ.
     """
-    found = [f"{key} of {name}" for key, name in _OTHERS.items() if key in entry]
+    found = [f"{key} of {name}" for key, name in _OF_OTHER_OPTIMIZERS.items() if key in entry]
     found += ["maximize = True"] if entry.get("maximize") else []
     found += [f"{key} = {entry[key]}" for key in ("bias_correction", "correct_bias") if not entry.get(key, 1)]
     decoupled = entry.get("decoupled_weight_decay", entry.get("adam_w_mode"))
-    if entry.get("weight_decay") and decoupled in (False, 0):
-        found += ["weight decay in the gradient (Adam)"]
     if "decoupled_weight_decay" in entry and "amsgrad" not in entry:
         found += ["a group of RAdam or NAdam"]
+    elif entry.get("weight_decay") and decoupled in (False, 0):
+        found += ["weight decay in the gradient (Adam)"]
     if found:
         raise other_optimizer_error(found)
 
@@ -122,7 +134,8 @@ def check_optimizer(entry: Mapping[str, Any]) -> None:
 def other_optimizer_error(found: Sequence[str]) -> CheckpointError:
     """Returns the error for an optimizer whose steps are not those of fullshard's, because of `found`."""
     got, fix = join_names(found, most=3), "the weights alone, in a file with step 0"
-    return CheckpointError("the source's optimizer is not AdamW, Muon or SGD.", got=got, fix=fix)
+    what = "the source's optimizer updates otherwise than AdamW, Muon and SGD here."
+    return CheckpointError(what, got=got, fix=fix)
 
 
 def merge_equal_groups(groups: Iterable[ForeignGroup]) -> tuple[ForeignGroup, ...]:

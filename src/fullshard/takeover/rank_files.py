@@ -46,7 +46,7 @@ def find_files(path: Path) -> list[Path]:
         names = ", ".join(f"{begin}…{end}" for begin, end in found)
         raise CheckpointError(f"{path} holds files of several kinds.", got=names, fix="one of the files")
     ranks = kinds[0] if kinds else {}
-    if missing := set(range(max(ranks, default=-1) + 1)) - ranks.keys():
+    if missing := set(range(len(ranks))) - ranks.keys():
         raise _missing_rank_error(next(iter(ranks.values())), min(missing))
     return [ranks[rank] for rank in sorted(ranks)]
 
@@ -58,7 +58,7 @@ def join_files(files: Sequence[Path]) -> Any:
 
 
 def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
-    """Returns what the `values` of all ranks are together. Anything but a tensor is rank 0's.
+    """Returns what the `values` of all ranks are together. Every value except a tensor is rank 0's.
 
     Whole tensors that differ, such as random states, raise CheckpointError when they are read.
     """

@@ -105,12 +105,12 @@ class ForeignGroup:
     """A parameter group of a foreign optimizer.
 
     names: its parameters as `ForeignCheckpoint.moments` names them, in the group's order
-    settings: {entry of a group of torch, such as `lr` or `betas`: its numbers}
+    settings: {entry of a group of torch, such as `lr` or `betas`: its numbers, or a name}
     others: entries that are not known here
     """
 
     names: tuple[str, ...]
-    settings: Mapping[str, tuple[float, ...]] = field(hash=False)
+    settings: Mapping[str, tuple[Any, ...]] = field(hash=False)
     others: Mapping[str, Any] = field(hash=False)
 
 
@@ -152,13 +152,18 @@ class ForeignCheckpoint:
     version: str | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def update_steps(self) -> int:
+        """Number of steps that updated parameters: those that were not skipped."""
+        return self.step - self.skipped_steps
 
-def change_names(tensors: Mapping[str, T], new_names: Mapping[str, str]) -> dict[str, T]:
+
+def change_names(tensors: Mapping[str, T], new_names: Mapping[str, str], *, fix: str) -> dict[str, T]:
     """Returns `tensors` under their `new_names`. Raises CheckpointError if two would have one name."""
     old_names: dict[str, str] = {}
     for old in tensors:
         new = new_names[old]
         if (other := old_names.setdefault(new, old)) != old:
-            got, fix = f"{other} and {old}", "a source with one of them, or other --names"
-            raise CheckpointError(f"two tensors of the source would be {new}.", got=got, fix=fix)
+            what = f"two tensors of the source would be {new}."
+            raise CheckpointError(what, got=f"{other} and {old}", fix=fix)
     return {new: tensors[old] for new, old in old_names.items()}

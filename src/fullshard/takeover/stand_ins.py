@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +84,7 @@ def read_torch_file(
     known: dict[str, Any] = {name: _make_stand_in(name, StandIn) for name in (*_PLAIN_CLASSES, *classes)}
     known |= {name: _make_stand_in(name, StandInTensor) for name in tensor_classes}
     known |= {"builtins.getattr": _find_nested_class, "stand-in": StandIn}
+    known |= {name: _read_scalar for name in _PLAIN_CLASSES if name.endswith(".scalar")}
     with _refused_or_damaged(path):
         is_zip, size_bytes = zipfile.is_zipfile(path), path.stat().st_size
         if not is_zip and size_bytes > LEGACY_BYTES:
@@ -164,3 +166,8 @@ def _find_nested_class(owner: Any, name: Any) -> type:
     if not (isinstance(owner, type) and issubclass(owner, StandIn | StandInTensor)):
         raise pickle.UnpicklingError(f"its pickle asks for builtins.getattr of {owner!r} and {name!r}")
     return StandIn
+
+
+def _read_scalar(dtype: StandIn, data: bytes) -> Any:
+    """Returns the number in a scalar of numpy. The stand-in of its dtype has the name and byte order."""
+    return np.frombuffer(data, np.dtype(dtype.args[0]).newbyteorder(dtype.state[1])).item()

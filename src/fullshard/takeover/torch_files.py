@@ -52,7 +52,7 @@ def _open_files(files: Sequence[Path]) -> ForeignCheckpoint:
     content = rank_files.join_files(files)
     content = cast(dict[str, Any], content if isinstance(content, dict) else {})
     check_is_alone(name for name in content if "." not in str(name))
-    weights = state_tensors(_get_one(content, _MODEL) or content)
+    weights = state_tensors(_get_one(content, _MODEL) or {k: v for k, v in content.items() if k != "step"})
     if not weights:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
         raise CheckpointError(f"{files[0]} holds no weights that are known here.", got=got, fix=fix)

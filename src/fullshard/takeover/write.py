@@ -30,6 +30,7 @@ from fullshard.takeover.optimizer_state import MOMENTUM_SETTINGS
 from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.training.groups import make_parameter_groups
 from fullshard.training.learning_rates import set_learning_rates
+from fullshard.training.muon import NS_COEFFICIENTS
 from fullshard.training.resume import settings_that_affect_results
 from fullshard.training.state import StepCounts, TrainedWith, TrainState
 from fullshard.training.whole_matrices import KIND
@@ -86,7 +87,7 @@ class ImportTarget:
     def compare_settings(self, matched: MatchedCheckpoint, *, step: int) -> "Iterator[SettingBeside]":
         """Yields the settings of each group of the source, and those of the run after `step` steps."""
         set_learning_rates(self.state.optimizer, self.run, step=step)
-        section = self.run.optimizer
+        section, muon = self.run.optimizer, self.run.optimizer.muon
         for group in matched.groups:
             known = [name for name in group.names if name in self.groups]
             for first in {id(self.groups[name]): name for name in reversed(known)}.values():
@@ -95,29 +96,36 @@ class ImportTarget:
                 if self.state_keys(first)[:2] == _ADAM:
                     here |= {"betas": one.get("betas", section.betas), "eps": (section.eps,)}
                 else:
-                    own = section.options if section.name.lower() == "sgd" else section.muon.model_dump()
+                    own = section.options if section.name.lower() == "sgd" else muon.model_dump()
                     here |= {key: (float(own.get(key, 0)),) for key in MOMENTUM_SETTINGS}
+                if one.get(KIND) == "muon":
+                    scale = "match_rms_adamw" if muon.scale == "rms" else muon.scale
+                    here |= {"ns_steps": (muon.steps,), "ns_coefficients": NS_COEFFICIENTS}
+                    here |= {"adjust_lr_fn": (scale,)}
                 for key, numbers in here.items():
                     yield SettingBeside(key, first, group.settings.get(key, ()), numbers)
 
 
 @dataclass(frozen=True)
 class SettingBeside:
-    """A setting of the group of the parameter `first`: numbers of the source, maybe none, and of the run."""
+    """A setting of the group of the parameter `first`: numbers or names in the source and the run."""
 
     key: str
     first: str
-    saved: tuple[float, ...]
-    here: tuple[float, ...]
+    saved: tuple[Any, ...]
+    here: tuple[Any, ...]
 
     @property
     def differs(self) -> bool:
-        """True if a number differs by more than 1e-6, relative."""
+        """True if a number differs by more than 1e-6, relative, or a name differs."""
         pairs = zip(self.saved, self.here, strict=False)
-        return not all(math.isclose(one, here, rel_tol=1e-6) for one, here in pairs)
+        return any(a != b if isinstance(a, str) else not math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
 
     def __str__(self) -> str:
-        saved, here = (", ".join(f"{one:.8g}" for one in some) for some in (self.saved, self.here))
+        saved, here = (
+            ", ".join(one if isinstance(one, str) else f"{one:.8g}" for one in some)
+            for some in (self.saved, self.here)
+        )
         known = f"{saved} in the source" if saved else "not in the source"
         return f"{known}, {here} in the run" + ("  DIFFERS" if self.differs else "")
 
@@ -153,7 +161,7 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
             later = _read_later(f"{key} of {name}", one, dtype=dtype, digests=compared)
             tensors[f"optimizer.{name}.{key}"] = later
         if keys[:2] == _ADAM:
-            count = matched.updates.get(name, source.step - source.skipped_steps)
+            count = matched.updates.get(name, source.update_steps)
             tensors[f"optimizer.{name}.step"] = torch.tensor(float(count))
     state.step, state.rows = source.step, source.step * target.run.train.global_batch
     state.counts = StepCounts(source.tokens or 0, source.skipped_steps)

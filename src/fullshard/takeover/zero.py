@@ -91,8 +91,9 @@ def open_source(path: Path) -> ForeignCheckpoint:
     _check_optimizer_of_settings(model.get("ds_config") or {})
     steps = {(int(one["global_steps"]), int(one["skipped_steps"])) for one in models}
     if len(steps) > 1 or len(set(found.updates.values())) > 1:
-        counts = {f"{count:g} updates": name for name, count in found.updates.items()}
-        got = join_names([*map(str, steps), *(f"{count} of {name}" for count, name in counts.items())])
+        counts = {f"{count:.0f} updates": name for name, count in found.updates.items()}
+        every = [f"{step} global_steps, {skipped} skipped" for step, skipped in sorted(steps)]
+        got = join_names([*every, *(f"{count} of {name}" for count, name in counts.items())])
         raise CheckpointError(f"{directory} mixes several steps.", got=got, fix="the files of one step")
     ((step, skipped),) = steps
     samples = int(model.get("global_samples", 0))
@@ -149,18 +150,19 @@ def _check_is_not_parallel(directory: Path) -> None:
 def _find_rank_files(directory: Path, name: re.Pattern[str], *, ranks: int | None = None) -> list[Path]:
     """Returns the files with this `name` in the order of ranks, one of each rank.
 
-    ranks: number of ranks; None for those up to the last one that has a file
+    ranks: number of ranks; None for as many as files
 
     Raises DamagedCheckpointError if a rank has none or two, or if there are more.
     """
     matches = [match for one in directory.iterdir() if (match := name.fullmatch(one.name)) is not None]
     found = sorted((int(match[1] or 0), directory / match[0]) for match in matches)
     counts = Counter(rank for rank, _ in found)
-    expected = range(max(counts, default=0) + 1 if ranks is None else ranks)
-    if wrong := [rank for rank in sorted({*counts, *expected}) if counts[rank] != (rank in expected)]:
+    expected = range(ranks or len(found) or 1)
+    first = expected[: len(found) + 1]  # of which one lacks a file, if more are expected than found
+    if wrong := [rank for rank in sorted({*counts, *first}) if counts[rank] != (rank in expected)]:
         kind = "model" if name is _MODEL_FILE else "optimizer"
         what = f"{directory} does not have one {kind} file per rank."
-        got = f"{counts[wrong[0]]} of rank {wrong[0]}; {len(expected)} ranks"
+        got = f"{counts[wrong[0]]} of rank {wrong[0]}; {len(found)} files"
         fix = "the files of all ranks of one checkpoint in the directory"
         raise DamagedCheckpointError(what, got=got, why="each rank wrote a file with its own parts", fix=fix)
     return [path for _, path in found]
@@ -302,10 +304,11 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpo
     groups: _Groups = model["param_shapes"]
     tensors, updates = split_steps({name: state_tensors(state) for name, state in states.items()})
     moments: dict[str, _Tensors] = {}  # frozen and shared parameters have a directory there too
-    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
-        state = tensors.get(name) or {_MASTER: LazyTensor.from_tensor(torch.empty(0))}
-        size = state[_MASTER].shape[0] if _MASTER in state else 0
-        moments[name] = _join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
+    for shapes in groups:
+        for name, shape in shapes.items():
+            state = tensors.get(name) or {_MASTER: LazyTensor.from_tensor(torch.empty(0))}
+            size = state[_MASTER].shape[0] if _MASTER in state else 0
+            moments[name] = _join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
     own = _make_groups(groups, read_torch_file(file, classes=_CLASSES))
     return ForeignCheckpoint(moments, updates, own, format="DeepSpeed universal", files=(*files, file))
 

@@ -27,7 +27,8 @@ from fullshard.spec.dealing import Shape
 from fullshard.training.low_bit_adamw import local_part_of
 from fullshard.training.whole_matrices import DIRECTION, MatrixUpdate, WholeMatrixAdamW
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's, of the quintic polynomial with the steepest slope at 0
+# Jordan's, of the quintic polynomial with the steepest slope at 0.
+NS_COEFFICIENTS = _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 _SQUARES = "row_var"  # v of NorMuon, by its key in the state
 

@@ -142,7 +142,7 @@ def _build_layout(
 def _read_groups(manifest: Manifest, plain: Mapping[str, str], *, form: StateFormat) -> list[dict[str, Any]]:
     """Returns the optimizer's groups as torch has them, with names as "params". Raises CheckpointError."""
     saved, optimizer = manifest.values.get("parameter_groups"), manifest.values.get("optimizer")
-    run = cast(dict[str, Any], manifest.values.get("run") or {})
+    run = cast(dict[str, Any], manifest.values_with_run.get("run") or {})
     muon = run.get("optimizer", {}).get("muon", {}) if optimizer == "MuonAdamW" else {}
     why, fix = None, "the model without --optimizer"
     if optimizer in _OWN_STATE or muon.get("row_decay"):
@@ -150,7 +150,9 @@ def _read_groups(manifest: Manifest, plain: Mapping[str, str], *, form: StateFor
     elif optimizer == "MuonAdamW" and form in ("accelerate", "torch"):
         why = "torch has Muon and AdamW in two optimizers, and this format holds one"
         fix = f"--format dcp, from which torch loads two, or {fix}"
-    elif not isinstance(saved, list) or (optimizer == "MuonAdamW" and not muon):
+    elif optimizer == "MuonAdamW" and not muon:
+        why = "its [optimizer.muon] is not recorded: a save without a plan"
+    elif not isinstance(saved, list):
         why = "its groups are not recorded: a save before a step, or by an earlier version of fullshard"
         fix = f"{fix}, or a checkpoint of a later step"
     if why is not None:
