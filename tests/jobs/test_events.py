@@ -14,6 +14,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
+from fullshard.system.process import watchdog_exit_receivers
 from tests.jobs.test_train import TINY
 
 
@@ -79,3 +80,8 @@ def test_rank_of_another_launcher_records_its_fault(tmp_path: Path, monkeypatch:
         with pytest.raises(DataError), OwnFaultRecorder(tmp_path):
             raise DataError("the well is dry.")
     assert [event for _, event, _ in kinds(tmp_path)] == ["start", "start", "fault"]
+
+
+def test_watchdog_of_a_rank_of_another_launcher_prints_its_error(tmp_path: Path):
+    with OwnFaultRecorder(tmp_path):
+        assert [shows_error for _, shows_error in watchdog_exit_receivers()] == [False]

@@ -40,7 +40,7 @@ def run_rank(rank: int, ranks: int, port: int, directory: Path, hangs: bool) -> 
         note = {"said": str(error), "losses": losses}
         (directory / f"note-{rank}").write_text(json.dumps(note))
 
-    with process_group("cpu"), call_on_watchdog_exit(leave_note):
+    with process_group("cpu"), call_on_watchdog_exit(leave_note, shows_error=True):
         state, plan = sharded(run_of(*SETTINGS, *(SHARDED if ranks > 1 else ())))
         load(state, directory / "checkpoints", missing_ok=True)
         state.data = Hanging("sleeps_in_the_data" if hangs else "nothing", CULPRIT)

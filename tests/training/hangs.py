@@ -81,7 +81,7 @@ def run_rank(harm: str, culprit: int, world: tuple[int, int, int], directory: st
     loss = skipping(culprit) if harm == "skips_a_collective" else mean_square
     leave_word = Path(directory, f"last-words-{rank}").write_text
     with (
-        call_on_watchdog_exit(lambda error: leave_word(str(error))),
+        call_on_watchdog_exit(lambda error: leave_word(str(error)), shows_error=False),
         watch_for_hangs(state.phase, plan.run.fault_tolerance, **SILENT.get(harm, PATIENT)),
     ):
         for step in train(state, plan, loss=loss):

@@ -57,6 +57,7 @@ def test_hang_is_ended_and_its_rank_is_named(harm: str, tmp_path: Path) -> None:
     for rank in (rank for rank, code in enumerate(codes) if code == TrainError.exit_code):
         assert re.match(said, (tmp_path / f"last-words-{rank}").read_text()), "all say the same"
     written = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(ranks))
+    assert len(re.findall(f"^{said}", written, re.MULTILINE)) == 1, "one rank prints it"
     assert written.count("rank 0, every thread") == 1, "and those that are shown print their stacks"
     assert ("in sleeps_in_the_data" in written) == (harm == "sleeps_in_the_data"), "with the culprit's stack"
     assert ("in holds_the_interpreter" in written) == (harm == "holds_the_interpreter"), "even that of C"

@@ -187,7 +187,7 @@ class OwnFaultRecorder(AbstractContextManager["OwnFaultRecorder"]):
     def __init__(self, directory: str | Path) -> None:
         self.process = f"{socket.gethostname()}:{os.getpid()}"
         self._log = LaunchEventLog(directory, own={"process": self.process})
-        self._watchdog = call_on_watchdog_exit(self._record)
+        self._watchdog = call_on_watchdog_exit(self._record, shows_error=False)
 
     def __enter__(self) -> Self:
         self._watchdog.__enter__()

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
 
     with ProcessOutcome() as ending:
         request = LaunchRequest.load(directory)
-        with _redirect_stdout_to_stderr(), call_on_watchdog_exit(save_watchdog_error):
+        with _redirect_stdout_to_stderr(), call_on_watchdog_exit(save_watchdog_error, shows_error=True):
             with freeze_imports_in_gc():
                 request.import_job()
             request.call_job()
@@ -56,10 +56,14 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     be_killed_when_torchrun_ends()
-    from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
+    from torch.distributed.elastic.multiprocessing.errors import (  # after the environment
+        get_error_handler,
+        record,
+    )
 
+    write_error_file = call_on_watchdog_exit(get_error_handler().record_exception, shows_error=False)
     try:
-        with _redirect_stdout_to_stderr(), OwnFaultRecorder(request.run.run.dir):
+        with _redirect_stdout_to_stderr(), OwnFaultRecorder(request.run.run.dir), write_error_file:
             record(request.call_job)()
     except SystemExit:  # `call_job` raises no other SystemExit
         return INTERRUPTED_EXIT_CODE

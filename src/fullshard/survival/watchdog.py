@@ -57,7 +57,7 @@ def watch_for_hangs(
 ) -> Generator[None]:
     """Context in which a watchdog watches this thread, whose phase `where` holds, and the other ranks.
 
-    grace_seconds: how long to wait for the reports of other ranks; None: an eighth of the limit, 1 to 8
+    grace_seconds: how long to wait for the reports of other ranks; None: an eighth of the limit, 1 to 6
     slack_seconds: further seconds for the store's answers, heartbeats, the verdict and the C timer, on a
         machine that pauses processes for long
 
@@ -203,16 +203,18 @@ class _Watchdog:
         verdict = self._publish_report_and_wait_for_verdict(own)
         is_judge = verdict is None
         verdict = verdict or diagnose_from_reports(self._board, own, grace_seconds=self._grace)
-        # If there are receivers, they print the error. The ranks that are shown print their own stacks.
-        text = f"\n{verdict.error}\n" if is_judge and not watchdog_exit_receivers() else ""
-        if self._board.rank in verdict.shown:
-            text += f"\nrank {self._board.rank}, every thread\n{stacks}"
+        receivers = watchdog_exit_receivers()
+        # The ranks that are shown print their own stacks. The error comes last, unless a receiver shows it.
+        is_shown = self._board.rank in verdict.shown
+        text = f"\nrank {self._board.rank}, every thread\n{stacks}" if is_shown else ""
+        if is_judge and not any(shows_error for _, shows_error in receivers):
+            text += f"\n{verdict.error}\n"
         with suppress(OSError):  # standard error may be closed
             print(escape_control_characters(text), end="", file=sys.stderr, flush=True)
         if is_judge:
             self._publish_verdict_and_wait_for_readers(verdict)
         with suppress(OSError):  # a full disk must not keep a hanging rank alive
-            for receiver in watchdog_exit_receivers():
+            for receiver, _ in receivers:
                 receiver(verdict.error)
         sys.stdout.flush()
         sys.stderr.flush()

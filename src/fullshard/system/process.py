@@ -87,21 +87,24 @@ def count_cores_of_rank(
 
 Receiver = Callable[[TrainError], object]
 
-_RECEIVERS: list[Receiver] = []
+_RECEIVERS: list[tuple[Receiver, bool]] = []
 
 
 @contextmanager
-def call_on_watchdog_exit(receiver: Receiver) -> Generator[None]:
-    """Context in which a watchdog calls `receiver` with the error before the watchdog ends this process."""
-    _RECEIVERS.append(receiver)
+def call_on_watchdog_exit(receiver: Receiver, *, shows_error: bool) -> Generator[None]:
+    """Context in which a watchdog calls `receiver` with the error before the watchdog ends this process.
+
+    shows_error: whether the user sees the error because of the receiver; else the watchdog prints it
+    """
+    _RECEIVERS.append((receiver, shows_error))
     try:
         yield
     finally:
-        _RECEIVERS.remove(receiver)
+        _RECEIVERS.remove((receiver, shows_error))
 
 
-def watchdog_exit_receivers() -> tuple[Receiver, ...]:
-    """Returns the receivers of all open `call_on_watchdog_exit` contexts."""
+def watchdog_exit_receivers() -> tuple[tuple[Receiver, bool], ...]:
+    """Returns (receiver, shows_error) of all open `call_on_watchdog_exit` contexts."""
     return tuple(_RECEIVERS)
 
 
