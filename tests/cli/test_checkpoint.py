@@ -142,7 +142,7 @@ def test_ranks_verify_a_part_each(tmp_path, capsys, monkeypatch):
     path = saved(tmp_path, 1)
     flip(path / "__0_0.distcp", 8 * 3000)
     assert main(["ckpt", "verify", str(path), "--part", "2/2"]) == 0
-    assert capsys.readouterr().out == f"{path}  part 2 of 2  whole\n"
+    assert capsys.readouterr().out == f"{path}  part 2 of 2  no damage\n"
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, code in (("0", 6), ("1", 0), ("two", SpecError.exit_code)):
         monkeypatch.setenv("RANK", rank)

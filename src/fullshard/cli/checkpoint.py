@@ -103,7 +103,7 @@ def _verify_one_checkpoint(files: "CheckpointFiles", part: tuple[int, int]) -> "
         found = list(iterate_damage(files, part=part))
     except CheckpointError as error:  # another format, no permission
         return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
-    return ("DAMAGED" if found else "whole"), found
+    return ("DAMAGED" if found else "whole" if part == (1, 1) else "no damage"), found
 
 
 ExportFormat = Literal["safetensors", "hf", "peft", "dcp", "torchtitan", "accelerate", "torch"]
