@@ -1,13 +1,15 @@
 """`fullshard ckpt import`: what it prints, writes and returns."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.cli.main import main
-from fullshard.errors import SpecError
+from fullshard.errors import CheckpointError, SpecError
 from fullshard.system.files import xxh3_digest_of_file
+from fullshard.takeover.formats import open_foreign_checkpoint
 from tests.takeover.tiny import RUN
 from tests.takeover.unpacked import FIXTURES
 
@@ -46,7 +48,16 @@ def test_command_without_a_run_prints_the_settings_that_the_source_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = str(FIXTURES / "torch_names/source.pt")
-    assert main(["ckpt", "import", source, str(tmp_path)]) == 2
+    assert main(["ckpt", "import", source, str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert "learning_rate = 0.01" in printed.out
-    assert "--run run.toml" in printed.err
+    offered = tomllib.loads(printed.out)
+    assert offered["optimizer"]["learning_rate"] == 0.01
+    assert offered["run"]["dir"] == str(tmp_path)
+    assert "nothing is imported" in printed.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_directory_around_a_checkpoint_is_refused_with_its_name(tmp_path: Path) -> None:
+    around = Path(FIXTURES / "fsdp2_dcp/source").parent
+    with pytest.raises(CheckpointError, match=f"try: {around}/source"):
+        open_foreign_checkpoint(around)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fullshard.cli.main import main
-from fullshard.errors import CheckpointError, SpecError
+from fullshard.errors import CheckpointError
 from fullshard.takeover import zero
 from fullshard.takeover.formats import open_foreign_checkpoint
 from fullshard.takeover.source import ForeignCheckpoint
@@ -302,7 +302,7 @@ def test_a_directory_of_deepspeed_is_recognised_and_no_other_is(tmp_path: Path):
 
 
 def test_settings_of_deepspeed_are_offered_as_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert main(["ckpt", "import", str(FIXTURES / "zero2_offload"), str(tmp_path)]) == SpecError.exit_code
+    assert main(["ckpt", "import", str(FIXTURES / "zero2_offload"), str(tmp_path)]) == 0
     offered = tomllib.loads(capsys.readouterr().out)
     assert offered["optimizer"]["clip_norm"] == 1.0
     assert offered["optimizer"]["learning_rate"] == 1e-2  # the peak, not the rate of the step

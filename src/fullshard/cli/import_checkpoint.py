@@ -10,7 +10,6 @@ import typer
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
-    from fullshard.spec.run import Run
     from fullshard.takeover.names import MatchedCheckpoint
     from fullshard.takeover.source import ForeignCheckpoint
     from fullshard.takeover.write import ImportTarget
@@ -21,7 +20,8 @@ def import_checkpoint(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of the run that continues.")],
     *,
     run_path: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.toml", help="The run; unset, what the source offers.")
+        Path | None,
+        typer.Option("--run", metavar="RUN.toml", help="The run; unset, one is printed."),
     ] = None,
     order: Annotated[
         str | None,
@@ -35,7 +35,8 @@ def import_checkpoint(
     """Take over the checkpoint of another trainer as one of fullshard.
 
     Weights, moments and counts are taken over; random states and the position in the data are not.
-    The report goes to standard error. Without --run, the run.toml that the source gives is printed.
+    The report goes to standard error. Without --run, a run.toml with what the source gives is
+    printed, and nothing is imported.
     The exit code is 2 if a rate or another setting of the optimizer differs from the source's.
     """
     from fullshard.checkpoint.location import location_of
@@ -53,13 +54,16 @@ def import_checkpoint(
         why = "a run resumes from the newest, which may be another than the imported one"
         raise SpecError("DIR holds checkpoints already.", got=place, why=why, fix="a new directory")
     found = open_foreign_checkpoint(source)
-    target = ImportTarget.of_run(_offer_run(found, source) if run_path is None else Run.load(run_path))
+    if run_path is None:
+        _print_offered_run(found, source, directory)
+        return
+    target = ImportTarget.of_run(Run.load(run_path))
     listed = order if order in (None, *ORDERS) else read_text(order, most_bytes=SETTINGS_BYTES).split()
     names = {key: str(value) for key, value in read_toml(names_path).items()} if names_path else {}
     matched = match_names(found, target.model, names=names, order=listed)
     settings = list(target.compare_settings(matched, step=found.step))
     rows = [*_report_rows(found, matched, target=target)]
-    rows += [(f"{one.key} of {one.first}", str(one)) for one in settings]
+    rows += [(f"{one.key} of {one.group}", str(one)) for one in settings]
     show_labelled_lines(rows, file=sys.stderr)
     snapshot = make_snapshot(found, matched, target=target)
     if dry_run:
@@ -69,28 +73,24 @@ def import_checkpoint(
     if target.run.run.dir != directory:
         print(f"it continues with --set run.dir={directory}", file=sys.stderr)
     if any(one.differs for one in settings):
-        print("the run continues with other settings than the source", file=sys.stderr)
+        print("the run continues with other settings than the source: see DIFFERS", file=sys.stderr)
+        fix = "[optimizer], [schedule] and [[optimizer.groups]] as there, and the import anew into a new DIR"
+        print(f"try: {fix}", file=sys.stderr)
         raise typer.Exit(SpecError.exit_code)
 
 
-def _offer_run(found: "ForeignCheckpoint", source: Path) -> "Run":
-    """Prints the run.toml that the source gives, and returns it. Raises SpecError if it has no model."""
+def _print_offered_run(found: "ForeignCheckpoint", source: Path, directory: str) -> None:
     from fullshard.convert.conversion import convert_config, nested_tables
-    from fullshard.errors import SpecError
-    from fullshard.spec.run import Run
     from fullshard.system.small_files import toml_text
     from fullshard.takeover.write import offered_settings
 
     offered = offered_settings(found)
     if found.config is not None:
         offered |= convert_config(found.config, name=str(source)).settings | dict(found.settings)
-    settings = nested_tables(offered)
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
+    settings = nested_tables({"run.dir": directory} | offered)
     typer.echo(escape_control_characters(toml_text(settings, head=head, comment=lambda _: None)), nl=False)
-    if "model" not in settings:
-        why = "the source does not say which model it is of"
-        raise SpecError("a run is needed.", why=why, fix="--run run.toml, with [model] and the keys above")
-    return Run.parse(settings, source=f"what {source} holds")
+    print("nothing is imported: complete this run.toml, and give it as --run", file=sys.stderr)
 
 
 def _report_rows(

@@ -17,7 +17,10 @@ def open_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
     reader = next((one for one in _READERS if one.recognises(path)), None)
     if reader is None:
         what = f"{path} is not a checkpoint that can be taken over."
-        fix = "the directory with .metadata, trainer_state.json or latest in it, or a file of torch.save"
+        inside = sorted(one for one in path.iterdir() if one.is_dir()) if path.is_dir() else []
+        near = [str(one) for one in inside if any(reader.recognises(one) for reader in _READERS)]
+        any_of = "the directory with .metadata, trainer_state.json or latest in it, or a file of torch.save"
+        fix = near[-1] if near else any_of
         raise CheckpointError(what, got="no such file or directory" if not path.exists() else None, fix=fix)
     try:
         return reader.open_source(path)

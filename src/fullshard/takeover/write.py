@@ -92,6 +92,8 @@ class ImportTarget:
             known = [name for name in group.names if name in self.groups]
             for first in {id(self.groups[name]): name for name in reversed(known)}.values():
                 one = self.groups[first]
+                others = sum(self.groups[name] is one for name in known) - 1
+                label = f"{first} and {others} more" if others else first
                 here = {"lr": (float(one["lr"]),), "weight_decay": (one["weight_decay"],)}
                 if self.state_keys(first)[:2] == _ADAM:
                     here |= {"betas": one.get("betas", section.betas), "eps": (section.eps,)}
@@ -103,15 +105,15 @@ class ImportTarget:
                     here |= {"ns_steps": (muon.steps,), "ns_coefficients": NS_COEFFICIENTS}
                     here |= {"adjust_lr_fn": (scale,)}
                 for key, numbers in here.items():
-                    yield SettingBeside(key, first, group.settings.get(key, ()), numbers)
+                    yield SettingBeside(key, label, group.settings.get(key, ()), numbers)
 
 
 @dataclass(frozen=True)
 class SettingBeside:
-    """A setting of the group of the parameter `first`: numbers or names in the source and the run."""
+    """A setting of the parameters `group`: numbers or names in the source and the run."""
 
     key: str
-    first: str
+    group: str
     saved: tuple[Any, ...]
     here: tuple[Any, ...]
 
@@ -227,4 +229,9 @@ def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
         if found := [one.settings[key] for one in source.groups if one.settings.get(key)]:
             name = "learning_rate" if key in ("lr", "initial_lr") else key
             settings[f"optimizer.{name}"] = max(found) if key == "betas" else max(found)[0]
+    decays = {one.settings.get("weight_decay") for one in source.groups}
+    if len(decays) == 1 and any(decays):  # of all parameters, also of norms and biases
+        settings["optimizer.groups"] = [{"match": ["*"], "weight_decay": settings["optimizer.weight_decay"]}]
+    if not any(one.settings.get("initial_lr") for one in source.groups):  # no scheduler was made
+        settings |= {"schedule.kind": "constant", "schedule.warmup_steps": 0}
     return {"optimizer.name": kind} | settings | dict(source.settings)
