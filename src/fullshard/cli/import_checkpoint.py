@@ -55,16 +55,15 @@ def import_checkpoint(
         raise SpecError("DIR holds checkpoints already.", got=place, why=why, fix="a new directory")
     found = open_foreign_checkpoint(source)
     if run_path is None:
-        _print_offered_run(found, source, directory)
+        _print_offered_run(found, source, directory=directory)
         return
     target = ImportTarget.of_run(Run.load(run_path))
     listed = order if order in (None, *ORDERS) else read_text(order, most_bytes=SETTINGS_BYTES).split()
     names = {key: str(value) for key, value in read_toml(names_path).items()} if names_path else {}
     matched = match_names(found, target.model, names=names, order=listed)
     settings = list(target.compare_settings(matched, step=found.step))
-    rows = [*_report_rows(found, matched, target=target)]
-    rows += [(f"{one.key} of {one.group}", str(one)) for one in settings]
-    show_labelled_lines(rows, file=sys.stderr)
+    beside = [(f"{one.key} of {one.group}", str(one)) for one in settings]
+    show_labelled_lines([*_report_rows(found, matched, target=target), *beside], file=sys.stderr)
     snapshot = make_snapshot(found, matched, target=target)
     if dry_run:
         read_all(snapshot)
@@ -73,13 +72,12 @@ def import_checkpoint(
     if target.run.run.dir != directory:
         print(f"it continues with --set run.dir={directory}", file=sys.stderr)
     if any(one.differs for one in settings):
-        print("the run continues with other settings than the source: see DIFFERS", file=sys.stderr)
-        fix = "[optimizer], [schedule] and [[optimizer.groups]] as there, and the import anew into a new DIR"
-        print(f"try: {fix}", file=sys.stderr)
+        fix = "try: [optimizer], [schedule] and [[optimizer.groups]] as there, and a new DIR"
+        print(f"the run continues with other settings than the source: see DIFFERS\n{fix}", file=sys.stderr)
         raise typer.Exit(SpecError.exit_code)
 
 
-def _print_offered_run(found: "ForeignCheckpoint", source: Path, directory: str) -> None:
+def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: str) -> None:
     from fullshard.convert.conversion import convert_config, nested_tables
     from fullshard.system.small_files import toml_text
     from fullshard.takeover.write import offered_settings
