@@ -63,41 +63,30 @@ class CountingStore(dist.Store):
         self._asked.append((name, key))
         return getattr(self._store, name)(*arguments)
 
-    def set(self, *arguments: Any) -> Any:
-        return self._ask("set", *arguments)
-
-    def compare_set(self, *arguments: Any) -> Any:
-        return self._ask("compare_set", *arguments)
-
-    def get(self, *arguments: Any) -> Any:
-        return self._ask("get", *arguments)
-
-    def add(self, *arguments: Any) -> Any:
-        return self._ask("add", *arguments)
-
-    def check(self, *arguments: Any) -> Any:
-        return self._ask("check", *arguments)
-
-    def wait(self, *arguments: Any) -> Any:
-        return self._ask("wait", *arguments)
-
-    def multi_get(self, *arguments: Any) -> Any:
-        return self._ask("multi_get", *arguments)
-
-    def multi_set(self, *arguments: Any) -> Any:
-        return self._ask("multi_set", *arguments)
-
-    def delete_key(self, *arguments: Any) -> Any:
-        return self._ask("delete_key", *arguments)
-
-    def append(self, *arguments: Any) -> Any:
-        return self._ask("append", *arguments)
-
     def clone(self) -> dist.Store:
         return self
 
     def has_extended_api(self) -> bool:
         return True
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    return lambda store, *arguments: store._ask(name, *arguments)
+
+
+for _request in [
+    "set",
+    "compare_set",
+    "get",
+    "add",
+    "check",
+    "wait",
+    "multi_get",
+    "multi_set",
+    "delete_key",
+    "append",
+]:
+    setattr(CountingStore, _request, _counted(_request))
 
 
 def open_fake_group(ranks: int, *, rank: int = 0, store: dist.Store | None = None) -> None:

@@ -179,7 +179,7 @@ def test_adapters_of_each_kind_take_the_steps_of_peft(
 
 
 def steps_from(directory: Path, run: Run) -> dict[str, Tensor]:
-    """Continues from the checkpoint in `directory`, if any, and saves there. Returns what is saved."""
+    """Continues from the checkpoint in `directory`, if any, and saves there. Returns the saved tensors."""
     state, plan = state_of(run)
     load(state, directory, missing_ok=True)
     for _ in train(state, plan):

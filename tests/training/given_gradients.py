@@ -114,7 +114,7 @@ def differing(found: Tensors, wanted: Tensors) -> list[str]:
     return [name for name, one in wanted.items() if not torch.equal(found[name], one)]
 
 
-def resumed(run: Run, model: str, source: Path | None, target: Path, first: int) -> Tensors:
+def state_after_resume(run: Run, model: str, source: Path | None, target: Path, first: int) -> TrainState:
     """One update with given gradients, of a state that is loaded from `source`, and saved in `target`."""
     state, plan = state_of(run, model)
     if source is not None:
@@ -122,15 +122,24 @@ def resumed(run: Run, model: str, source: Path | None, target: Path, first: int)
     set_gradients(state.model, first)
     state.optimizer.step()
     save(state, target, plan=plan)
-    return values_and_state(state)
+    return state
 
 
-def resumed_on_fewer_ranks(ranks: Any, directory: Path, **run: Any) -> Tensors:
-    """Three updates of ODD, each in a run that resumes the one before: on 3, 2 and 1 ranks."""
-    source, found = None, Tensors()
+def resumed(*given: Any) -> Tensors:
+    return values_and_state(state_after_resume(*given))
+
+
+def resumed_on_fewer_ranks(
+    ranks: Any, directory: Path, *, model: str = ODD, resume: Any = resumed, **run: Any
+) -> Any:
+    """Three updates, each in a run that resumes the one before: on 3, 2 and 1 ranks.
+
+    resume: returns what is found on a rank, of what `state_after_resume` takes
+    """
+    source, found = None, None
     for step, count in enumerate((3, 2, 1)):
-        target = directory / str(step)
-        found = ranks(count).run(resumed, run_of(ranks=count, model=ODD, **run), ODD, source, target, step)[0]
+        target, run_here = directory / str(step), run_of(ranks=count, model=model, **run)
+        found = ranks(count).run(resume, run_here, model, source, target, step)[0]
         source = target
     return found
 

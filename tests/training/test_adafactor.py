@@ -32,7 +32,9 @@ from tests.training.given_gradients import (
     bits_by_decision,
     bits_of_skipped_step,
     gradients,
+    resumed_on_fewer_ranks,
     set_gradients,
+    state_after_resume,
     state_after_updates,
     state_of,
 )
@@ -182,24 +184,14 @@ def test_all_parameters_share_their_all_reduces(
 
 
 # Resumed, skipped, accumulated #
-def resumed(run: Run, model: str, source: Path | None, target: Path, step: int) -> tuple[Tensors, Tensors]:
-    """One update with given gradients, of a state that is loaded from `source`, and saved in `target`."""
-    state, plan = state_of(run, model)
-    if source is not None:
-        load(state, source)
-    set_gradients(state.model, step)
-    state.optimizer.step()
-    save(state, target, plan=plan)
+def resumed(*given: Any) -> tuple[Tensors, Tensors]:
+    state = state_after_resume(*given)
     return whole(state.model), moments_of(state)
 
 
 @pytest.mark.parametrize("model", [ODD, MIXTURE])
 def test_a_resume_on_fewer_ranks_is_the_run_without_a_break(model: str, ranks: Any, tmp_path: Path) -> None:
-    source: Path | None = None
-    for step, count in enumerate((3, 2, 1)):
-        target = tmp_path / str(step)
-        found = ranks(count).run(resumed, run_of(count, model), model, source, target, step)[0]
-        source = target
+    found = resumed_on_fewer_ranks(ranks, tmp_path, model=model, resume=resumed, name="adafactor")
     assert differing(run_of(1, model), model, found) == []
 
 

@@ -29,7 +29,7 @@ class RankMesh(NamedTuple):
 
 
 class ShardLayout(NamedTuple):
-    """How a tensor is cut into shards, and which ranks save them.
+    """Says how a tensor is cut into shards, and which ranks save them.
 
     mesh: number of its mesh in `ShardIndex.meshes`
     cuts: per dim, the mesh axes that cut it, in this order. Each cuts a part into equal chunks, as

@@ -1,4 +1,4 @@
-"""How groups connect: on demand, and by loopback for ranks that are all on this machine.
+"""Connects groups on demand, and by loopback if all ranks are on this machine.
 
 [Note: who listens where] By default torch's TCPStore listens on every interface, gloo on the address of the
 host's name, and NCCL on the first interface that is not loopback. None of them authenticates its peers, and
