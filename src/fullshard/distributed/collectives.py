@@ -1,6 +1,7 @@
-"""Collectives that replace gloo's on CPU meshes, because gloo's are slow or need more memory.
+"""Collectives that replace gloo's on CPU meshes, whose copies would not be in memory on GPUs.
 
-Each opens a profiler range, `fullshard::<collective>`, by which `fullshard.report.profiled_step` finds it.
+With these, a step on CPU ranks has the tensors of a step on GPUs, which the planner counts. Each opens
+a profiler range, `fullshard::<collective>`, by which `fullshard.report.profiled_step` finds it.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,9 @@ class EmptyBuffers:
 class DirectReduceScatter(EmptyBuffers):
     """Reduce-scatter for gloo: each rank sends every other its chunk, and adds up the chunks it receives.
 
-    gloo's own reduce-scatter all-reduces a copy of its input, which moves twice the necessary bytes. Compared
-    with an all-reduce in place, this took 0.5× the time for 26 MB over two ranks, and 0.6× over three and
-    four. It needs no extra memory: the first chunk arrives in the output, and each later one in the place of
-    a chunk already sent. The sum, in the reduce dtype, starts with the rank's own chunk and continues with
-    those of the preceding ranks.
+    gloo's own reduce-scatter all-reduces a copy of its input. This needs no extra memory: the first chunk
+    arrives in the output, and each later one in the place of a chunk already sent. The sum, in the reduce
+    dtype, starts with the rank's own chunk and continues with those of the preceding ranks.
     """
 
     def __call__(  # FSDP2's signature; the input is overwritten
@@ -61,8 +60,8 @@ class DirectReduceScatter(EmptyBuffers):
 class DirectAllGather(EmptyBuffers):
     """All-gather for gloo: each rank sends its chunk to every other rank, which receives it in its output.
 
-    gloo's own all-gather uses a second buffer as large as the result, and its thread frees both late. This
-    class took 0.6× the time for 4 MB over two ranks, and its peak memory follows from the shapes alone.
+    gloo's own all-gather uses a second buffer as large as the result, and its thread frees both late. The
+    peak memory of this one follows from the shapes alone.
     """
 
     def __call__(  # FSDP2's signature; the input already lies in its place in the output
