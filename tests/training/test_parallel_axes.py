@@ -52,6 +52,7 @@ CASES: list[tuple[int, Axes, str, str, dict[str, Any]]] = [
     (4, Axes(tensor=2), TIED, "shard_grad_op", {"accumulation": (2, "last_microbatch"), "units": "size"}),
     (4, Axes(tensor=2), DECODER, "full_shard", {"units": "unsharded_head", "recompute": "selective"}),
     (2, Axes(tensor=2), TIED, "full_shard", COMPILED),
+    (6, Axes(tensor=2), DECODER, "full_shard", {}),  # 13 rows: 3, 3, 1 and 2, 2, 2
     (4, Axes(tensor=2), ONE_HEAD, "full_shard", {"recompute": "full", **OPTIMIZER_OFFLOADED}),
     (2, Axes(context=2), DECODER, "full_shard", {}),
     (2, Axes(context=2), TIED, "no_shard", {"recompute": "full"}),

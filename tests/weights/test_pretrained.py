@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.models.huggingface import build_hf_model
 from fullshard.parallel.materialize import materialize
+from fullshard.spec.plan import Plan
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.training.resume import find_pretrained_directory
 from fullshard.training.shard import shard
@@ -24,6 +25,7 @@ from tests.checkpoint.states import assert_same
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
 from tests.fakes.sampling import sampled
+from tests.training.same_numbers import build, make_run
 from tests.weights.hugging_face import hugging_face, outcome, whole
 
 
@@ -41,6 +43,25 @@ def test_three_ranks_hold_the_tensors_of_from_pretrained(ranks, tmp_path, name):
     assert_same(tensors, {n: t.detach() for n, t in model.state_dict().items()})
     assert torch.allclose(logits, outcome(model, name), atol=1e-5)
     assert (loaded.missing, loaded.surplus) == ((), ())
+
+
+def decoder_from_files(directory: Path) -> dict[str, Tensor]:
+    run = make_run(model="decoder", ranks=6, strategy="full_shard", length=16, tensor=2)
+    plan = Plan.from_run(run, world_size=6)
+    model = shard(build("decoder", run), plan, init="none")
+    load_pretrained(model, directory, plan=plan)
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_a_vocabulary_that_two_axes_divide_unevenly_is_loaded_as_it_is(ranks, tmp_path):
+    """13 rows are 7 and 6 over two ranks, and these 3, 3, 1 and 2, 2, 2 over three."""
+    run = make_run(model="decoder", ranks=1, strategy="no_shard")
+    expected = {
+        name: t.detach() for name, t in materialize(build("decoder", run), seed=7).state_dict().items()
+    }
+    written(tmp_path, expected)
+    for tensors in ranks(6).run(decoder_from_files, tmp_path):
+        assert_same(tensors, expected)
 
 
 class Small(nn.Module):

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.checkpoint.shard_index import Box, RankMesh, ShardLayout
+from fullshard.checkpoint.shard_index import RankMesh, ShardLayout
 from fullshard.distributed.agreement import rank
+from fullshard.distributed.shard_boxes import Box, cuts_of_placements
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError
 
@@ -62,28 +62,13 @@ class ShardPlacer:
                 self.meshes.append(own)
             self._numbers[mesh] = self.meshes.index(own)
         number = self._numbers[mesh]
-        layout = ShardLayout(number, _cutting_axes(name, tensor.placements, mesh=mesh, dims=tensor.ndim), 0)
+        layout = ShardLayout(number, cuts_of_placements(tensor.placements, mesh.shape, dims=tensor.ndim), 0)
         copy = 0
         for axis in layout.uncut_axes(self.meshes[number]):
             copy = copy * mesh.shape[axis] + coordinate[axis]
         return layout._replace(copy=copy), layout.shard_at(
             self.meshes[number], coordinate, whole=tensor.shape
         )
-
-
-def _cutting_axes(
-    name: str, placements: Sequence[Placement], *, mesh: DeviceMesh, dims: int
-) -> tuple[tuple[int, ...], ...]:
-    """Returns, per dim, the mesh axes that cut it, in order. FSDP2's strided shards are cut after others."""
-    cuts: list[list[int]] = [[] for _ in range(dims)]
-    strides = {axis: getattr(one, "split_factor", 1) for axis, one in enumerate(placements)}
-    for axis in sorted(strides, key=lambda one: strides[one] > 1):
-        if not placements[axis].is_replicate():
-            cut = cuts[getattr(placements[axis], "dim")]  # noqa: B009
-            if strides[axis] not in (1, math.prod(mesh.shape[one] for one in cut)):
-                raise CheckpointError(f"{name!r} has shards that are no boxes.", got=f"{placements}")
-            cut.append(axis)
-    return tuple(map(tuple, cuts))
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from typing import NamedTuple
 from pydantic import NonNegativeInt, PositiveInt
 
 from fullshard.checkpoint.manifest import Manifest
+from fullshard.distributed.shard_boxes import Box, cut_box
 from fullshard.spec.value import FrozenModel
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(position of the first element, shape) of a part of a tensor, per dim."""
 
 
 class RankMesh(NamedTuple):
@@ -32,8 +30,8 @@ class ShardLayout(NamedTuple):
     """Says how a tensor is cut into shards, and which ranks save them.
 
     mesh: number of its mesh in `ShardIndex.meshes`
-    cuts: per dim, the mesh axes that cut it, in this order. Each cuts a part into equal chunks, as
-        `torch.chunk` does, which may leave the last ones shorter or empty
+    cuts: per dim, the mesh axes that cut it, in this order: see [Note: nested cuts] in
+        `fullshard.distributed.shard_boxes`
     copy: which ranks save, of those that have equal shards: their position on the axes that cut nothing,
         row-major
     """
@@ -61,16 +59,7 @@ class ShardLayout(NamedTuple):
 
     def shard_at(self, mesh: RankMesh, coordinate: Sequence[int], *, whole: Sequence[int]) -> Box:
         """Returns the shard of a tensor of shape `whole` that the rank at `coordinate` of the mesh has."""
-        start, shape = list[int](), list[int]()
-        for length, cut in zip(whole, self.cuts, strict=True):
-            begin = 0
-            for axis in cut:
-                each = -(-length // mesh.shape[axis])
-                skipped = min(each * coordinate[axis], length)
-                begin, length = begin + skipped, min(each, length - skipped)
-            start.append(begin)
-            shape.append(length)
-        return tuple(start), tuple(shape)
+        return cut_box(whole, self.cuts, sizes=mesh.shape, coordinate=coordinate)
 
     def iterate_shards(self, mesh: RankMesh, whole: Sequence[int], *, part: Box) -> Iterator[tuple[int, Box]]:
         """Yields (rank that saves it, shard) of each shard with elements of `part`."""

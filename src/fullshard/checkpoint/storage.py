@@ -42,9 +42,10 @@ from fullshard.checkpoint.manifest import (
     write_small_file,
 )
 from fullshard.checkpoint.save_plan import OwnShard, SavePlan, ShardPlacer
-from fullshard.checkpoint.shard_index import Box, LocatedShard, ShardIndex, ShardPosition, data_file_name
+from fullshard.checkpoint.shard_index import LocatedShard, ShardIndex, ShardPosition, data_file_name
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.ranges import TimedRange
+from fullshard.distributed.shard_boxes import Box
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import files as system_files

@@ -7,10 +7,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, zeros
+from torch.distributed.tensor import DTensor, Replicate
 
+from fullshard.distributed.shard_boxes import own_box
 from fullshard.torch_private.fake_tensors import is_traceable_wrapper_subclass_type
-from fullshard.torch_private.tensors import compute_local_shape_and_global_offset, local_part, storage_id
+from fullshard.torch_private.tensors import local_part, storage_id
 
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot compare fp8
 TRAINED = "parameter"
@@ -57,15 +58,22 @@ def zeros_sharded_like(tensor: Tensor, shape: Sequence[int], *, dtype: torch.dty
         dim = None if one.is_replicate() else cast(Any, one).dim
         if dim is not None and shape[dim] == 1 != tensor.shape[dim]:
             placements[axis] = Replicate()
-    return zeros(tuple(shape), dtype=dtype, device_mesh=tensor.device_mesh, placements=placements)
+    _, own = own_box(shape, tensor.device_mesh, placements=placements)
+    return DTensor.from_local(
+        torch.zeros(own, dtype=dtype, device=tensor.device),
+        tensor.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
 
 
 def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
     """Returns the position of the first element of this rank's shard in the whole tensor, per dim."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offsets)
+    return own_box(tensor.shape, tensor.device_mesh, placements=tensor.placements)[0]
 
 
 def is_tensor_wrapper_subclass(cls: type) -> bool:

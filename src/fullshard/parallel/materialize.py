@@ -12,6 +12,7 @@ give each mesh its own numbers.)
 """
 
 import hashlib
+import operator
 import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from fullshard.distributed.shard_boxes import own_box
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part, local_tensor
 from fullshard.errors import ShardError
 from fullshard.models.adapters import set_magnitudes
@@ -443,10 +445,8 @@ def _cut_shard_like_parameter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns this rank's part of `whole`, with the placements and dtype of `parameter`. Not collective."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)
-    local, mesh, placements = whole, parameter.device_mesh, parameter.placements
-    shape, offsets = tensors.compute_local_shape_and_global_offset(whole.shape, mesh, placements)
-    for dim, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
-        local = local.narrow(dim, min(begin, local.shape[dim]), length)
+    start, shape = own_box(whole.shape, parameter.device_mesh, placements=parameter.placements)
+    local = whole[tuple(map(slice, start, map(operator.add, start, shape)))]
     # A copy: a view would keep the whole tensor's storage alive.
     return dtensor_from_local_part(parameter, local.to(parameter.dtype, copy=True))
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.distributed.checkpoint import utils as dcp_utils
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -51,9 +50,6 @@ NAMES = require_names(
     ),
     torch_names("torch.distributed.checkpoint.filesystem._StorageInfo", "writes checkpoints that DCP reads"),
     torch_names("torch.distributed.checkpoint.utils._create_file_view", "reads parts of files of DCP"),
-    torch_names(
-        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset", "finds the box of a shard"
-    ),
     torch_names("torch.distributed.tensor.DTensor._local_tensor", "replaces the part that a rank has"),
     torch_names("torch.distributed.tensor.DTensor._spec", "makes a DTensor whose part is on another device"),
 )
@@ -165,10 +161,6 @@ def profile_event_tree(profiler: profile) -> list[Any]:
     """Returns the outermost events of a profile that has ended; those inside are their `children`."""
     assert profiler.kineto_results is not None, "the profiler has ended"
     return profiler.kineto_results.experimental_event_tree()
-
-
-compute_local_shape_and_global_offset = local_shape_and_offset
-"""`compute_local_shape_and_global_offset(shape, mesh, placements)`: shape and offsets of this rank's part."""
 
 
 def local_part(tensor: DTensor) -> Tensor:
