@@ -77,6 +77,7 @@ def compare_with_fsdp2(shape: tuple[int, ...], most: int) -> None:
         module.weight = nn.Parameter(divided)
         fully_shard(module, mesh=mesh[names[:-1]])
         weight = module.weight.detach()
+        assert isinstance(weight, DTensor)
         local = local_tensor(weight)
         start, size = own_box(weight.shape, weight.device_mesh, placements=weight.placements)
         assert torch.equal(whole[tuple(slice(b, b + n) for b, n in zip(start, size, strict=True))], local)
