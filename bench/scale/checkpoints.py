@@ -22,14 +22,13 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     SavedFile,
     SavedTensor,
+    file_entry,
     read_manifest,
     read_manifest_and_check_sizes,
-    small_file_entry,
-    write_small_file,
 )
 from fullshard.checkpoint.retention import prune_checkpoints
 from fullshard.checkpoint.save_plan import SavePlan
-from fullshard.checkpoint.shard_file import SUFFIX, ShardFileTable, ShardRecord
+from fullshard.checkpoint.shard_file import ShardFileTable, ShardRecord
 from fullshard.checkpoint.shard_index import data_file_name
 
 TENSORS = 3411  # weight and two moments of 1,137 parameters
@@ -90,9 +89,9 @@ def _tensors_of_rank_zero(ranks: int, tensors: int) -> dict[str, Tensor]:
 
 
 def _report_of_rank(rank: int, own: dict[str, Tensor], draft: LocalFiles) -> storage.WrittenShards:
-    """Returns what a rank sends after it has written its shards. Writes the table of rank 0's."""
+    """Returns what a rank sends after it has written its shards. Writes rank 0's table behind a hole."""
     name, places = data_file_name(rank), tuple((i << 15, 1 << 15) for i in range(len(own)))
-    table = small_file_entry(b"")
+    data = b""
     if rank == 0:
         pieces = tuple(
             ShardRecord(
@@ -108,16 +107,13 @@ def _report_of_rank(rank: int, own: dict[str, Tensor], draft: LocalFiles) -> sto
             for tensor, (offset, length) in zip(own, places, strict=True)
         )
         data = ShardFileTable(block_bytes=16 << 20, pieces=pieces).model_dump_json().encode()
-        table = write_small_file(draft, f"{name}{SUFFIX}", data=data)
-    files = {name: (1 << 40, None), f"{name}{SUFFIX}": (table.size_bytes, table.digest)}
+        with (draft.path / name).open("wb") as file:
+            file.seek(len(own) << 15)
+            file.write(data)
+    entry = file_entry(name, data, begin=len(own) << 15)
     is_small = dist.get_world_size() * len(own) <= storage.DCP_SHARDS
-    return storage.WrittenShards(files, (), len(own), places if is_small else ())
-
-
-def _files_of_ranks(ranks: int, *, data_bytes: int = 0) -> dict[str, SavedFile]:
-    names = [f"__{rank}_0.distcp" for rank in range(ranks)]
-    empty = small_file_entry(b"")
-    return {n: SavedFile(size_bytes=data_bytes) for n in names} | {f"{n}{SUFFIX}": empty for n in names}
+    fields = (entry.size_bytes, entry.digest, entry.digest_begin)
+    return storage.WrittenShards(fields, (), len(own), places if is_small else ())
 
 
 def _manifest(
@@ -137,7 +133,7 @@ def _manifest(
 def _draft_of_empty_files(place: LocalLocation, step: int, *, ranks: int) -> tuple[LocalFiles, Manifest]:
     """Returns a draft with the files of all ranks, which are empty, and its manifest."""
     draft = cast(LocalFiles, place.clean_up_and_create_draft(step, needed_bytes=0))
-    files = _files_of_ranks(ranks) | {SHARDS: small_file_entry(b"")}
+    files = {name: file_entry(name, b"") for name in (*map(data_file_name, range(ranks)), SHARDS)}
     for name in files:
         (draft.path / name).touch()
     tensors = {f"model.{i}.weight": SavedTensor(shape=(4, 4), dtype="float32") for i in range(TENSORS)}

@@ -103,9 +103,9 @@ class FakeS3:
         data = self.objects.get(request.name)
         if data is None:
             return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
-        bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))
+        bounds = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if bounds:
-            return 206, {}, data[int(bounds[1]) : int(bounds[2]) + 1]
+            return 206, {}, data[int(bounds[1]) : int(bounds[2] or len(data)) + 1]
         digest = self.checksums.get(request.name)
         return 200, {} if digest is None else {"x-amz-checksum-crc32": digest}, data
 

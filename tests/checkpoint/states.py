@@ -13,8 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import SavedTensor, check_same_tensors
+from fullshard.checkpoint.manifest import (
+    SavedTensor,
+    check_same_tensors,
+    checkpoint_files_at,
+    read_manifest,
+    read_verified_file,
+)
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.system.direct_io import LARGE_BYTES
 
 
@@ -134,3 +141,9 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype, name
         assert torch.equal(got[name], tensor), name
+
+
+def table_of(path: Path, name: str = "__0_0.distcp") -> ShardFileTable:
+    """The table at the end of a data file."""
+    data = read_verified_file(checkpoint_files_at(path), read_manifest(path), name=name)
+    return ShardFileTable.model_validate_json(data)

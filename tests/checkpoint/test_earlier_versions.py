@@ -3,7 +3,8 @@
 `earlier/*.zip`: a checkpoint that two ranks saved after three steps of `tests.training.runs.Regression` with
 AdamW, and beside it `expected.safetensors`: its tensors as they were when it was saved, and the losses of the
 next two steps. `first`: without an index of shards, and `ranks`: a file for each rank, which are refused;
-`indexed`: with shards.json, which lists each shard; `listed`: as that, of four ranks with replicas of shards.
+`indexed`: with shards.json, which lists each shard; `listed`: as that, of four ranks with replicas of shards;
+`layouts`: of four such ranks, with layouts in shards.json, and tables as files of their own.
 `earlier/drive-*.zip`: a rank's directory on a drive, with the generations of steps 1 and 2.
 """
 
@@ -57,7 +58,7 @@ def resumed(directory: Path) -> tuple[int, dict[str, Tensor], list[float]]:
     return step, whole, [next(steps).loss for _ in range(2)]
 
 
-@pytest.mark.parametrize("name", ["indexed", "listed", "now"])
+@pytest.mark.parametrize("name", ["indexed", "listed", "now", "layouts"])
 def test_a_checkpoint_of_an_earlier_version_loads_bit_for_bit_resumes_and_is_exported(ranks, tmp_path, name):
     directory = unpacked(name, tmp_path)
     expected = tensors_in(directory / "expected.safetensors")

@@ -14,12 +14,21 @@ import torch.distributed.checkpoint as dcp
 
 from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.location import latest_checkpoint
-from fullshard.checkpoint.manifest import SavedFile, read_manifest
+from fullshard.checkpoint.manifest import FORMAT, SavedFile, read_manifest
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.errors import CheckpointError
 from fullshard.system.files import xxh3_digest
-from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, saved_sharded, sharded
+from tests.checkpoint.states import (
+    State,
+    assert_same,
+    loaded,
+    mixed,
+    numbers,
+    saved,
+    saved_sharded,
+    sharded,
+    table_of,
+)
 from tests.checkpoint.test_verify import flip
 
 
@@ -76,7 +85,7 @@ def test_if_all_checkpoints_are_damaged_missing_ok_does_not_start_anew(
 def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
     saved(tmp_path, 1)
     path = saved(tmp_path, 2)
-    manifest = read_manifest(path).model_copy(update={"format": 4})
+    manifest = read_manifest(path).model_copy(update={"format": FORMAT + 1})
     (path / "manifest.json").write_bytes(manifest.encode())
     with pytest.raises(CheckpointError, match="cannot be read by this fullshard"):
         loaded(tmp_path)
@@ -190,7 +199,7 @@ def test_a_rank_that_cannot_see_the_checkpoint_fails_all(ranks, tmp_path):
     messages = ranks(2).run(load_from_a_directory_per_rank, tmp_path)
     assert messages[0] == messages[1]
     assert messages[0].startswith(
-        "rank 1: checkpoints/step-00000001 is not whole.\n  got: __0_0.distcp.pieces: No such file"
+        "rank 1: checkpoints/step-00000001 is not whole.\n  got: __0_0.distcp: No such file"
     )
 
 
@@ -216,14 +225,16 @@ def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
 
 def sign(path: Path) -> None:
     """Rewrites a checkpoint as an earlier version saved it with a key: BLAKE2b digests and a signature."""
-    manifest, data = read_manifest(path), (path / "__0_0.distcp").read_bytes()
-    table = ShardFileTable.model_validate_json((path / "__0_0.distcp.pieces").read_bytes())
+    manifest, table = read_manifest(path), table_of(path)
+    data = (path / "__0_0.distcp").read_bytes()[: table.pieces_bytes]
+    (path / "__0_0.distcp").write_bytes(data)
     pieces = [(one, data[one.offset : one.offset + one.length]) for one in table.pieces]
     strong = [one.model_copy(update={"digests": (blake2b(part),)}) for one, part in pieces]
     text = table.model_copy(update={"pieces": tuple(strong)}).model_dump_json().encode()
     (path / "__0_0.distcp.pieces").write_bytes(text)
-    own = SavedFile(size_bytes=len(text), digest=blake2b(text))
-    manifest = manifest.model_copy(update={"files": manifest.files | {"__0_0.distcp.pieces": own}})
+    files = {"__0_0.distcp": SavedFile(size_bytes=len(data))}
+    files["__0_0.distcp.pieces"] = SavedFile(size_bytes=len(text), digest=blake2b(text))
+    manifest = manifest.model_copy(update={"format": 2, "files": manifest.files | files})
     text = manifest.model_copy(update={"digest": "0" * 32}).model_dump_json(indent=1).encode()
     text = text.replace(b' "digest": "0000', b' "signature": "' + b"1" * 64 + b'",\n "digest": "0000')
     (path / "manifest.json").write_bytes(text.replace(b"0" * 32, xxh3_digest(text).encode()))

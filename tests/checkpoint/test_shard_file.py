@@ -50,7 +50,7 @@ def test_a_large_tensors_elements_begin_a_page_and_others_take_no_padding():
             assert padding == 0, piece.name
         assert data[begin : begin + tensors[piece.name].nbytes] == bytes_of(tensors[piece.name])
         end = piece.offset + piece.length
-    assert end == len(data) == table.data_file_bytes
+    assert end == len(data) == table.pieces_bytes
 
 
 def amid_storage(tensor: Tensor) -> Tensor:
@@ -68,6 +68,9 @@ def test_where_a_tensor_lies_in_memory_does_not_change_the_file(tmp_path, move):
     finally:
         torch.serialization.set_crc32_options(True)
     shards = [(name, (0,) * tensor.ndim, move(tensor)) for name, tensor in mixed().items()]
-    write_shards(LocalFiles(tmp_path), "data", shards=shards, check=lambda _, one: None)
-    assert (tmp_path / "data").read_bytes() == data
-    assert ShardFileTable.model_validate_json((tmp_path / "data.pieces").read_bytes()) == expected
+    _, entry = write_shards(LocalFiles(tmp_path), "data", shards=shards, check=lambda _, one: None)
+    whole = (tmp_path / "data").read_bytes()
+    assert entry is not None
+    assert (entry.size_bytes, entry.digest_begin) == (len(whole), len(data))
+    assert whole[: len(data)] == data
+    assert ShardFileTable.model_validate_json(whole[len(data) :]) == expected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.checkpoint.load import iterate_damage, load
-from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
+from fullshard.checkpoint.manifest import MANIFEST, file_entry, read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -53,12 +53,13 @@ def plain_attack(marker: Path) -> bytes:
 
 
 def replace(path: Path, contents: dict[str, bytes]) -> None:
-    """Puts other files into a checkpoint, with all the digests that an attacker can compute."""
+    """Puts other files, or tables of data files, into a checkpoint, with all digests of an attacker."""
     manifest = read_manifest(path)
     files = dict(manifest.files)
     for name, data in contents.items():
-        (path / name).write_bytes(data)
-        files[name] = SavedFile(size_bytes=len(data), digest=xxh3_digest(data))
+        begin = files[name].digest_begin
+        (path / name).write_bytes((path / name).read_bytes()[:begin] + data)
+        files[name] = file_entry(name, data, begin=begin)
     (path / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encode())
 
 
@@ -107,7 +108,7 @@ def test_a_file_name_outside_of_the_directory_is_damage(tmp_path, name):
         read_manifest(path)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_0.distcp.pieces", "shards.json", MANIFEST])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "shards.json", MANIFEST])
 def test_no_link_is_followed_out_of_a_checkpoint(tmp_path, name):
     saved(tmp_path / "checkpoints", 1)
     path = saved(tmp_path / "checkpoints", 2)
@@ -179,13 +180,14 @@ def shaped(*shape: int) -> dict[str, Change]:
     return {
         MANIFEST: lambda manifest: manifest["tensors"][name].update(shape=shape),
         "shards.json": lambda index: index["shards"].update({name: [[0, 0, at, shape]]}),
-        "__0_0.distcp.pieces": in_table,
+        "__0_0.distcp": in_table,
     }
 
 
 def change_files(path: Path, changes: dict[str, Change]) -> None:
     for name, change in sorted(changes.items(), key=lambda item: item[0] == MANIFEST):
-        tree = json.loads((path / name).read_bytes())
+        begin = 0 if name == MANIFEST else read_manifest(path).files[name].digest_begin
+        tree = json.loads((path / name).read_bytes()[begin:])
         change(tree)
         data = json.dumps(tree, indent=1) + "\n"
         if name == MANIFEST:
@@ -200,8 +202,8 @@ CLAIMS: dict[str, dict[str, Change]] = {
     "elements": shaped(HUGE),
     "elements of one row": shaped(1, HUGE),
     "dims": shaped(*[1 << 61] * 20_000),
-    "padding": {"__0_0.distcp.pieces": lambda table: table["pieces"][-1].update(offset=HUGE)},
-    "block": {"__0_0.distcp.pieces": lambda table: table.update(block_bytes=1 << 30)},
+    "padding": {"__0_0.distcp": lambda table: table["pieces"][-1].update(offset=HUGE)},
+    "block": {"__0_0.distcp": lambda table: table.update(block_bytes=1 << 30)},
 }
 
 
@@ -212,7 +214,7 @@ def test_sizes_that_no_file_has_are_damage_and_nothing_is_allocated(tmp_path, cl
     assert [damage.file for damage in iterate_damage(path)] in (
         [MANIFEST],
         ["shards.json"],
-        ["__0_0.distcp.pieces"],
+        ["__0_0.distcp"],
     )
     for read in (
         lambda: load(State(0, numbers(0)), path),
@@ -232,7 +234,7 @@ def test_an_export_writes_only_below_its_target(tmp_path):
         for piece in tree.get("pieces", []):
             piece["name"] = new if piece["name"] == old else piece["name"]
 
-    change_files(path, dict.fromkeys((MANIFEST, "shards.json", "__0_0.distcp.pieces"), rename))
+    change_files(path, dict.fromkeys((MANIFEST, "shards.json", "__0_0.distcp"), rename))
     before = {*tmp_path.rglob("*")}
     export(path, tmp_path / "out" / "model.safetensors")
     export(path, tmp_path / "out" / "several", shard_bytes=100)

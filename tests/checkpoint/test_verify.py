@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fullshard.checkpoint.load import iterate_damage, load
+from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.shard_file import BLOCK_BYTES, ShardFileTable
+from fullshard.checkpoint.shard_file import BLOCK_BYTES
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
@@ -17,6 +18,7 @@ from tests.checkpoint.states import (
     numbers,
     saved,
     saved_sharded,
+    table_of,
 )
 
 
@@ -26,13 +28,9 @@ def flip(file: Path, bit: int) -> None:
     file.write_bytes(data)
 
 
-def pieces(path: Path, name: str = "__0_0.distcp") -> ShardFileTable:
-    return ShardFileTable.model_validate_json((path / f"{name}.pieces").read_bytes())
-
-
 def test_a_flipped_bit_names_its_tensor(tmp_path):
     path = saved(tmp_path, 1)
-    table = pieces(path)
+    table = table_of(path)
     for piece in table.pieces:
         whole = (path / "__0_0.distcp").read_bytes()
         flip(path / "__0_0.distcp", 8 * (piece.offset + piece.length - 1))
@@ -40,14 +38,14 @@ def test_a_flipped_bit_names_its_tensor(tmp_path):
         assert damage.tensors == (piece.name,)
         (path / "__0_0.distcp").write_bytes(whole)
     assert not list(iterate_damage(path))
-    assert sum(piece.length for piece in table.pieces) == (path / "__0_0.distcp").stat().st_size
+    assert sum(piece.length for piece in table.pieces) == table.pieces_bytes
 
 
 def test_a_part_of_many_blocks_is_verified_block_by_block(tmp_path):
     elements = 3 * BLOCK_BYTES // 4 + 5
     state = State(1, {"model.large": torch.arange(elements, dtype=torch.float32)})
     path = save(state, tmp_path)
-    (piece,) = pieces(path).pieces
+    (piece,) = table_of(path).pieces
     assert len(piece.digests) == 4
     target = State(0, {"model.large": torch.zeros(elements)})
     assert load(target, tmp_path)
@@ -61,7 +59,7 @@ def test_a_part_of_many_blocks_is_verified_block_by_block(tmp_path):
 def test_a_flipped_bit_of_the_padding_is_damage_and_does_not_stop_a_load(tmp_path):
     state = State(1, {"model.small": torch.ones(3), "model.large": torch.ones(LARGE_BYTES // 4 + 5)})
     path = save(state, tmp_path)
-    small, large = pieces(path).pieces
+    small, large = table_of(path).pieces
     assert large.offset > small.length
     flip(path / "__0_0.distcp", 8 * (large.offset - 1) + 3)
     (damage,) = iterate_damage(path)
@@ -90,14 +88,16 @@ def test_exchanged_and_added_files_are_damage(ranks, tmp_path, act):
 
 def test_parts_read_each_file_once_and_find_the_damage_of_the_whole(ranks, tmp_path):
     (path, _, _) = ranks(3).run(saved_sharded, tmp_path, 1, (3,))
-    for name in ("__0_0.distcp", "__2_0.distcp", "__1_0.distcp.pieces", "writer.json"):
+    for name in ("__0_0.distcp", "__2_0.distcp", "writer.json"):
         flip(path / name, 77)
+    flip(path / "__1_0.distcp", -77)  # in the table
     (path / "notes.txt").touch()
     parts = [list(iterate_damage(path, part=(number, 2))) for number in (1, 2)]
     assert [{one.file for one in found} for found in parts] == [
         {"__0_0.distcp", "__2_0.distcp", "writer.json", "notes.txt"},
-        {"__1_0.distcp.pieces"},
+        {"__1_0.distcp"},
     ]
+    assert parts[1][0].tensors == tuple(read_manifest(path).tensors)
     assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, iterate_damage(path)))
 
 

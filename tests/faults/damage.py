@@ -10,7 +10,7 @@ from tests.checkpoint.states import assert_same, loaded, numbers
 from tests.faults.crowd import litter
 
 # What is said of each, by how the file looks to who reads it.
-FILES = ["*.distcp", "*.pieces", "shards.json", ".metadata", "manifest.json", "writer.json"]
+FILES = ["*.distcp", "shards.json", ".metadata", "manifest.json", "writer.json"]
 ACTS = ["flip a bit", "truncate", "zero a part", "delete", "append", "exchange for another step's"]
 
 

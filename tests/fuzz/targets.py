@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from fullshard.checkpoint.load import iterate_damage, load
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS, read_manifest
 from fullshard.cli.main import main
 from fullshard.convert.conversion import convert_config
 from fullshard.data.build import build_data
@@ -129,12 +129,16 @@ dir = "runs/x"
 
 
 def make_checkpoint(name: str, seeds: Path, directory: Path, rng: Random) -> None:
-    """Breaks one JSON file of the newer checkpoint, mostly with the digests that an attacker would write."""
+    """Breaks one JSON file, or the table of a data file, of the newer checkpoint.
+
+    Mostly with the digests that an attacker would write.
+    """
     shutil.copytree(seeds / "checkpoints", directory / "checkpoints")
     path = directory / "checkpoints" / "step-00000002"
-    tree = json.loads((path / name).read_bytes())
-    data = mutated_json(tree, rng)
-    (path / name).write_bytes(data)
+    begin = 0 if name == MANIFEST else read_manifest(path).files[name].digest_begin
+    whole = (path / name).read_bytes()
+    data = mutated_json(json.loads(whole[begin:]), rng)
+    (path / name).write_bytes(whole[:begin] + data)
     if rng.random() < 0.9:
         sign(path, {name: data} if name != MANIFEST else {})
 
@@ -205,7 +209,8 @@ def sign(path: Path, contents: dict[str, bytes]) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         for name, data in contents.items():
-            manifest["files"][name] |= {"size_bytes": len(data), "digest": xxh3_digest(data)}
+            begin = manifest["files"][name]["digest_begin"]
+            manifest["files"][name] |= {"size_bytes": begin + len(data), "digest": xxh3_digest(data)}
     except (ValueError, RecursionError, TypeError, KeyError):
         return
     if isinstance(manifest, dict):
@@ -470,7 +475,7 @@ def read_hardware(directory: Path) -> None:
 
 TARGETS = {
     "manifest": Target(partial(make_checkpoint, MANIFEST), read_checkpoint),
-    "table of pieces": Target(partial(make_checkpoint, "__0_0.distcp.pieces"), read_checkpoint),
+    "table of pieces": Target(partial(make_checkpoint, "__0_0.distcp"), read_checkpoint),
     "index of shards": Target(partial(make_checkpoint, SHARDS), read_checkpoint),
     "metadata": Target(make_metadata, read_checkpoint),
     "checkpoint files": Target(make_files, read_checkpoint),

@@ -42,8 +42,8 @@ class CheckpointFiles(Protocol):
         """Returns the size in bytes of each regular file by name."""
         ...
 
-    def read_file(self, name: str) -> bytes:
-        """Returns all bytes of a small file."""
+    def read_file(self, name: str, *, begin: int = 0) -> bytes:
+        """Returns all bytes of a small file, or those of any file from `begin` on."""
         ...
 
     def open_file(self, name: str) -> AbstractContextManager[BinaryIO]:
@@ -92,9 +92,9 @@ class LocalFiles:
                     found[path.name] = status.st_size
         return found
 
-    def read_file(self, name: str) -> bytes:
+    def read_file(self, name: str, *, begin: int = 0) -> bytes:
         with self.open_file(name) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size - file.seek(begin)
             if size > (most := VALUE_BYTES if name == MANIFEST else SMALL_BYTES):
                 what = f"it has {format_bytes(size)}, more than {format_bytes(most)}"
                 raise OSError(errno.EFBIG, what, str(self.path / name))
@@ -140,8 +140,8 @@ class ObjectFiles:
         below = self.store.list_prefix(self._attempt_prefix_url).object_sizes_bytes
         return {**below, MANIFEST: own[MANIFEST]}
 
-    def read_file(self, name: str) -> bytes:
-        return self.store.read_object(self._file_url(name))
+    def read_file(self, name: str, *, begin: int = 0) -> bytes:
+        return self.store.read_object(self._file_url(name), begin=begin or None)
 
     def open_file(self, name: str) -> BinaryIO:
         return open_object(self.store, self._file_url(name))

@@ -312,8 +312,10 @@ def _iterate_shard_index_damage(reader: CheckpointReader) -> Iterator[Damage]:
 def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[Damage]:
     try:
         table = reader.read_table(name)
-    except CheckpointError:
-        return  # the damaged table is reported as a file of its own
+    except CheckpointError as error:
+        if reader.manifest.files[name].digest_begin:  # else it is reported as a file of its own
+            yield Damage(name, _damage_text_in_error(error, name), tuple(reader.manifest.tensors))
+        return
     scratch = memoryview(bytearray(table.block_bytes))
     try:
         with reader.files.open_file(name) as file:

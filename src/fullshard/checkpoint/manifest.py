@@ -1,14 +1,14 @@
 """The manifest: the list of a checkpoint's content. It is written last and read first.
 
-    checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp … .metadata    as DCP writes them
+    checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp …             see `shard_file`
+                                  .metadata                                as DCP writes it
                                   shards.json                              where each shard is: `ShardIndex`
-                                  __0_0.distcp.pieces …                    digests: see `shard_file`
                                   writer.json                              which process made it
                                   manifest.json                            the Manifest below
 
 A directory is a complete checkpoint if its manifest is undamaged, and every file has the size that the
-manifest states. The manifest also has the digests of small files, and tables have those of data files. There
-is no `latest` file: the newest checkpoint is the complete one of the highest step.
+manifest states. The manifest also has the digests of small files and of the tables of data files, and tables
+have those of blocks. There is no `latest` file: the newest is the complete checkpoint of the highest step.
 """
 
 import errno
@@ -39,8 +39,8 @@ from fullshard.system.files import xxh3_digest
 from fullshard.system.object_store import is_remote_url
 from fullshard.system.small_files import VALUE_BYTES, parse_json
 
-FORMAT = 3
-_READ_FORMATS = (2, FORMAT)
+FORMAT = 4
+_READ_FORMATS = (2, 3, FORMAT)
 METADATA = ".metadata"
 SHARDS = "shards.json"
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
@@ -91,11 +91,13 @@ class SavedFile(FrozenModel):
     """A file of a checkpoint, as it was when the checkpoint was committed.
 
     size_bytes: size of the file
-    digest: digest of the whole file; None for a data file, whose table has one per block
+    digest: digest of the bytes from `digest_begin` on; None for a data file of format 2 or 3
+    digest_begin: byte at which the table of a data file begins; 0 for other files, and in formats 2 and 3
     """
 
     size_bytes: _Size
     digest: str | None = None
+    digest_begin: _Size = 0
 
 
 class Manifest(FrozenModel):
@@ -115,7 +117,7 @@ class Manifest(FrozenModel):
     digest: digest of the manifest's own bytes, with zeros in its place
     """
 
-    format: Literal[2, 3] = FORMAT
+    format: Literal[2, 3, 4] = FORMAT
     step: _Size
     values: dict[str, JsonValue]
     tensors: dict[str, SavedTensor]
@@ -150,7 +152,8 @@ class Manifest(FrozenModel):
     @property
     def data_file_names(self) -> list[str]:
         """Names of the data files; each has a table of pieces."""
-        return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
+        names = self.files.keys()
+        return [name for name in names if self.files[name].digest_begin or f"{name}{SUFFIX}" in names]
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -217,7 +220,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
         raise CheckpointError(
             f"{where} cannot be read by this fullshard.",
             got=f"format {data.get('format')!r}",
-            why=f"this fullshard reads the formats {_READ_FORMATS[0]} and {FORMAT}",
+            why=f"this fullshard reads the formats {_READ_FORMATS[0]} to {FORMAT}",
             fix="the fullshard that wrote it, or a newer one",
         )
     try:
@@ -279,13 +282,16 @@ def missing_file_reason(files: CheckpointFiles, name: str) -> str:
 
 
 def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str) -> bytes:
-    """Returns the bytes of a small file. Raises DamagedCheckpointError if they differ from its digest."""
+    """Returns the bytes of a small file, or of the table in a data file.
+
+    Raises DamagedCheckpointError if they differ from their digest.
+    """
+    entry = manifest.files.get(name, SavedFile(size_bytes=0))
     try:
-        data = files.read_file(name)
+        data = files.read_file(name, begin=entry.digest_begin)
     except OSError as error:
         raise read_failure_error(error, f"{files} is not whole.", name=name) from error
-    saved = manifest.files[name].digest if name in manifest.files else None
-    if saved is None or new_hash_of_same_kind(saved, data).hexdigest() != saved:
+    if (saved := entry.digest) is None or new_hash_of_same_kind(saved, data).hexdigest() != saved:
         other = f"{files}/{name} holds other bytes than were saved."
         raise DamagedCheckpointError(other, got="its digest is another")
     return data
@@ -293,16 +299,20 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
 
 def write_small_file(draft: CheckpointFiles, name: str, *, data: bytes) -> SavedFile:
     """Writes a small file, and returns its entry for the manifest. Raises CheckpointError for a large one."""
+    entry = file_entry(name, data)
+    write_file(draft, name, data=data)
+    return entry
+
+
+def file_entry(name: str, data: bytes, *, begin: int = 0) -> SavedFile:
+    """Returns the manifest's entry for a small file `data`, or a data file whose table `data` is at `begin`.
+
+    Raises CheckpointError if `data` is too large.
+    """
     if len(data) > SMALL_BYTES:
         got = f"{format_bytes(len(data))}, more than {format_bytes(SMALL_BYTES)}"
         raise CheckpointError(f"{name} would be too large to be read.", got=got)
-    write_file(draft, name, data=data)
-    return small_file_entry(data)
-
-
-def small_file_entry(data: bytes) -> SavedFile:
-    """Returns the manifest's entry (size and digest) for a small file with the content `data`."""
-    return SavedFile(size_bytes=len(data), digest=xxh3_digest(data))
+    return SavedFile(size_bytes=begin + len(data), digest=xxh3_digest(data), digest_begin=begin)
 
 
 def read_failure_error(error: OSError, what: str, *, name: str) -> CheckpointError:

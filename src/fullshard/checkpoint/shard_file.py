@@ -1,7 +1,9 @@
 """Data files of shards, with digests that detect and locate flipped bits.
 
-    __0_0.distcp           piece | piece | …      a piece is one shard of a tensor, as `torch.save` writes it
-    __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
+    __0_0.distcp    piece | piece | … | table
+
+A piece is one shard of a tensor, as `torch.save` writes it. The table (JSON) says which piece lies where, and
+has a digest of every block of it. In formats 2 and 3 it is a file of its own, `__0_0.distcp.pieces`.
 
 The elements of a large shard begin at a page of the file (4096 bytes), so that they can be written without a
 copy from a buffer that does, too; zeros precede their piece. See [Note: past the page cache].
@@ -89,7 +91,8 @@ class ShardFileTable(FrozenModel):
         return self
 
     @property
-    def data_file_bytes(self) -> int:
+    def pieces_bytes(self) -> int:
+        """Bytes of the pieces and of the zeros between them, after which the table begins."""
         return self.pieces[-1].offset + self.pieces[-1].length if self.pieces else 0
 
 

@@ -2,9 +2,9 @@
 
 [Note: an index by layout] One rule cuts a DTensor, so its entry is its layout: the mesh, the axes that cut
 each dim, and which of several copies is saved. This says where each shard is, whatever the number of ranks.
-Where a shard begins in its data file is in the table beside the file (`shard_file`), which a reader of the
-shard reads anyway. Other shards are listed one by one: plain tensors, tensors of a single rank, DTensors that
-the rule does not cut, and all shards in indexes of format 2.
+Where a shard begins in its data file is in the file's table (`shard_file`), which a reader of the shard reads
+anyway. Other shards are listed one by one: plain tensors, tensors of a single rank, DTensors that the rule
+does not cut, and all shards in indexes of format 2.
 """
 
 import itertools

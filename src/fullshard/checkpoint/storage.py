@@ -36,9 +36,9 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     SavedFile,
     SavedTensor,
+    file_entry,
     read_failure_error,
     read_verified_file,
-    small_file_entry,
     write_small_file,
 )
 from fullshard.checkpoint.save_plan import OwnShard, SavePlan, ShardPlacer
@@ -71,13 +71,13 @@ class ListedShard(NamedTuple):
 class WrittenShards(NamedTuple):
     """Report of a rank to rank 0 of what it wrote.
 
-    files: (bytes, digest or None) of each file
+    file: fields of the data file's SavedFile; None without shards
     listed: shards that the index lists
     others: number of the other shards
     pieces: (offset, length) of these, in the order of the plan; empty if `.metadata` is not written
     """
 
-    files: dict[str, tuple[int, str | None]]
+    file: tuple[int, str | None, int] | None
     listed: tuple[ListedShard, ...]
     others: int
     pieces: tuple[tuple[int, int], ...]
@@ -93,7 +93,7 @@ def write_own_shards(
     """
     with TimedRange("write"):
         shards = ((one.name, one.start, one.shard) for one in own)
-        records, files = write_shards(draft, data_file_name(rank()), shards=shards, check=check)
+        records, file = write_shards(draft, data_file_name(rank()), shards=shards, check=check)
     listed, others = list[ListedShard](), list[tuple[int, int]]()
     for one, piece in zip(own, records, strict=True):
         if one.is_listed:
@@ -101,9 +101,9 @@ def write_own_shards(
             listed.append(ListedShard(one.name, piece.dtype, one.saved.shape, position, piece.length))
         else:
             others.append((piece.offset, piece.length))
-    entries = {name: (file.size_bytes, file.digest) for name, file in files.items()}
     sent = tuple(others) if plan.shard_count <= dcp_shards else ()
-    return WrittenShards(entries, tuple(listed), len(others), sent)
+    entry = file and (file.size_bytes, file.digest, file.digest_begin)
+    return WrittenShards(entry, tuple(listed), len(others), sent)
 
 
 def write_index(
@@ -135,9 +135,9 @@ def write_index(
         meshes=plan.meshes,
         layouts=dict(plan.layouts),
     )
-    entries = [entry for one in written for entry in one.files.items()]
-    files = {name: SavedFile(size_bytes=size, digest=digest) for name, (size, digest) in entries}
-    files[WRITER] = small_file_entry(draft.read_file(WRITER))
+    entries = [(data_file_name(number), one.file) for number, one in enumerate(written) if one.file]
+    files = {n: SavedFile(size_bytes=size, digest=d, digest_begin=at) for n, (size, d, at) in entries}
+    files[WRITER] = file_entry(WRITER, draft.read_file(WRITER))
     text = index.model_dump_json().encode()
     files[SHARDS] = write_small_file(draft, SHARDS, data=text)
     if count <= dcp_shards:
@@ -183,30 +183,29 @@ def _encode_dcp_metadata(
 
 def write_shards(
     draft: CheckpointFiles, name: str, *, shards: Iterable[tuple[str, Sequence[int], Tensor]], check: Check
-) -> tuple[Sequence[shard_file.ShardRecord], dict[str, SavedFile]]:
-    """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
+) -> tuple[Sequence[shard_file.ShardRecord], SavedFile | None]:
+    """Writes shards and their table into the data file `name`. Writes nothing without shards.
 
     shards: (name of the tensor, position of the shard in the tensor, shard) of each
     check: called with each shard once it is on the CPU, so that a check neither waits for a GPU nor reads a
         drive again
 
-    Returns the records, in the order of the shards, and the manifest's entries for both files.
+    Returns the records, in the order of the shards, and the manifest's entry for the file.
     """
     shards = iter(shards)
     some = next(shards, None)
     if some is None:
-        return (), {}
+        return (), None
     with draft.create_file(name) as file, shard_file.ShardFileWriter(file) as pieces, _no_zip_checksums():
         for tensor_name, index, shard in itertools.chain([some], shards):
             on_cpu = shard.detach().cpu()
             check(tensor_name, on_cpu)
             pieces.write_tensor(tensor_name, on_cpu, index=index)
-    table = pieces.table
-    described = write_small_file(draft, f"{name}{shard_file.SUFFIX}", data=table.model_dump_json().encode())
-    return table.pieces, {
-        name: SavedFile(size_bytes=table.data_file_bytes),
-        f"{name}{shard_file.SUFFIX}": described,
-    }
+        table = pieces.table
+        data = table.model_dump_json().encode()
+        entry = file_entry(name, data, begin=table.pieces_bytes)
+        file.write(data)
+    return table.pieces, entry
 
 
 class CheckpointReader:
@@ -280,9 +279,11 @@ class CheckpointReader:
     def read_table(self, name: str) -> shard_file.ShardFileTable:
         """Returns the table of a data file."""
         if name not in self._tables:
-            data = read_verified_file(self.files, self.manifest, name=f"{name}{shard_file.SUFFIX}")
+            beside = f"{name}{shard_file.SUFFIX}"
+            file = beside if beside in self.manifest.files else name
+            data = read_verified_file(self.files, self.manifest, name=file)
             table = shard_file.parse_checkpoint_json(
-                shard_file.ShardFileTable, data, source=f"{self.files}/{name}{shard_file.SUFFIX}"
+                shard_file.ShardFileTable, data, source=f"{self.files}/{file}"
             )
             if len(self._buffer) < table.block_bytes:
                 self._buffer = memoryview(bytearray(table.block_bytes))
