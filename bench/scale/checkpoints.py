@@ -30,6 +30,7 @@ from fullshard.checkpoint.retention import prune_checkpoints
 from fullshard.checkpoint.save_plan import SavePlan
 from fullshard.checkpoint.shard_file import ShardFileTable, ShardRecord
 from fullshard.checkpoint.shard_index import data_file_name
+from fullshard.spec.shard_layout import Box
 
 TENSORS = 3411  # weight and two moments of 1,137 parameters
 KEPT = 50
@@ -52,7 +53,7 @@ def index(ranks: int, tensors: int) -> list[Row]:
             storage.build_reader(draft, manifest)
         with measured() as loading:
             reader = storage.build_reader(draft, manifest)
-            found = [reader.find_pieces(name, ((0, 0), (ROWS, COLUMNS))) for name in own]
+            found = [reader.find_pieces(name, Box((0, 0), (ROWS, COLUMNS))) for name in own]
     written_bytes = sum(one.size_bytes for name, one in files.items() if name in (SHARDS, METADATA))
     problem = "" if all(len(one) == 1 for one in found) else "other shards than its own"
     return [

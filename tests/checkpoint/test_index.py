@@ -16,8 +16,9 @@ from fullshard.checkpoint.location import LocalLocation, location_of
 from fullshard.checkpoint.manifest import write_small_file
 from fullshard.checkpoint.save import CheckpointSaver, save
 from fullshard.checkpoint.save_plan import SavePlan
-from fullshard.checkpoint.shard_index import Box, RankMesh, ShardIndex, ShardLayout
+from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.errors import CheckpointError
+from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout, cut_box
 from tests.checkpoint.states import (
     State,
     assert_same,
@@ -45,14 +46,17 @@ def test_the_shards_of_a_layout_are_those_of_its_ranks_and_cover_the_tensor_once
     coordinates = dict(zip(mesh.ranks, itertools.product(*map(range, mesh_shape)), strict=True))
     for copy in range(ShardLayout(0, cuts, 0).count_copies(mesh)):
         layout, seen = ShardLayout(0, cuts, copy), torch.zeros(whole, dtype=torch.int)
-        shards = list(layout.iterate_shards(mesh, whole, part=((0, 0), whole)))
+        shards = list(layout.iterate_shards(mesh, whole, part=Box((0, 0), whole)))
         assert len(shards) == layout.count_shards(mesh, whole)
         for rank, (start, shape) in shards:
-            assert layout.shard_at(mesh, coordinates[rank], whole=whole) == (start, shape)
+            assert cut_box(whole, layout.cuts, sizes=mesh.shape, coordinate=coordinates[rank]) == (
+                start,
+                shape,
+            )
             seen[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]] += 1
         assert (seen == 1).all()
         if seen[1:4, 1:3].shape == (3, 2):
-            found = layout.iterate_shards(mesh, whole, part=((1, 1), (3, 2)))
+            found = layout.iterate_shards(mesh, whole, part=Box((1, 1), (3, 2)))
             reaching = [one for one in shards if covers_some_of(one[1], slice(1, 4), slice(1, 3))]
             assert list(found) == reaching
 

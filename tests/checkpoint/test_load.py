@@ -216,7 +216,8 @@ def refused_parts(directory: Path) -> str:
 def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
     ranks(2).run(save_two_parts, tmp_path)
     path = tmp_path / "step-00000001"
-    rewrite(path / "__1_0.distcp", lambda data: bytes(len(data)))
+    begin = table_of(path, "__1_0.distcp").pieces_bytes
+    rewrite(path / "__1_0.distcp", lambda data: bytes(begin) + data[begin:])
     messages = ranks(2).run(refused_parts, tmp_path)
     assert messages[0] == messages[1]
     assert "none of the checkpoints" in messages[0]

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.distributed.agreement import all_gather_object, all_ranks_have, run_on_rank_zero
+from fullshard.distributed.agreement import (
+    all_gather_object,
+    all_ranks_have,
+    largest_over_ranks,
+    run_on_rank_zero,
+)
 from fullshard.distributed.loopback import set_connection_variables
 from fullshard.parallel.mesh import process_group
 
@@ -32,6 +37,16 @@ def test_all_ranks_learn_the_same_in_as_many_messages(n: int, ranks: Callable[..
     texts = [f"{rank}" * 1000 * rank for rank in range(n)]
     messages = 2 * math.ceil(math.log2(n)) * (n + 1)
     assert ranks(n).run(agreed) == [(texts, [False] * n + [True], messages)] * n
+
+
+def largest() -> list[float]:
+    rank = dist.get_rank()
+    return largest_over_ranks([-((rank - 1) ** 2), 2.0**52 + rank])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_all_ranks_learn_the_largest_list(n: int, ranks: Callable[..., Any]) -> None:
+    assert ranks(n).run(largest) == [max([-((rank - 1) ** 2), 2.0**52 + rank] for rank in range(n))] * n
 
 
 class CountingStore(dist.Store):

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard.distributed.shard_boxes import cut_box, cuts_of_placements, own_box
+from fullshard.distributed.shard_boxes import cuts_of_placements, own_box
 from fullshard.distributed.tensors import local_tensor, shard_offsets, zeros_sharded_like
 from fullshard.errors import ShardError
+from fullshard.spec.shard_layout import cut_box
 
 
 @pytest.mark.parametrize("rows", range(14))

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.jobs.run_start import guessing_warning
-from fullshard.jobs.train import run_job
+from fullshard.jobs.train import gather_highest_peak, run_job
 from fullshard.models.loss import next_token_loss
+from fullshard.observe.memory import PeakMemory
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.event import read_events
-from fullshard.spec.records.measurement import Measurement
+from fullshard.spec.records.measurement import Measurement, MemoryParts, PeakBytes
 from fullshard.spec.records.run_files import EVENTS
 from fullshard.spec.run import Run
 from tests.data.samples import write_json_lines
 from tests.fakes.device import FakeDevice
+from tests.training.runs import run_of, sharded
 
 TINY = (
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.d_ff=32"),
@@ -59,6 +61,20 @@ def test_terms_of_a_step_sum_to_the_pace_without_profiled_steps(
     # The second step is metered, in the warmup; the last is profiled, behind it.
     pace = made.pace
     assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 5, 1, 2)
+
+
+def highest_peak() -> tuple[PeakBytes | None, int]:
+    state, plan = sharded(run_of("train.steps=1"))
+    rank = dist.get_rank()
+    own = dict.fromkeys(MemoryParts.model_fields, 7) | {"gradients": (5, 3000, 20)[rank], "rest": 100 - rank}
+    found = gather_highest_peak(PeakMemory(parts=MemoryParts(**own)), state, plan=plan)
+    return found, sum(own.values())
+
+
+def test_the_highest_peak_is_that_of_one_rank(ranks):
+    found = ranks(3).run(highest_peak)
+    assert {peak.total for peak, _ in found} == {max(total for _, total in found)}
+    assert [(peak.gradients, peak.rest, peak.host) for peak, _ in found] == [(3000, 99, None)] * 3
 
 
 def standard_error_of_run(directory: str, *settings: str) -> str:

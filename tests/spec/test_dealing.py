@@ -8,15 +8,21 @@ from hypothesis import strategies as st
 
 from fullshard.spec.dealing import (
     WAVE_ELEMENTS,
-    Box,
     DealtMatrix,
-    Shape,
     TensorLayout,
+    build_tensor_layout,
     deal_matrices,
     newton_schulz_flops,
 )
+from fullshard.spec.shard_layout import Box, RankMesh, Shape, ShardLayout
 
 COST = partial(newton_schulz_flops, steps=5)
+
+
+SHAPES = st.lists(
+    st.one_of(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.tuples(*[st.integers(1, 4)] * 3)),
+    min_size=1,
+)
 
 
 def by_rows(shape: Shape, ranks: int, *, replicas: int = 1) -> TensorLayout:
@@ -30,17 +36,19 @@ def by_rows(shape: Shape, ranks: int, *, replicas: int = 1) -> TensorLayout:
         for at in range(ranks)
     ]
     groups = tuple(tuple(range(ranks * i, ranks * (i + 1))) for i in range(replicas))
-    return TensorLayout(shape, groups, boxes * replicas)
+    return TensorLayout(shape, groups, dict(enumerate(boxes * replicas)))
+
+
+@given(SHAPES, st.integers(1, 4), st.integers(1, 2))
+def test_a_mesh_that_cuts_rows_gives_each_rank_its_rows(shapes: list[Shape], ranks: int, replicas: int):
+    mesh = RankMesh((replicas, ranks), tuple(range(replicas * ranks)))
+    for shape in shapes:
+        layout = ShardLayout(0, ((1,), *[()] * (len(shape) - 1)), 0)
+        assert build_tensor_layout(shape, layout, mesh=mesh) == by_rows(shape, ranks, replicas=replicas)
 
 
 def dealt(layouts: list[TensorLayout], world: int) -> list[list[list[DealtMatrix]]]:
     return [deal_matrices(layouts, rank=rank, cost=COST) for rank in range(world)]
-
-
-SHAPES = st.lists(
-    st.one_of(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.tuples(*[st.integers(1, 4)] * 3)),
-    min_size=1,
-)
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1, 2))
@@ -80,8 +88,8 @@ def test_waves_bound_what_an_owner_has_at_once() -> None:
 
 def test_stacks_by_expert_are_not_sent_and_those_by_rows_are() -> None:
     assert by_rows((4, 8, 8), 2).has_whole_matrices
-    columns = TensorLayout((2, 8, 8), ((0, 1),), [Box((0, 4 * i, 0), (2, 4, 8)) for i in (0, 1)])
+    columns = TensorLayout((2, 8, 8), ((0, 1),), {i: Box((0, 4 * i, 0), (2, 4, 8)) for i in (0, 1)})
     assert not columns.has_whole_matrices
     assert [one.index for one in deal_matrices([columns], rank=0, cost=COST)[0]] == [(0,), (1,)]
-    alone = TensorLayout((8, 8), ((0,), (1,)), [Box((0, 0), (8, 8))] * 2)
+    alone = TensorLayout((8, 8), ((0,), (1,)), dict.fromkeys((0, 1), Box((0, 0), (8, 8))))
     assert deal_matrices([alone], rank=1, cost=COST) == []

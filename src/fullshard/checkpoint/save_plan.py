@@ -7,21 +7,20 @@ does not have, and plain ones, are listed by the rank that writes them.
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.checkpoint.shard_index import RankMesh, ShardLayout
 from fullshard.distributed.agreement import rank
-from fullshard.distributed.shard_boxes import Box, cuts_of_placements
+from fullshard.distributed.shard_boxes import ShardPlacer
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError
+from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout
 
 
 class OwnShard(NamedTuple):
@@ -36,39 +35,6 @@ class OwnShard(NamedTuple):
     start: tuple[int, ...]
     shard: Tensor
     is_listed: bool
-
-
-class ShardPlacer:
-    """Finds this rank's boxes of DTensors.
-
-    meshes: the meshes of the layouts, in order
-    """
-
-    def __init__(self, meshes: Sequence[RankMesh] = ()) -> None:
-        self.meshes = list(meshes)
-        self._numbers: dict[DeviceMesh, int] = {}
-
-    def place(self, name: str, tensor: DTensor) -> tuple[ShardLayout, Box] | None:
-        """Returns the layout, with the copy that this rank has, and the box of its shard.
-
-        Returns None if this rank is not in the mesh. Raises CheckpointError for shards that are no boxes.
-        """
-        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        if coordinate is None:
-            return None
-        if mesh not in self._numbers:
-            own = RankMesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-            if own not in self.meshes:
-                self.meshes.append(own)
-            self._numbers[mesh] = self.meshes.index(own)
-        number = self._numbers[mesh]
-        layout = ShardLayout(number, cuts_of_placements(tensor.placements, mesh.shape, dims=tensor.ndim), 0)
-        copy = 0
-        for axis in layout.uncut_axes(self.meshes[number]):
-            copy = copy * mesh.shape[axis] + coordinate[axis]
-        return layout._replace(copy=copy), layout.shard_at(
-            self.meshes[number], coordinate, whole=tensor.shape
-        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +57,7 @@ class SavePlan:
         placer, layouts = ShardPlacer(), dict[str, ShardLayout]()
         loads: dict[int, list[tuple[int, int]]] = {}  # number of copies: a heap of (bytes so far, copy)
         for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor) and (placed := placer.place(name, tensor)) is not None:
+            if isinstance(tensor, DTensor) and (placed := placer.place(tensor)) is not None:
                 layout, (_, shape) = placed
                 copies = layout.count_copies(placer.meshes[layout.mesh])
                 heap = loads.setdefault(copies, [(0, copy) for copy in range(copies)])
@@ -126,7 +92,7 @@ class SavePlan:
                 continue  # an equal tensor, on another mesh, is a copy
             tensor = tensors.get(name)
             saved = None if tensor is None else SavedTensor.from_tensor(tensor)
-            placed = placer.place(name, tensor) if isinstance(tensor, DTensor) else None
+            placed = placer.place(tensor) if isinstance(tensor, DTensor) else None
             if tensor is None or saved != self.tensors[name] or placed is None or placed[0][:2] != layout[:2]:
                 raise CheckpointError(
                     "the ranks do not hold the same tensors.",
@@ -141,9 +107,9 @@ class SavePlan:
                 continue
             if not isinstance(tensor, DTensor):
                 if own == 0 or name not in self.plain:
-                    box = ((0,) * tensor.ndim, tuple(tensor.shape))
+                    box = Box((0,) * tensor.ndim, tuple(tensor.shape))
                     found.append(_own_shard(name, tensor, box=box, is_listed=True))
-            elif (placed := placer.place(name, tensor)) is not None and placed[0].copy == 0:
+            elif (placed := placer.place(tensor)) is not None and placed[0].copy == 0:
                 found.append(_own_shard(name, tensor, box=placed[1], is_listed=True))
         return found
 

@@ -41,13 +41,14 @@ from fullshard.checkpoint.manifest import (
     read_verified_file,
     write_small_file,
 )
-from fullshard.checkpoint.save_plan import OwnShard, SavePlan, ShardPlacer
+from fullshard.checkpoint.save_plan import OwnShard, SavePlan
 from fullshard.checkpoint.shard_index import LocatedShard, ShardIndex, ShardPosition, data_file_name
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.shard_boxes import Box
+from fullshard.distributed.shard_boxes import ShardPlacer
 from fullshard.distributed.tensors import detached_local_tensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.spec.shard_layout import Box
 from fullshard.system import files as system_files
 from fullshard.torch_private.tensors import make_dcp_storage_info
 
@@ -260,9 +261,9 @@ class CheckpointReader:
         placer = ShardPlacer()
         for name, tensor in tensors.items():
             local = detached_local_tensor(tensor)
-            placed = placer.place(name, tensor) if isinstance(tensor, DTensor) else None
+            placed = placer.place(tensor) if isinstance(tensor, DTensor) else None
             start, _ = placed[1] if placed else ((0,) * local.ndim, ())
-            part = (start, tuple(local.shape))
+            part = Box(start, tuple(local.shape))
             reads += [(*one, local, start) for one in self.find_pieces(name, part)] if local.numel() else []
         reads.sort(key=lambda one: (one[0], one[1].offset))
         for file_name, group in itertools.groupby(reads, key=lambda one: one[0]):

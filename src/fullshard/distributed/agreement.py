@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.rounds import all_are_true, all_gather_pickled
+from fullshard.distributed.rounds import all_gather_pickled, find_largest
 from fullshard.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -82,6 +82,14 @@ def all_gather_object(value: T, *, group: Group = None) -> list[T]:
     return values
 
 
+def largest_over_ranks(own: Sequence[float]) -> list[float]:
+    """Returns the largest of the lists of all ranks, which are equally long, as lists compare. Collective."""
+    if not is_distributed() or not has_backend("cpu"):
+        return max(all_gather_object(list(own)))
+    with TimedRange("agreement"):
+        return find_largest(own)
+
+
 def all_ranks_have(value: bool, *, device: str) -> bool:
     """Returns whether `value` is true on every rank. Collective.
 
@@ -92,7 +100,7 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
         return value
     with TimedRange("agreement"):
         if has_backend("cpu"):
-            return all_are_true(value)
+            return find_largest([not value]) == [False]
         least = torch.tensor([value], dtype=torch.uint8, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return bool(least.item())

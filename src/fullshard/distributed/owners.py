@@ -6,37 +6,31 @@ matrix of the wave, send each other nothing. So no mesh needs a group of its own
 or columns, experts, ranks that share matmuls.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import all_gather_object, rank, world_size
+from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import exchange_row_parts
-from fullshard.distributed.tensors import local_tensor, shard_offsets
-from fullshard.spec.dealing import Box, DealtMatrix, TensorLayout
+from fullshard.distributed.shard_boxes import ShardPlacer
+from fullshard.spec.dealing import DealtMatrix, TensorLayout, build_tensor_layout
+from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout
 
 
-def gather_layouts(tensors: Sequence[Tensor]) -> list[TensorLayout]:
-    """Returns the layout of each tensor, equal on all ranks. Collective."""
-    own = [(shard_offsets(one), tuple(local_tensor(one).shape)) for one in tensors]
-    every = all_gather_object(own)
-    return [
-        TensorLayout(tuple(one.shape), _replicas(one), boxes=[Box(*of_rank[number]) for of_rank in every])
-        for number, one in enumerate(tensors)
-    ]
-
-
-def _replicas(tensor: Tensor) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(tensor, DTensor):
-        return tuple((one,) for one in range(world_size()))
-    # `is_shard()` is False for one kind of shard.
-    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    sharded = [axis for axis in range(tensor.device_mesh.ndim) if axis not in replicated]
-    ranks = tensor.device_mesh.mesh.permute(*replicated, *sharded).flatten(len(replicated))
-    return tuple(map(tuple, ranks.reshape(-1, ranks.shape[-1] if sharded else 1).tolist()))
+def find_layouts(tensors: Iterable[Tensor]) -> list[TensorLayout]:
+    """Returns the layout of each tensor, which follows from its mesh and placements."""
+    placer, found = ShardPlacer(), list[TensorLayout]()
+    for one in tensors:
+        layout, mesh = ShardLayout(0, ((),) * one.ndim, 0), RankMesh((1,), (rank(),))
+        if isinstance(one, DTensor):
+            placed = placer.place(one)
+            assert placed is not None, "each rank has a part of the matrices that it updates"
+            layout, mesh = placed[0], placer.meshes[placed[0].mesh]
+        found.append(build_tensor_layout(tuple(one.shape), layout._replace(mesh=0, copy=0), mesh=mesh))
+    return found
 
 
 class Wave:

@@ -8,6 +8,7 @@ ranks compare their counts (`count_issued_collectives`).
 """
 
 import pickle
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -34,12 +35,13 @@ def all_gather_pickled(value: T, *, group: dist.ProcessGroup | None) -> list[T]:
     return [pickle.loads(one) for one in known[ranks - place :] + known[: ranks - place]]
 
 
-def all_are_true(value: bool, *, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether `value` is true on every rank. Collective over `group` (None: all ranks)."""
-    own = torch.tensor([value], device="cpu")
-    for distance in _distances(dist.get_world_size(group)):
-        own &= _swap(own, torch.empty_like(own), distance=distance, group=group)
-    return bool(own.item())
+def find_largest(own: Sequence[float]) -> list[float]:
+    """Returns the largest of the lists of all ranks, which are equally long, as lists compare. Collective."""
+    largest = torch.tensor(own, dtype=torch.float64, device="cpu")
+    for distance in _distances(dist.get_world_size()):
+        other = _swap(largest, torch.empty_like(largest), distance=distance, group=None)
+        largest = max(largest, other, key=Tensor.tolist)
+    return largest.tolist()
 
 
 def _distances(ranks: int) -> list[int]:

@@ -1,25 +1,15 @@
-"""Which part of a DTensor each rank of its mesh has.
-
-[Note: nested cuts] If several axes of a mesh cut one dim, each cuts what the one before left, as
-`torch.chunk` does: the last parts may be shorter or empty. FSDP2 cuts last, over the outer axis
-(`_StridedShard`). Torch's `compute_local_shape_and_global_offset`, and all that calls it (`zeros`, `ones`),
-cuts over the outer axis first. So it states other rows than FSDP2's if the inner axis leaves parts of
-different sizes: 7 rows over 3 x 2 ranks.
-"""
+"""Which part of a DTensor each rank of its mesh has: see [Note: nested cuts] in `spec.shard_layout`."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.errors import ShardError
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(position of the first element, shape) of a part of a tensor, per dim."""
-Cuts = tuple[tuple[int, ...], ...]
-"""Per dim, the mesh axes that cut it, in this order."""
+from fullshard.spec.shard_layout import Box, Cuts, RankMesh, ShardLayout, cut_box
 
 
 def cuts_of_placements(placements: Sequence[Placement], sizes: Sequence[int], *, dims: int) -> Cuts:
@@ -38,26 +28,42 @@ def cuts_of_placements(placements: Sequence[Placement], sizes: Sequence[int], *,
     return tuple(map(tuple, cuts))
 
 
-def cut_box(whole: Sequence[int], cuts: Cuts, *, sizes: Sequence[int], coordinate: Sequence[int]) -> Box:
-    """Returns the part of a tensor of shape `whole` that the rank at `coordinate` of a mesh has.
-
-    sizes: of the axes of the mesh
-    """
-    start, shape = list[int](), list[int]()
-    for length, cut in zip(whole, cuts, strict=True):
-        begin = 0
-        for axis in cut:
-            each = -(-length // sizes[axis])
-            skipped = min(each * coordinate[axis], length)
-            begin, length = begin + skipped, min(each, length - skipped)
-        start.append(begin)
-        shape.append(length)
-    return tuple(start), tuple(shape)
-
-
 def own_box(whole: Sequence[int], mesh: DeviceMesh, *, placements: Sequence[Placement]) -> Box:
     """Returns the part of a tensor of shape `whole` that this rank has. It is empty outside of the mesh."""
     cuts, coordinate = cuts_of_placements(placements, mesh.shape, dims=len(whole)), mesh.get_coordinate()
     if coordinate is None:
-        return (0,) * len(whole), (0,) * len(whole)
+        return Box((0,) * len(whole), (0,) * len(whole))
     return cut_box(whole, cuts, sizes=mesh.shape, coordinate=coordinate)
+
+
+class ShardPlacer:
+    """Finds this rank's boxes of DTensors.
+
+    meshes: the meshes of the layouts, in order
+    """
+
+    def __init__(self, meshes: Sequence[RankMesh] = ()) -> None:
+        self.meshes = list(meshes)
+        self._numbers: dict[DeviceMesh, int] = {}
+
+    def place(self, tensor: DTensor) -> tuple[ShardLayout, Box] | None:
+        """Returns the layout, with the copy that this rank has, and the box of its shard.
+
+        Returns None if this rank is not in the mesh. Raises ShardError for shards that are not boxes.
+        """
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            return None
+        if mesh not in self._numbers:
+            own = RankMesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+            if own not in self.meshes:
+                self.meshes.append(own)
+            self._numbers[mesh] = self.meshes.index(own)
+        number = self._numbers[mesh]
+        layout = ShardLayout(number, cuts_of_placements(tensor.placements, mesh.shape, dims=tensor.ndim), 0)
+        copy = 0
+        for axis in layout.uncut_axes(self.meshes[number]):
+            copy = copy * mesh.shape[axis] + coordinate[axis]
+        return layout._replace(copy=copy), cut_box(
+            tensor.shape, layout.cuts, sizes=mesh.shape, coordinate=coordinate
+        )

@@ -1,11 +1,12 @@
 """The work of each rank of `fullshard train`, from the Run to its Measurement and last save."""
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from fullshard.distributed.agreement import all_gather_object
+from fullshard.distributed.agreement import largest_over_ranks
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.jobs.evaluations import (
@@ -32,7 +33,7 @@ from fullshard.parallel.compile import find_compiled_forwards
 from fullshard.parallel.mesh import process_group
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
-from fullshard.spec.records.measurement import Measurement, PeakBytes
+from fullshard.spec.records.measurement import Measurement, PeakBytes, StepSeconds
 from fullshard.spec.records.run_files import MEASUREMENT, PLAN
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
@@ -137,10 +138,12 @@ def _gather_profiled_step_seconds(job: TrainJob) -> None:
     own = job.profiler.last
     if own is not None:
         job.stragglers.note_device_seconds(own)
+    seconds = StepSeconds() if own is None else own.terms()
+    waited = math.inf if own is None else seconds.exposed_collective_seconds
     # Only the rank that waited least counts, because the other ranks waited for it.
-    every = [one for one in all_gather_object(None if own is None else own.terms()) if one is not None]
-    if every:
-        job.profiled.append(min(every, key=lambda seconds: seconds.exposed_collective_seconds))
+    least, *terms = largest_over_ranks([-waited, *seconds.terms().values()])
+    if least > -math.inf:
+        job.profiled.append(StepSeconds(**dict(zip(seconds.terms(), terms, strict=True))))
 
 
 def _iterate_steps(job: TrainJob) -> Iterator[Step]:
@@ -274,9 +277,10 @@ def gather_highest_peak(peak: PeakMemory, state: TrainState, *, plan: Plan) -> P
         reserved=peak.reserved_bytes if on_cuda else None,
         host=host,
     )
-    every = all_gather_object(own)
-    fullest = max(every, key=lambda one: one.total)
-    return fullest.model_copy(update={"host": max((one.host for one in every if one.host), default=host)})
+    names, numbers = zip(*own.model_dump(exclude_none=True).items(), strict=True)  # of the same on all ranks
+    _, *fullest = largest_over_ranks([own.total, *numbers])
+    most = {} if host is None else {"host": int(largest_over_ranks([host])[0])}
+    return PeakBytes(**dict(zip(names, map(int, fullest), strict=True)) | most)
 
 
 def save_and_report_end(job: TrainJob, *, interrupted: bool) -> None:

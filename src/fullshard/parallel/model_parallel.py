@@ -12,7 +12,7 @@ operation: their collectives are those of `fullshard.parallel.tensor_parallel`. 
 The inner axis splits a parameter first, and `dp_shard` splits that part. If both split dim 0, the placement
 over `dp_shard` is FSDP2's `_StridedShard`: for it `is_shard()` is False, and so are `is_shard(0)` and
 `isinstance(placement, Shard)`. Ask `is_replicate()` instead. Each rank's part is still one box of the whole
-tensor: see [Note: nested cuts] in `fullshard.distributed.shard_boxes`.
+tensor: see [Note: nested cuts] in `fullshard.spec.shard_layout`.
 """
 
 from collections.abc import Callable, Mapping

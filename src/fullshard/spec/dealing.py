@@ -13,32 +13,16 @@ replicas, but each result would have to be sent to all of them, over the slower 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple
+
+from fullshard.spec.shard_layout import Box, RankMesh, Shape, ShardLayout, cut_box
 
 WAVE_ELEMENTS = 1 << 24
 """Elements of whole matrices that an owner has at once, at least one matrix. It bounds temporary memory."""
-
-Shape = tuple[int, ...]
-
-
-class Box(NamedTuple):
-    """A part of a tensor: its first position, and its size, per dim."""
-
-    begin: Shape
-    size: Shape
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.begin, self.size, strict=True))
-
-    @property
-    def numel(self) -> int:
-        return prod(self.size)
 
 
 @dataclass(frozen=True)
@@ -46,17 +30,27 @@ class TensorLayout:
     """The parts of a tensor that ranks have.
 
     replicas: tuples of ranks; the ranks of each have the whole tensor once
-    boxes: the part of each rank
+    boxes: the part of each rank, by rank
     """
 
     shape: Shape
     replicas: tuple[tuple[int, ...], ...]
-    boxes: Sequence[Box]
+    boxes: Mapping[int, Box]
 
     @cached_property
     def has_whole_matrices(self) -> bool:
         """True if each rank has all of a matrix (the last two dims), or none of it: nothing is to be sent."""
-        return all(box.size[-2:] == self.shape[-2:] or not box.numel for box in self.boxes)
+        return all(box.size[-2:] == self.shape[-2:] or not box.numel for box in self.boxes.values())
+
+
+@lru_cache(maxsize=256)  # more than the shapes of a model; large for many ranks
+def build_tensor_layout(shape: Shape, layout: ShardLayout, *, mesh: RankMesh) -> TensorLayout:
+    """Returns the parts of a tensor that the ranks of `mesh` have."""
+    boxes, replicas = dict[int, Box](), defaultdict[Shape, list[int]](list)
+    for rank, place in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True):
+        boxes[rank] = cut_box(shape, layout.cuts, sizes=mesh.shape, coordinate=place)
+        replicas[tuple(place[axis] for axis in layout.uncut_axes(mesh))].append(rank)
+    return TensorLayout(shape, tuple(map(tuple, replicas.values())), boxes)
 
 
 @dataclass(frozen=True)
@@ -111,8 +105,8 @@ def deal_matrices(
 
     cost: cost of a matrix of this shape
 
-    >>> halves = [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]
-    >>> layout = TensorLayout((4, 4), replicas=((0, 1),), boxes=halves)
+    >>> rows = ShardLayout(mesh=0, cuts=((0,), ()), copy=0)
+    >>> layout = build_tensor_layout((4, 4), rows, mesh=RankMesh(shape=(2,), ranks=(0, 1)))
     >>> waves = deal_matrices([layout] * 4, rank=0, cost=prod)
     >>> [matrix.owner for matrix in waves[0]]
     [0, 1, 0, 1]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.distributed.agreement import all_gather_object, all_ranks_have, world_size
+from fullshard.distributed.agreement import all_gather_object, all_ranks_have, largest_over_ranks, world_size
 from fullshard.errors import TrainError
 from fullshard.models.build import text_config
 from fullshard.models.decoder import DecoderModel
@@ -60,7 +60,7 @@ def generate(
     device, answers = next(model.parameters()).device, dict[int, list[int]]()
     keeps = all_ranks_have(gathered_bytes(model) <= _FREE_SHARE * _free_bytes(device), device=device.type)
     with evaluation_mode(model), keep_gathered_after_forward(model) if keeps else nullcontext():
-        for turn in range(max(all_gather_object(len(groups)))):
+        for turn in range(int(largest_over_ranks([len(groups)])[0])):
             # See [Note: generation in step].
             numbers = groups[turn] if turn < len(groups) else []
             rows = [list(prompts[number]) for number in numbers] or [[0]]

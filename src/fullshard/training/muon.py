@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fullshard.distributed.tensors import zeros_sharded_like
-from fullshard.spec.dealing import Shape
+from fullshard.spec.shard_layout import Shape
 from fullshard.training.low_bit_adamw import local_part_of
 from fullshard.training.whole_matrices import DIRECTION, MatrixUpdate, WholeMatrixAdamW
 

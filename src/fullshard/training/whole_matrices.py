@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fullshard.distributed.agreement import rank
-from fullshard.distributed.owners import Wave, gather_layouts
-from fullshard.spec.dealing import WAVE_ELEMENTS, DealtMatrix, Shape, deal_matrices, deal_state
+from fullshard.distributed.owners import Wave, find_layouts
+from fullshard.spec.dealing import WAVE_ELEMENTS, DealtMatrix, deal_matrices, deal_state
 from fullshard.spec.settings.train_section import OptimizerSection
+from fullshard.spec.shard_layout import Shape
 from fullshard.training.low_bit_adamw import find_or_make_adamw_state, local_part_of
 
 KIND = "kind"
@@ -173,11 +174,11 @@ class WholeMatrixAdamW(torch.optim.Optimizer, ABC):
             update.apply(key, result, index=index, skip=self.found_inf)
 
     def _deal(self, updates: Sequence[MatrixUpdate]) -> _Dealt:
-        """Returns how these parameters are dealt. Collective on the first call for these parameters."""
+        """Returns how these parameters are dealt."""
         key = tuple(id(one.parameter) for one in updates)
         if key not in self._dealt:
             keys, follow = updates[0].owner_tensors, partial(deal_state, rank=rank())
-            layouts = {name: gather_layouts([one.owner_tensors[name] for one in updates]) for name in keys}
+            layouts = {name: find_layouts([one.owner_tensors[name] for one in updates]) for name in keys}
             of_parameters = layouts[DIRECTION]
             waves = deal_matrices(of_parameters, rank=rank(), cost=self.section.matrix_section.flops)
             self._dealt[key] = _Dealt(

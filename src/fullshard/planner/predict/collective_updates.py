@@ -16,7 +16,7 @@ seconds       the FLOP, max(largest matrix, sum / W), QR at the rate of matmuls;
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import NamedTuple, cast
 
@@ -24,10 +24,9 @@ from fullshard.planner.predict.collectives import all_to_all_seconds, collective
 from fullshard.planner.predict.phases import memory_access_seconds, nearest_dtype_rate_curve
 from fullshard.spec.dealing import (
     WAVE_ELEMENTS,
-    Box,
     DealtMatrix,
-    Shape,
     TensorLayout,
+    build_tensor_layout,
     deal_matrices,
     deal_state,
     dims_of_means,
@@ -36,6 +35,7 @@ from fullshard.spec.machine.hardware import Hardware, interpolate_rate
 from fullshard.spec.model import ModelSpec, ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Dtype, MergedUnitSettings, Plan
 from fullshard.spec.settings.model_section import expert_shard_dim
+from fullshard.spec.shard_layout import RankMesh, Shape, ShardLayout
 
 _ACCESSES = 14  # of each element: scaling, momentum, direction, what is sent, decay and update
 _MATMULS, _SOAP_MATMULS = 3, 8  # of an iteration of Newton–Schulz; of a step
@@ -264,25 +264,11 @@ def _part_of(parameter: ParamSpec, unit: UnitSpec, *, plan: Plan) -> _Part:
     return _Part(parameter.shape, inner, inner_dim, settings.shard_degree, shard_dim)
 
 
-@lru_cache(maxsize=256)  # more than the shapes of a model; large for many ranks
 def _layout(part: _Part) -> TensorLayout:
     """Returns the layout over the first inner * shards ranks. Ranks that share matmuls are adjacent."""
-    boxes: list[Box] = []
-    for shard in range(part.shards):
-        for place in range(part.inner):
-            begin, size = [0] * len(part.shape), list(part.shape)
-            if part.inner_dim is not None:
-                _divide(begin, size, dim=part.inner_dim, ranks=part.inner, place=place)
-            _divide(begin, size, dim=part.shard_dim, ranks=part.shards, place=shard)
-            boxes.append(Box(tuple(begin), tuple(size)))
-    every = range(len(boxes))
-    replicas = (
-        [every] if part.inner_dim is not None else [every[at :: part.inner] for at in range(part.inner)]
-    )
-    return TensorLayout(part.shape, tuple(map(tuple, replicas)), boxes)
-
-
-def _divide(begin: list[int], size: list[int], *, dim: int, ranks: int, place: int) -> None:
-    each = -(-size[dim] // ranks)
-    first = min(place * each, size[dim])
-    begin[dim], size[dim] = begin[dim] + first, min(each, size[dim] - first)
+    cuts: list[tuple[int, ...]] = [() for _ in part.shape]
+    if part.inner_dim is not None:
+        cuts[part.inner_dim] = (1,)
+    cuts[part.shard_dim] += (0,)
+    mesh = RankMesh((part.shards, part.inner), tuple(range(part.shards * part.inner)))
+    return build_tensor_layout(part.shape, ShardLayout(0, tuple(cuts), 0), mesh=mesh)

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec import value
-from fullshard.spec.dealing import Shape, newton_schulz_flops
+from fullshard.spec.dealing import newton_schulz_flops
+from fullshard.spec.shard_layout import Shape
 
 
 class TrainSection(value.FrozenModel):
