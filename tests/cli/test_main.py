@@ -1,6 +1,7 @@
 """Common to all verbs: quick help, exit codes, one message for one mistake."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -242,6 +243,31 @@ def test_wrong_arguments_are_refused(capsys, tmp_path):
     assert main(["convert", str(tmp_path / "absent.json")]) == SpecError.exit_code
     assert main(["convert", str(CONFIG), "--from", "megatron"]) == SpecError.exit_code
     assert "torchtitan" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_run_is_printed_by_one_rank_of_each_node(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torchrun's error file it has no traceback."""
+    monkeypatch.setenv("RANK", "1")
+    for place, wrong, is_printed in (
+        ("node 0/0", "stpes", True),
+        ("node 0/1", "stpes", False),
+        ("node 0/2", "bacth", True),  # other settings than the others
+        ("node 1/0", "stpes", True),
+    ):
+        report = tmp_path / place / "error.json"
+        report.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+        assert main(["train", "--set", f"train.{wrong}=3"]) == SpecError.exit_code
+        said = capsys.readouterr().err
+        assert said.startswith("error: --set: unknown key" if is_printed else ""), place
+        assert (bool(said), report.exists()) == (is_printed, is_printed), place
+        if is_printed:
+            message = json.loads(report.read_text())["message"]
+            assert (
+                said == f"error: {message['message']}\n" == f"error: {message['extraInfo']['py_callstack']}\n"
+            )
 
 
 def test_a_rank_that_is_no_number_is_not_named(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

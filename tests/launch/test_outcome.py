@@ -1,11 +1,14 @@
 """Every way out has an exit code and a message, and is read by another process."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.errors import FullshardError, LaunchError, SpecError
-from fullshard.launch.outcome import ProcessOutcome
+from fullshard.launch.outcome import OwnFaultRecorder, ProcessOutcome
 
 
 def ending_of(error: BaseException) -> ProcessOutcome:
@@ -50,6 +53,20 @@ def test_a_foreseen_error_is_its_message_alone(monkeypatch: pytest.MonkeyPatch) 
     assert failure is not None
     assert failure.user_message() == f"error: {error}"
     assert failure.user_message(rank=2) == f"rank 2: {error}"
+
+
+def test_torchrun_gets_the_first_error_of_a_rank_and_the_traceback_of_an_unforeseen_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "0")
+    for error in (ZeroDivisionError("first"), SpecError("second.")):
+        with pytest.raises(type(error)), OwnFaultRecorder(tmp_path / "run"):
+            raise error
+    read: Any = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert "ZeroDivisionError: first" in read.message["message"]
+    assert "Traceback (most recent call last)" in read.message["extraInfo"]["py_callstack"]
+    assert abs(read.timestamp - time.time()) < 3600
 
 
 def test_an_unforeseen_error_names_the_line_of_the_user() -> None:

@@ -23,6 +23,7 @@ from fullshard.cli import (
     train,
 )
 from fullshard.cli.options import SettingHintCommand
+from fullshard.errors import PlanError, SpecError
 from fullshard.launch.environment import drop_leftover_torchrun_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.terminal import escape_control_characters, escape_log_messages, prepare_standard_streams
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # its error is one of this command
     if ending.failure is not None:
         message = _failure_text(ending.failure, os.environ.get("RANK"))
-        print(escape_control_characters(message), file=sys.stderr)
+        ending.failure.print_once_per_node(escape_control_characters(message))
     return ending.exit_code
 
 
@@ -205,4 +206,6 @@ def _global_options(
 def _failure_text(failure: FailureReport, rank: str | None) -> str:
     if rank is not None and failure.peer_lost:
         return f"rank {rank}: another rank has gone; its own message says why"
+    if failure.exit_code in (SpecError.exit_code, PlanError.exit_code):
+        rank = None  # all ranks have the same run
     return failure.user_message(int(rank) if rank is not None and rank.isdecimal() else None)

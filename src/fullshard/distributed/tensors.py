@@ -58,14 +58,10 @@ def zeros_sharded_like(tensor: Tensor, shape: Sequence[int], *, dtype: torch.dty
         dim = None if one.is_replicate() else cast(Any, one).dim
         if dim is not None and shape[dim] == 1 != tensor.shape[dim]:
             placements[axis] = Replicate()
-    _, own = own_box(shape, tensor.device_mesh, placements=placements)
+    mesh, whole = tensor.device_mesh, torch.empty(tuple(shape), device="meta")
+    local = torch.zeros(own_box(shape, mesh, placements=placements)[1], dtype=dtype, device=tensor.device)
     return DTensor.from_local(
-        torch.zeros(own, dtype=dtype, device=tensor.device),
-        tensor.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(tuple(shape), device="meta").stride(),
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

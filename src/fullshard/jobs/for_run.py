@@ -13,6 +13,7 @@ from fullshard.launch import environment
 from fullshard.launch.calibration import measure_unless_known
 from fullshard.launch.detect import detect_hardware
 from fullshard.launch.gc import disable_gc, freeze_imports_in_gc
+from fullshard.launch.outcome import OwnFaultRecorder
 from fullshard.launch.rank import be_killed_when_torchrun_ends
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
@@ -54,24 +55,16 @@ def planned_on_rank_zero(
         return
     be_killed_when_torchrun_ends()  # also while it waits for the plan
     with freeze_imports_in_gc():
-        from torch.distributed.elastic.multiprocessing.errors import record
-
         from fullshard.distributed.agreement import call_on_rank_zero
         from fullshard.parallel.mesh import process_group
     timeout_seconds = request.run.fault_tolerance.process_group_timeout_seconds
-    received = list[LaunchRequest]()
     with ExitStack() as stack:
-
-        @record  # writes an error to torchrun's error file
-        def meet_and_plan() -> None:
+        with OwnFaultRecorder(request.run.run.dir):
             stack.enter_context(process_group(request.run.run.device, timeout_seconds=timeout_seconds))
             texts = call_on_rank_zero(
                 lambda: [one.model_dump_json() for one in (make_plan(), request)], key="plan"
             )
-            received.extend(map(LaunchRequest.model_validate_json, texts))
-
-        meet_and_plan()
-        planned, first = received
+        planned, first = map(LaunchRequest.model_validate_json, texts)
         yield _with_paths_of_node(planned, request, first=first)
 
 

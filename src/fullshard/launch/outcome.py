@@ -1,5 +1,7 @@
 """The outcome of a process, the report of its failure, and the events that a launcher records about ranks."""
 
+import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -27,6 +29,7 @@ from fullshard.system.small_files import (
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # ATTEMPT_OF_NODE/LOCAL_RANK/error.json
 
 # Phrases in errors of gloo, NCCL and the store when another rank has gone.
 _PEER_LOST = (
@@ -79,6 +82,31 @@ class FailureReport:
         is_named = self.message.startswith(f"rank {rank} ")
         who = "error: " if rank is None else "" if is_named else f"rank {rank}: "
         return f"{self.traceback if shown else ''}{who}{self.message}"
+
+    def write_torchrun_error_file(self) -> None:
+        """Writes the report for torchrun, with a traceback if it is unexpected. An earlier report stays."""
+        shown = self.traceback if self.exit_code == 1 else self.message
+        details = {"py_callstack": shown, "timestamp": str(int(self.at))}
+        with suppress(KeyError, OSError), open(os.environ[_ERROR_FILE], "x", encoding="utf-8") as file:
+            json.dump({"message": {"message": self.message, "extraInfo": details}}, file)
+
+    def print_once_per_node(self, text: str) -> None:
+        """Prints `text`, unless another rank of torchrun on this node has printed one for an equal report.
+
+        Torchrun ends all ranks once one has ended: the lock holds the others until the text is printed.
+        """
+        name = f"printed-{hashlib.blake2b(self.message.encode(), digest_size=8).hexdigest()}"
+        with (
+            suppress(KeyError, OSError),
+            Path(os.environ[_ERROR_FILE]).parent.with_name(name).open("a") as file,
+        ):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not os.fstat(file.fileno()).st_size:
+                self.write_torchrun_error_file()
+                print(text, file=sys.stderr, flush=True)
+                file.write("printed")
+            return
+        print(text, file=sys.stderr)
 
 
 class ProcessOutcome(AbstractContextManager["ProcessOutcome"]):
@@ -179,7 +207,7 @@ class LaunchEventLog:
 class OwnFaultRecorder(AbstractContextManager["OwnFaultRecorder"]):
     """Context that records the exception with which this process, a rank of torchrun or srun, ends its run.
 
-    Only rank 0 records: it alone has recorded that the attempt started.
+    Each rank records for torchrun, and in the run's events only rank 0, which recorded the attempt's start.
 
     process: host and process id, as in the `start` event of a run that this process trains
     """
@@ -202,4 +230,6 @@ class OwnFaultRecorder(AbstractContextManager["OwnFaultRecorder"]):
         if isinstance(error, KeyboardInterrupt):
             self._log.record("stop", {"saved": False})
         else:
-            self._log.record_fault(FailureReport.from_exception(error), rank=int(os.environ["RANK"]))
+            failure = FailureReport.from_exception(error)
+            failure.write_torchrun_error_file()
+            self._log.record_fault(failure, rank=int(os.environ["RANK"]))

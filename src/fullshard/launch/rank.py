@@ -1,6 +1,7 @@
 """The program of one rank (`python -m fullshard.launch.rank DIRECTORY LAUNCHER_PID`, or under torchrun)."""
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -56,24 +57,13 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     be_killed_when_torchrun_ends()
-    from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
-
-    at_watchdog_exit = call_on_watchdog_exit(_write_error_file_of_torchrun, shows_error=False)
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
-        with _redirect_stdout_to_stderr(), OwnFaultRecorder(request.run.run.dir), at_watchdog_exit:
-            record(request.call_job)()
+        with _redirect_stdout_to_stderr(), OwnFaultRecorder(request.run.run.dir):
+            request.call_job()
     except SystemExit:  # `call_job` raises no other SystemExit
         return INTERRUPTED_EXIT_CODE
     return 0
-
-
-def _write_error_file_of_torchrun(error: TrainError) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise error  # torchrun prints the traceback that is being handled
-    except TrainError:
-        get_error_handler().record_exception(error)
 
 
 def be_killed_when_torchrun_ends() -> None:

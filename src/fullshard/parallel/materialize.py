@@ -12,7 +12,6 @@ give each mesh its own numbers.)
 """
 
 import hashlib
-import operator
 import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -446,7 +445,7 @@ def _cut_shard_like_parameter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)
     start, shape = own_box(whole.shape, parameter.device_mesh, placements=parameter.placements)
-    local = whole[tuple(map(slice, start, map(operator.add, start, shape)))]
+    local = whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
     # A copy: a view would keep the whole tensor's storage alive.
     return dtensor_from_local_part(parameter, local.to(parameter.dtype, copy=True))
 

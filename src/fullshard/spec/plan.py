@@ -26,7 +26,7 @@ def too_few_gpus_error(ranks: int, *, gpus: int, got: str) -> LaunchError:
         f"{ranks} ranks need a GPU each.",
         got=f"{got}, {gpus} GPUs",
         why="NCCL refuses two ranks on one device",
-        fix=f'run.ranks = {gpus}, or run.device = "cpu"',
+        fix=f'{gpus} ranks (run.ranks, or --nproc-per-node of torchrun), or run.device = "cpu"',
     )
 
 
@@ -388,7 +388,7 @@ def _microbatch_and_accumulation(run: Run, data_parallel_degree: int) -> tuple[i
             f"a global batch of {count_text(batch, 'sequence')} cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",
             why="every rank must do the same number of full microbatches a step",
-            fix=f"train.global_batch = {sizes}{shared}, or another run.ranks",
+            fix=f"train.global_batch = {sizes}{shared}, or another number of ranks",
         )
     microbatch = pinned or batch // data_parallel_degree
     return microbatch, batch // (data_parallel_degree * microbatch)
