@@ -200,13 +200,25 @@ def test_muon_and_adamw_of_torch_resume_from_one_directory(ranks: Any, tmp_path:
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=3e-3 if name in matrices else 2e-4)
 
 
+class Position:
+    """As torchtitan's Trainer keeps its own state."""
+
+    step, ntokens_seen = 0, -1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.__dict__ |= state
+
+
 def resume_by_torchtitan(target: Path) -> Any:
-    """Loads into torchtitan's own containers, as its checkpointer does. Rates are those of its settings."""
-    from torchtitan.components.checkpointer.base import ModelWrapper
+    """Loads by torchtitan's own checkpointer into its containers. Rates are those of its settings."""
+    from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
     from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
 
-    model, run = fsdp_model(), run_for("adamw")
+    model, run, position = fsdp_model(), run_for("adamw"), Position()
     rate = run.optimizer.learning_rate
     groups = [
         ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={"lr": one})
@@ -217,15 +229,21 @@ def resume_by_torchtitan(target: Path) -> Any:
     schedulers = LRSchedulersContainer(
         optimizers, lambda step: learning_rate_factor(run.schedule, step=step, steps=STEPS)
     )
-    wrapped, position = ModelWrapper(model), {"step": 0, "ntokens_seen": -1}
-    state = wrapped.state_dict() | {
-        "optimizer": optimizers,
-        "lr_scheduler": schedulers,
-        "train_state": position,
-    }
-    dcp.load(state, checkpoint_id=target)
-    wrapped.load_state_dict(state)
-    assert (position["step"], position["ntokens_seen"] > 0) == (SAVED, True)
+    settings = CheckpointManager.Config(
+        enable=True, folder=target.parent.name, exclude_from_loading=["dataloader"]
+    )
+    manager = settings.build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": position},
+        sd_adapter=None,
+        base_folder=str(target.parent.parent),
+    )
+    assert manager.load()
+    manager.close()
+    assert (position.step, position.ntokens_seen > 0) == (SAVED, True)
     return train_on(model, optimizers, schedulers), whole(model)
 
 
@@ -238,15 +256,14 @@ def resume_by_names_of_torchtitan(target: Path, optimizer: str) -> Any:
     state = {
         **model.state_dict(),
         "optimizer": flat,
-        "lr_scheduler": {"last_epoch": 0},
+        "lr_scheduler": scheduler.state_dict(),  # as in 0.2; 0.3 loads its last_epoch alone
         "train_state": {"step": 0, "ntokens_seen": 0},
     }
     dcp.load(state, checkpoint_id=target)
     model.load_state_dict(state, strict=False)
     set_optimizer_state_dict(model, own, flat, options=options)
     assert state["train_state"]["step"] == SAVED
-    scheduler.last_epoch = state["lr_scheduler"]["last_epoch"]
-    scheduler.base_lrs = [group["initial_lr"] for group in own.param_groups]
+    scheduler.load_state_dict(state["lr_scheduler"])
     return train_on(model, own, scheduler), whole(model)
 
 

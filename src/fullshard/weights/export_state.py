@@ -130,12 +130,11 @@ def _build_layout(
     else:
         entries = [(name, key) for name, one in group_of.items() for key in one if key != "params"]
         flat = {f"param_groups.{name}.{key}": group_of[name][key] for name, key in entries}
-    tokens = manifest.values.get("tokens")
+    tokens, position = manifest.values.get("tokens"), {"lr_scheduler": schedule}
     if form == "torchtitan":
-        position = {"train_state": {"step": manifest.step, "ntokens_seen": tokens}}
-        position |= {"lr_scheduler": {"last_epoch": manifest.step}}
+        position |= {"train_state": {"step": manifest.step, "ntokens_seen": tokens}}
         return {"": model | {"optimizer": {"state": state} | flat} | position}
-    position = {"lr_scheduler": schedule, "step": manifest.step, "tokens": tokens}
+    position |= {"step": manifest.step, "tokens": tokens}
     return {"": {"model": model, "optimizer": listed | flat} | position}
 
 
