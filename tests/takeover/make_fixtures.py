@@ -128,28 +128,51 @@ def plain() -> None:
         torch.save(content, legacy, _use_new_zipfile_serialization=False)
 
 
+def wrap(by_parameter: bool) -> Any:
+    return FSDP(
+        initial(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=by_parameter,
+        device_id=torch.device("cpu"),
+    )
+
+
+def write_fsdp1_truth(wrapped: Any, opt: torch.optim.Optimizer, path: Path) -> None:
+    with FSDP.summon_full_params(wrapped, writeback=False):
+        weights = {k.replace("_fsdp_wrapped_module.", ""): full(v) for k, v in wrapped.named_parameters()}
+    state = FSDP.full_optim_state_dict(wrapped, opt, rank0_only=False)["state"]
+    truth = weights | {"seen": torch.ones(3)}
+    for own, one in state.items():
+        truth |= {f"{k}.{own}": full(v) for k, v in one.items() if k != "step"}
+    if dist.get_rank() == 0:
+        save_file(truth, path / "truth.safetensors")
+
+
+def fsdp1_local() -> None:
+    """Local state dicts of FSDP1 with moments by name: flat parameters, also beside parts of parameters."""
+    for name, by_parameter in (("flat", False), ("parts", True)):
+        wrapped = wrap(by_parameter)
+        opt = torch.optim.AdamW(wrapped.parameters(), lr=RATE)
+        train(wrapped, opt)
+        path = ROOT / "fsdp1_local" / name
+        path.mkdir(parents=True, exist_ok=True)
+        config = LocalStateDictConfig(offload_to_cpu=True)
+        with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT, config):
+            content = {"model": wrapped.state_dict(), "optimizer": FSDP.optim_state_dict(wrapped, opt)}
+            torch.save(content, path / f"rank{dist.get_rank()}.pt")
+        if not by_parameter:  # both train alike
+            write_fsdp1_truth(wrapped, opt, path.parent)
+
+
 def fsdp1() -> None:
     """FSDP1: DCP, one file of each rank (sharded, local), and the full state whose moments are wrong."""
     for name, by_parameter in (("fsdp1_flat", False), ("fsdp1_full", True)):
-        model: Any = initial()
-        wrapped = FSDP(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=by_parameter,
-            device_id=torch.device("cpu"),
-        )
+        wrapped = wrap(by_parameter)
         opt = torch.optim.AdamW(groups(wrapped) if by_parameter else wrapped.parameters(), lr=RATE)
         schedule = train(wrapped, opt)
         path = ROOT / name
         path.mkdir(parents=True, exist_ok=True)
-        with FSDP.summon_full_params(wrapped, writeback=False):
-            weights = {k.replace("_fsdp_wrapped_module.", ""): full(v) for k, v in wrapped.named_parameters()}
-        state = FSDP.full_optim_state_dict(wrapped, opt, rank0_only=False)["state"]
-        truth = weights | {"seen": torch.ones(3)}
-        for own, one in state.items():
-            truth |= {f"{k}.{own}": full(v) for k, v in one.items() if k != "step"}
-        if dist.get_rank() == 0:
-            save_file(truth, path / "truth.safetensors")
+        write_fsdp1_truth(wrapped, opt, path)
         if by_parameter:
             with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
                 content = {"model": wrapped.state_dict(), "optimizer": FSDP.optim_state_dict(wrapped, opt)}
@@ -273,7 +296,7 @@ def lightning() -> None:
 
 
 MAKERS: dict[str, Callable[[], None]] = {
-    one.__name__: one for one in (fsdp2, plain, fsdp1, accelerate, trainer, lightning)
+    one.__name__: one for one in (fsdp2, plain, fsdp1, fsdp1_local, accelerate, trainer, lightning)
 }
 
 

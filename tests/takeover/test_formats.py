@@ -96,6 +96,7 @@ def assert_equals_truth(found: dict[str, torch.Tensor], truth: dict[str, torch.T
     [
         *(("fsdp2_dcp", "source"), ("torch_names", "source.pt"), ("torch_numbers", "source.pt")),
         *(("torch_numbers", "legacy.pt"), ("fsdp1_flat", "source"), ("fsdp1_flat", "dcp")),
+        *(("fsdp1_local", "flat"), ("fsdp1_local", "parts")),
         *(("accelerate_sharded", "source"), ("accelerate_full", "source")),
         *(("lightning_sharded", "source"), ("lightning_full", "source.ckpt")),
     ],
@@ -150,9 +151,10 @@ def test_torchtitan_llama_and_its_moments_get_the_rows_of_hugging_face(
 
 def test_parts_of_a_fused_tensor_of_torchtitan_have_its_number_of_updates(tmp_path: Path) -> None:
     found = open_foreign_checkpoint(FIXTURES / "torchtitan_0_3/source")
-    (fused,) = [name for name in found.updates if "wqkv" in name]
+    (fused,) = [name for name in found.optimizer.updates if "wqkv" in name]
     model = ImportTarget.of_run(run_of(tmp_path, LLAMA.replace("kv_heads = 1", "kv_heads = 2"))).model
-    updates = match_names(replace(found, updates={**found.updates, fused: 2}), model).updates
+    one = replace(found.optimizer, updates={**found.optimizer.updates, fused: 2})
+    updates = match_names(replace(found, optimizer=one), model).updates
     parts = {f"blocks.0.attention.{one}.weight" for one in ("query", "key", "value")}
     assert {name for name, count in updates.items() if count == 2} == parts
     lacking = {name: one for name, one in found.weights.items() if not name.endswith("wk.weight")}

@@ -90,7 +90,7 @@ def test_an_export_is_imported_without_a_difference(
     settings = [*target.compare_settings(match_names(found, target.model), step=STEPS)]
     assert [one.key for one in settings if one.differs] == []
     for group in cast(list[dict[str, Any]], manifest.values["parameter_groups"]):
-        there = [one for one in found.groups if {*group["params"]} & {*one.names}]
+        there = [one for one in found.optimizer.groups if {*group["params"]} & {*one.names}]
         of_muon = {"betas"} if group.get("kind") == "muon" else set[str]()  # which it does not use
         for key in group.keys() & SETTINGS - of_muon:
             value = tuple(group[key]) if isinstance(group[key], list) else (group[key],)

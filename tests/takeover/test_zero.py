@@ -52,7 +52,9 @@ def read_truth(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def read_all(found: ForeignCheckpoint) -> dict[str, Tensor]:
     """Returns every tensor under its name, and moments under KEY.NAME."""
-    moments = {f"{key}.{name}": one for name, some in found.moments.items() for key, one in some.items()}
+    moments = {
+        f"{key}.{name}": one for name, some in found.optimizer.moments.items() for key, one in some.items()
+    }
     return {name: one.read() for name, one in (dict(found.weights) | moments).items()}
 
 
@@ -106,11 +108,12 @@ def test_progress_and_groups_are_those_of_the_engine(name: str):
     assert (found.step, found.skipped_steps) == (values["steps"], values["skipped"])
     assert found.settings == {"train.global_batch": values["samples"] // values["steps"]}
     assert f"{values['samples']} samples" in found.notes[0]
-    assert [group.settings["lr"] for group in found.groups] == [(rate,) for rate in values["rates"][-1]]
-    assert [group.settings["weight_decay"] for group in found.groups] == [(0.1,), (0.0,)]
-    names = [name for group in found.groups for name in group.names]
-    assert sorted(names) == sorted(found.moments)
-    assert {truth[name].ndim for name in found.groups[1].names} == {1}
+    groups = found.optimizer.groups
+    assert [group.settings["lr"] for group in groups] == [(rate,) for rate in values["rates"][-1]]
+    assert [group.settings["weight_decay"] for group in groups] == [(0.1,), (0.0,)]
+    names = [name for group in groups for name in group.names]
+    assert sorted(names) == sorted(found.optimizer.moments)
+    assert {truth[name].ndim for name in groups[1].names} == {1}
 
 
 def test_the_loss_scale_of_fp16_is_reported_and_its_masters_are_fp32():
@@ -118,7 +121,7 @@ def test_the_loss_scale_of_fp16_is_reported_and_its_masters_are_fp32():
     found = zero.open_source(FIXTURES / "zero1_fp16")
     assert values["skipped"] > 0
     assert f"loss scale was {values['scale']:g}" in found.notes[1]
-    assert {found.weights[name].dtype for name in found.moments} == {torch.float32}
+    assert {found.weights[name].dtype for name in found.optimizer.moments} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["zero2_fp32", "zero3_subgroups"])
@@ -335,7 +338,7 @@ def test_reading_holds_one_parameter_in_memory(tmp_path: Path):
     begin_bytes, peak_bytes = anonymous_bytes(), 0
     found = zero.open_source(tmp_path)
     for name in shapes:
-        for tensor in (found.weights[name], *found.moments[name].values()):
+        for tensor in (found.weights[name], *found.optimizer.moments[name].values()):
             read = tensor.read()
             peak_bytes = max(peak_bytes, anonymous_bytes() - begin_bytes)
             del read

@@ -91,7 +91,7 @@ def test_taken_over_steps_equal_those_of_an_unsharded_model(name: str, ranks: in
     found = zero.open_source(FIXTURES / name)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(found.weights[key].read(), parameter.detach(), rtol=1e-5, atol=1e-6)
-        for moment, tensor in found.moments.get(key, {}).items():
+        for moment, tensor in found.optimizer.moments.get(key, {}).items():
             expected = optimizer.state[parameter][moment]
             torch.testing.assert_close(tensor.read(), expected, rtol=1e-3, atol=1e-6 * expected.abs().max())
 

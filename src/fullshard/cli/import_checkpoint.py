@@ -104,7 +104,7 @@ def _report_rows(
     yield from ((name, "left over") for name in (*matched.left_over, *matched.left_over_state))
     tokens = "tokens unknown, counted from 0" if found.tokens is None else f"{found.tokens} tokens"
     yield found.format, f"step {found.step}, {found.skipped_steps} skipped, {tokens}"
-    for group in (one for one in found.groups if one.others):
+    for group in (one for one in found.optimizer.groups if one.others):
         others = ", ".join(f"{key} = {value}" for key, value in group.others.items())
         yield f"group of {next(iter(group.names), '?')}", f"not read: {others}"
     yield "not taken over", "random states; the position in the data, which begins at row step * global_batch"

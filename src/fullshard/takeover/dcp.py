@@ -6,7 +6,7 @@ read by `stand_ins.read_pickle`, and each tensor or value is a part of a file th
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,22 @@ import torch
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.takeover.optimizer_state import (
-    as_lightning,
     as_number,
     check_is_alone,
     count_steps,
     count_steps_of_program,
     make_group,
+    make_lightning,
     merge_equal_groups,
     split_steps,
 )
-from fullshard.takeover.source import ForeignCheckpoint, LazyTensor, SavedBox, change_names
+from fullshard.takeover.source import (
+    ForeignCheckpoint,
+    ForeignOptimizer,
+    LazyTensor,
+    SavedBox,
+    change_names,
+)
 from fullshard.takeover.stand_ins import read_pickle, read_torch_file, read_torch_part
 
 METADATA = ".metadata"
@@ -64,8 +70,8 @@ class DcpDirectory:
                 return self.tensors[name].read()
         return None
 
-    def read_optimizer(self, names: Sequence[str]) -> ForeignCheckpoint:
-        """Returns the optimizer's part of a checkpoint. `names`: all parameters, if groups do not list them.
+    def read_optimizer(self, names: Sequence[str]) -> ForeignOptimizer:
+        """Returns the optimizer's state. `names`: all parameters, if groups do not list them.
 
         Raises CheckpointError for two states of one parameter, and for optimizers that fullshard lacks.
         """
@@ -81,7 +87,7 @@ class DcpDirectory:
                 entries.setdefault(match[1], {})[match[2]] = self.read_value(name)
         of_key = {key: names if key.isdigit() else [key] for key in entries}
         groups = [make_group(e.get("params") or of_key[key], e) for key, e in entries.items()]
-        return ForeignCheckpoint(moments, updates, merge_equal_groups(groups))
+        return ForeignOptimizer(moments, updates, merge_equal_groups(groups))
 
     def _names_of_states(self) -> dict[str, str]:
         """Returns {name of a tensor of the optimizer: name of the parameter, a dot, and the key}."""
@@ -109,17 +115,17 @@ def open_source(path: Path) -> ForeignCheckpoint:
     """Opens a directory of DCP. Reads `.metadata` and small values; raises CheckpointError."""
     table = read_dcp_directory(path)
     weights = table.select_weights()
-    found = table.read_optimizer([*weights])
-    found = replace(found, format="DCP", files=table.files, weights=weights)
-    if (path / _LIGHTNING).is_file():
-        return as_lightning(found, read_torch_file(path / _LIGHTNING), file=path / _LIGHTNING)
-    tokens = as_number(table.read_value("train_state.ntokens_seen", "tokens"))
-    found = replace(found, tokens=None if tokens is None else int(tokens))
+    optimizer, files, name = table.read_optimizer([*weights]), table.files, "DCP"
+    if (file := path / _LIGHTNING).is_file():
+        return make_lightning(optimizer, weights, content=read_torch_file(file), files=(*files, file))
     if (reported := as_number(table.read_value("train_state.step"))) is not None:
-        return replace(found, format="torchtitan (DCP)", step=count_steps(found.updates, reported))
-    reported = as_number(table.read_value("step", "global_step"))
-    step, notes = count_steps_of_program(found.updates, reported)
-    return replace(found, step=step, notes=notes)
+        name, step, notes = "torchtitan (DCP)", count_steps(optimizer.updates, reported), ()
+    else:
+        reported = as_number(table.read_value("step", "global_step"))
+        step, notes = count_steps_of_program(optimizer.updates, reported)
+    count = as_number(table.read_value("train_state.ntokens_seen", "tokens"))
+    tokens = None if count is None else int(count)
+    return ForeignCheckpoint(optimizer, weights, step, name, files, tokens=tokens, notes=notes)
 
 
 def read_dcp_directory(path: Path) -> DcpDirectory:

@@ -20,7 +20,13 @@ from fullshard.models.build import text_config
 from fullshard.models.decoder import DecoderModel
 from fullshard.quantities import join_names
 from fullshard.spec.weight_map import BoxCopy, Shape, WeightMap, map_unchanged_tensor
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor, change_names
+from fullshard.takeover.source import (
+    ForeignCheckpoint,
+    ForeignGroup,
+    ForeignOptimizer,
+    LazyTensor,
+    change_names,
+)
 from fullshard.weights.files import iterate_copies
 from fullshard.weights.names import llama_weight_map, map_file_tensors_to_model
 
@@ -37,6 +43,7 @@ _TITAN = {
     **{f"feed_forward.w{i}": f"mlp.{one}_proj" for i, one in ((1, "gate"), (2, "down"), (3, "up"))},
 }
 _TITAN_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.weight")
+_ONE_NAME = "a source with one of them, or other --names"  # the fix for two tensors of one name
 _ROTATED = re.compile(r".*\.w([qk])\.weight")
 _FUSED = re.compile(r"(.*\.qkv_linear\.w)qkv\.weight")  # state of it; the weights are saved apart
 # As transformers' Trainer selects parameters without weight decay, in its version 5.
@@ -47,7 +54,7 @@ _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(
 class MatchedCheckpoint:
     """The tensors of a source under the names of a run's model.
 
-    weights, moments, updates, groups: as in `ForeignCheckpoint`
+    weights, moments, updates, groups: as in `ForeignCheckpoint` and `ForeignOptimizer`
     sources: the names in the source that each tensor of the model consists of
     missing: tensors of the model that the source lacks
     left_over, left_over_state: names in the source of tensors, and of state, that the model does not have
@@ -81,14 +88,17 @@ def match_names(
     """
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    source = _split_fused_state(source, model)
+    source = replace(source, optimizer=_split_fused_state(source, model))
     here, heads = _names_here(source, model, wanted=wanted, names=names or {})
-    source = _with_names(source, here, heads=heads)
+    read = {name: _in_halves_of_heads(name, one, heads=heads) for name, one in source.weights.items()}
+    state = _rename_state(source.optimizer, here, heads=heads)
+    source = replace(source, weights=change_names(read, here, fix=_ONE_NAME), optimizer=state)
     original = {new: old for old, new in here.items()}
     found = map_file_tensors_to_model(model, {name: one.shape for name, one in source.weights.items()})
     _check_shapes(found, wanted)
-    if source.has_numbered_moments:
-        source = _name_numbered_moments(source, found, order=order, model=model)
+    if state.has_numbered_moments:
+        state = _name_numbered_moments(source, found, order=order, model=model)
+        source = replace(source, optimizer=state)
     first = {id(one): name for name, one in model.named_parameters()}
     own = {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
     names_of: dict[str, list[str]] = {}  # of a tied tensor several, of which its own counts before aliases
@@ -114,16 +124,16 @@ def match_names(
     return MatchedCheckpoint(
         weights=weights,
         moments={name: state for name, state in moved.items() if state},
-        updates={n: count for one, count in source.updates.items() for n in targets.get(one, ())},
+        updates={n: count for one, count in state.updates.items() for n in targets.get(one, ())},
         groups=tuple(
             replace(group, names=tuple(dict.fromkeys(n for one in group.names for n in targets.get(one, ()))))
-            for group in source.groups
+            for group in state.groups
         ),
         sources={n: tuple(dict.fromkeys(original[one.source] for one in some)) for n, some in parts.items()},
         missing=tuple(name for name in wanted if own.get(name, name) == name and name not in parts),
         left_over=tuple(original[name] for name in found.surplus),
-        left_over_state=tuple(original.get(name, name) for name in source.moments if name not in targets),
-        frozen=tuple(original.get(n, n) for n in source.moments if targets.get(n, {}).keys() - parameters),
+        left_over_state=tuple(original.get(name, name) for name in state.moments if name not in targets),
+        frozen=tuple(original.get(n, n) for n in state.moments if targets.get(n, {}).keys() - parameters),
     )
 
 
@@ -135,7 +145,7 @@ def _names_here(
     Also returns the numbers of heads of queries and keys, by `q` and `k`, if rows are in torchtitan's order.
     """
     heads: dict[str, int] = {}
-    here = {name: _plain_name(name, names) for name in (*source.weights, *source.moments)}
+    here = {name: _plain_name(name, names) for name in (*source.weights, *source.optimizer.moments)}
     weights = {here[name] for name in source.weights}
     prefix = next(iter(weights), "").partition(".")[0] + "."  # a LightningModule's attribute
     inside = {name.removeprefix(prefix) for name in weights}
@@ -180,29 +190,29 @@ def _head_counts(model: nn.Module) -> dict[str, int]:
     return {"q": config.num_attention_heads, "k": config.num_key_value_heads}
 
 
-def _split_fused_state(source: ForeignCheckpoint, model: nn.Module) -> ForeignCheckpoint:
+def _split_fused_state(source: ForeignCheckpoint, model: nn.Module) -> ForeignOptimizer:
     """Gives wq, wk and wv of torchtitan 0.3 their state, which it saves as that of the fused `wqkv`.
 
     Its rows are, for each head of keys: those of the queries of this head, of the key, and of the value.
     """
-    parts: dict[str, list[str]] = {}
-    for name in source.moments:
+    state, parts = source.optimizer, dict[str, list[str]]()
+    for name in state.moments:
         own = [f"{match[1]}{one}.weight" for one in "qkv"] if (match := _FUSED.fullmatch(name)) else []
         if own and source.weights.keys() >= {*own}:
             parts[name] = own
-    moments = {name: state for name, state in source.moments.items() if name not in parts}
+    moments = {name: one for name, one in state.moments.items() if name not in parts}
     for name, own in parts.items():
         heads, shapes = _head_counts(model)["k"], [source.weights[one].shape for one in own]
         for number, (one, shape) in enumerate(zip(own, shapes, strict=True)):
             select = {"heads": heads, "rows": [rows // heads for rows, *_ in shapes], "number": number}
             moments[one] = {
                 key: replace(tensor, shape=shape, read=partial(_read_rows_of_heads, tensor, **select))
-                for key, tensor in source.moments[name].items()
+                for key, tensor in state.moments[name].items()
             }
-    names = [tuple(new for one in group.names for new in parts.get(one, [one])) for group in source.groups]
-    groups = tuple(replace(group, names=own) for group, own in zip(source.groups, names, strict=True))
-    updates = {one: count for name, count in source.updates.items() for one in parts.get(name, [name])}
-    return replace(source, moments=moments, updates=updates, groups=groups)
+    names = [tuple(new for one in group.names for new in parts.get(one, [one])) for group in state.groups]
+    groups = tuple(replace(group, names=own) for group, own in zip(state.groups, names, strict=True))
+    updates = {one: count for name, count in state.updates.items() for one in parts.get(name, [name])}
+    return replace(state, moments=moments, updates=updates, groups=groups)
 
 
 def _read_rows_of_heads(tensor: LazyTensor, *, heads: int, rows: list[int], number: int) -> Tensor:
@@ -219,44 +229,44 @@ def _raise_other_titan(got: str) -> NoReturn:
     raise CheckpointError("of torchtitan's models, Llama 3 alone is read.", got=got, why=why, fix=fix)
 
 
-def _with_names(
-    source: ForeignCheckpoint, here: Mapping[str, str], *, heads: Mapping[str, int]
-) -> ForeignCheckpoint:
-    """Returns the source with other names, and its queries and keys in halves of heads (`heads`)."""
-
-    def change(name: str, tensor: LazyTensor) -> LazyTensor:
-        match = _ROTATED.fullmatch(name)
-        return _in_halves_of_heads(tensor, heads[match[1]]) if heads and match is not None else tensor
-
-    moments = {n: {key: change(n, one) for key, one in s.items()} for n, s in source.moments.items()}
-    fix = "a source with one of them, or other --names"
+def _rename_state(
+    state: ForeignOptimizer, here: Mapping[str, str], *, heads: Mapping[str, int]
+) -> ForeignOptimizer:
+    """Returns the state by the names `here`, with that of queries and keys in halves of heads."""
+    moments = {
+        name: {key: _in_halves_of_heads(name, one, heads=heads) for key, one in own.items()}
+        for name, own in state.moments.items()
+    }
     return replace(
-        source,
-        weights=change_names({n: change(n, one) for n, one in source.weights.items()}, here, fix=fix),
-        moments=change_names(moments, here, fix=fix),
-        updates={here[name]: count for name, count in source.updates.items() if name in here},
-        groups=tuple(replace(g, names=tuple(here.get(n, n) for n in g.names)) for g in source.groups),
+        state,
+        moments=change_names(moments, here, fix=_ONE_NAME),
+        updates={here[name]: count for name, count in state.updates.items() if name in here},
+        groups=tuple(replace(g, names=tuple(here.get(n, n) for n in g.names)) for g in state.groups),
     )
 
 
-def _in_halves_of_heads(tensor: LazyTensor, heads: int) -> LazyTensor:
-    """Returns the rows in Hugging Face's order, which rotates the two halves of a head.
+def _in_halves_of_heads(name: str, tensor: LazyTensor, *, heads: Mapping[str, int]) -> LazyTensor:
+    """Returns rows of queries and keys in Hugging Face's order, which rotates the two halves of a head.
 
     torchtitan rotates pairs of neighbouring rows. Its own export moves rows in the same way.
     """
+    match = _ROTATED.fullmatch(name)
+    if not heads or match is None:
+        return tensor
 
     def read() -> Tensor:
         rows = tensor.read()
-        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return rows.view(heads[match[1]], -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
     return replace(tensor, read=read)
 
 
 def _name_numbered_moments(
     source: ForeignCheckpoint, found: WeightMap, *, order: str | Sequence[str] | None, model: nn.Module
-) -> ForeignCheckpoint:
+) -> ForeignOptimizer:
     """Gives numbered moments the names of their parameters, and checks numbers and shapes."""
-    numbers = [name for group in source.groups for name in group.names]
+    state = source.optimizer
+    numbers = [name for group in state.groups for name in group.names]
     order = order or source.default_order
     if order is None:
         got = f"numbers up to {len(numbers) - 1}, in the order of the groups that its program built"
@@ -271,7 +281,7 @@ def _name_numbered_moments(
     if order == "decay-first":
         decays = {name: _decays(names_here.get(name, name), model) for name in known}
         names = sorted(known, key=lambda name: not decays[name])
-        if sum(decays.values()) != (count := len(source.groups[0].names)):
+        if sum(decays.values()) != (count := len(state.groups[0].names)):
             raise _other_order_error(f"{sum(decays.values())} parameters decay, {count} in the source")
     if len(names) != len(numbers):
         raise _other_order_error(f"{len(names)} parameters, {len(numbers)} in the source")
@@ -279,12 +289,12 @@ def _name_numbered_moments(
     if source.default_order is None:
         keys = {new: old for old, new in names_here.items()} | {old: old for old in names_here}
     named = dict(zip(numbers, (keys.get(name, name) for name in names), strict=True))
-    for number, state in source.moments.items():
+    for number, moments in state.moments.items():
         name = names_here.get(named[number], named[number])
-        for key, tensor in state.items():
+        for key, tensor in moments.items():
             if name not in parameters or tensor.shape != tuple(parameters[name].shape):
                 raise _other_order_error(f"{key} {number} is {list(tensor.shape)}, which {name} is not")
-    return replace(_with_names(replace(source, weights={}), named, heads={}), weights=source.weights)
+    return _rename_state(state, named, heads={})
 
 
 def _decays(name: str, model: nn.Module) -> bool:
@@ -314,12 +324,12 @@ def _move_moments(
     source: ForeignCheckpoint, parts: Sequence[BoxCopy], *, name: str, shape: Shape
 ) -> Mapping[str, LazyTensor]:
     """Returns the state of the model's parameter `name`: its own, or the boxes of its sources' states."""
-    states = {part.source: source.moments.get(part.source, {}) for part in parts}
+    states = {part.source: source.optimizer.moments.get(part.source, {}) for part in parts}
     keys = set[str]().union(*states.values())
     if lacking := [one for one, state in states.items() if set(state) != keys]:
         got = f"no {join_names(sorted(keys))} of {join_names(lacking, most=3)}"
         raise CheckpointError(f"the state of {name} is not whole.", got=got)
-    counts = {source.updates.get(one): one for one in states}
+    counts = {source.optimizer.updates.get(one): one for one in states}
     if len(counts) > 1:
         what = f"the parts of {name} were updated in different numbers of steps."
         got = join_names([f"{n}: {'none' if c is None else f'{c:.0f}'}" for c, n in counts.items()], most=3)

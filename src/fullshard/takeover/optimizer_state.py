@@ -11,10 +11,12 @@ from torch import Tensor
 
 from fullshard.errors import CheckpointError
 from fullshard.quantities import join_names
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, ForeignOptimizer, LazyTensor
 
 _SECOND = re.compile(r"(?:optim|optimizer|(?:pytorch_)?model(?:_fsdp)?)_[1-9]\d*(?=\.|$)")
 Moments = dict[str, dict[str, LazyTensor]]
+LIGHTNING = "pytorch-lightning_version"
+"""Key of Lightning's checkpoints."""
 MOMENTUM_SETTINGS = ("momentum", "nesterov", "dampening")
 """Settings of SGD's and Muon's groups, as torch names them."""
 # Entries of groups: numbers; those that are checked, or change no step; and those of other optimizers.
@@ -37,8 +39,8 @@ def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments
     return {name: one for name, one in moments.items() if one}, counts
 
 
-def read_optimizer_dict(state_dict: Mapping[str, Any]) -> ForeignCheckpoint:
-    """Returns the optimizer's part of a checkpoint, from a state dict of torch.
+def read_optimizer_dict(state_dict: Mapping[str, Any]) -> ForeignOptimizer:
+    """Returns the state in a state dict of torch's optimizers.
 
     Its states are by name (of DCP's full state dicts), or by the number of the parameter, which an optimizer
     of `named_parameters()` has named.
@@ -51,7 +53,7 @@ def read_optimizer_dict(state_dict: Mapping[str, Any]) -> ForeignCheckpoint:
     moments, updates = split_steps({str(names.get(key, key)): state_tensors(one) for key, one in raw.items()})
     groups = tuple(make_group([names.get(n, n) for n in one.get("params", ())], one) for one in listed)
     is_numbered = any(isinstance(one, int) and one not in names for one in raw)
-    return ForeignCheckpoint(moments, updates, groups, has_numbered_moments=is_numbered)
+    return ForeignOptimizer(moments, updates, groups, has_numbered_moments=is_numbered)
 
 
 def count_steps(updates: Mapping[str, float], reported: float | None, *, skipped: int = 0) -> int:
@@ -160,12 +162,14 @@ def check_is_alone(names: Iterable[object]) -> None:
         raise CheckpointError("the source has several models or optimizers.", got=got, fix=fix)
 
 
-def as_lightning(found: ForeignCheckpoint, content: Any, *, file: Path) -> ForeignCheckpoint:
-    """Returns the checkpoint with the facts that Lightning's `file` holds beside tensors."""
-    return replace(
-        found,
-        format="Lightning",
-        files=tuple(dict.fromkeys((*found.files, file))),
-        step=count_steps(found.updates, int(content["global_step"])),
-        version=str(content.get("pytorch-lightning_version")),
-    )
+def make_lightning(
+    optimizer: ForeignOptimizer,
+    weights: Mapping[str, LazyTensor],
+    *,
+    content: Any,
+    files: tuple[Path, ...],
+    notes: tuple[str, ...] = (),
+) -> ForeignCheckpoint:
+    """Returns a checkpoint of Lightning. `content`: the facts that it saves beside tensors."""
+    step, version = count_steps(optimizer.updates, int(content["global_step"])), content.get(LIGHTNING)
+    return ForeignCheckpoint(optimizer, weights, step, "Lightning", files, version=str(version), notes=notes)

@@ -1,8 +1,10 @@
-"""Files of torch.save that each rank wrote of its shards: ShardedTensors of FSDP1."""
+"""Files of torch.save that each rank wrote of its parts: ShardedTensors of FSDP1, flat vectors."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.quantities import join_names
 from fullshard.takeover.source import LazyTensor, SavedBox
 from fullshard.takeover.stand_ins import StandInTensor, read_torch_file
 
 _NAME = re.compile(r"(.*?rank[_-]?)(\d+)((?:\D.*)?\.(?:pt|pth|bin|ckpt))")
+_FLAT = "_flat_param"  # the name of a unit's in local state dicts of FSDP1
 _SHARDED = "torch.distributed._shard"
 _TENSORS = [f"{_SHARDED}.sharded_tensor.api.ShardedTensor"]
 _CLASSES = [
@@ -27,6 +29,10 @@ _CLASSES = [
     f"{_SHARDED}.sharding_spec.api.EnumerableShardingSpec",
     "torch.distributed.remote_device._remote_device",
 ]
+
+Slice = tuple[int, int]
+"""(begin, number of elements) in a flat vector of a rank."""
+Tensors = dict[str, LazyTensor]
 
 
 def find_files(path: Path) -> list[Path]:
@@ -52,7 +58,10 @@ def find_files(path: Path) -> list[Path]:
 
 
 def join_files(files: Sequence[Path]) -> Any:
-    """Returns the content of the files, with a LazyTensor in place of the shards of each tensor."""
+    """Returns the content of the files, with a LazyTensor in place of the shards of each tensor.
+
+    In the place of a flat parameter, see `split_flat_parameters`, is a list of {"": part of each rank}.
+    """
     content = [read_torch_file(one, classes=_CLASSES, tensor_classes=_TENSORS) for one in files]
     return _join(content, "", files=files)
 
@@ -65,11 +74,6 @@ def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
     first = values[0]
     if isinstance(first, dict):
         keys = cast(dict[Any, Any], first).keys()
-        if flat := [key for key in keys if str(key).endswith("_flat_param")]:
-            what = f"{files[0]} is a local state dict of FSDP1."
-            why = "flat parameters have no names, and parts of parameters no shapes"
-            fix = "StateDictType.SHARDED_STATE_DICT in the program that saves"
-            raise CheckpointError(what, got=join_names(flat, most=2), why=why, fix=fix)
         for value, file in zip(values, files, strict=True):
             if not isinstance(value, dict) or value.keys() != keys:
                 raise CheckpointError(f"{file} holds other names than {files[0].name}.", got=f"in {name!r}")
@@ -86,8 +90,10 @@ def _join(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
     return first
 
 
-def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> LazyTensor:
+def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[Path]) -> Any:
+    shape, dtype = tuple(values[0].state[1].state["size"]), values[0].dtype
     boxes: list[SavedBox] = []
+    vectors = [{"": LazyTensor((0,), dtype, partial(torch.empty, 0, dtype=dtype))} for _ in files]
     for rank, (value, file) in enumerate(zip(values, files, strict=True)):
         shards, _, place, *_ = value.state
         if place.state["global_world_size"] > len(files):
@@ -99,8 +105,83 @@ def _join_sharded_tensors(values: Sequence[Any], name: str, *, files: Sequence[P
             where = shard.state["metadata"].state
             read = partial(Tensor.detach, shard.state["tensor"])
             boxes.append(SavedBox(tuple(where["shard_offsets"]), tuple(where["shard_sizes"]), read))
-    shape, dtype = tuple(values[0].state[1].state["size"]), values[0].dtype
-    return LazyTensor.from_boxes(name, boxes, shape=shape, dtype=dtype)
+            vectors[rank][""] = LazyTensor(boxes[-1].shape, dtype, read)
+    joined = LazyTensor.from_boxes(name, boxes, shape=shape, dtype=dtype)
+    return vectors if name.endswith(_FLAT) else joined
+
+
+def split_flat_parameters(
+    weights: Mapping[str, Any], moments: Mapping[str, Mapping[str, LazyTensor]]
+) -> dict[str, Any]:
+    """Returns `weights`, with those in flat parameters of local state dicts of FSDP1 by their names.
+
+    A flat parameter has the parameters of a unit one after another. `FSDP.optim_state_dict` gives the moments
+    names and shapes, in this order. With use_orig_params, `weights` have the names in this order, and each
+    parameter begins at a multiple of 16 bytes. Raises CheckpointError without such moments.
+    """
+    found = {name: one for name, one in weights.items() if not str(name).endswith(_FLAT)}
+    names = [name for name in dict.fromkeys((*weights, *moments)) if name in moments]
+    for flat in sorted(weights.keys() - found.keys(), key=len, reverse=True):  # inner units first
+        vectors = weights[flat]
+        own = [name for name in names if name.startswith(flat.removesuffix(_FLAT))]
+        names = [name for name in names if name not in own]
+        shapes = {name: next(iter(moments[name].values())).shape for name in own}
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        paddings = [-one % (16 // vectors[0][""].dtype.itemsize) for one in sizes]
+        size = sum(one[""].shape[0] for one in vectors)
+        if sum(sizes) == size:
+            paddings = [0] * len(sizes)
+        elif sum(sizes) + sum(paddings[:-1]) != size:
+            what = f"{flat} of a local state dict of FSDP1 cannot be divided into parameters."
+            got, why = f"{size} elements, {sum(sizes)} in moments by name", "it has no names and no shapes"
+            fix = "FSDP.optim_state_dict(model, optimizer) in the same file, or SHARDED_STATE_DICT"
+            raise CheckpointError(what, got=got, why=why, fix=fix)
+        divided = split_vectors(shapes, paddings, vectors=vectors)
+        found |= {name: one[""] for name, one in divided.items()}
+    return found
+
+
+def split_vectors(
+    shapes: Mapping[str, Sequence[int]], paddings: Sequence[int], *, vectors: Sequence[Tensors]
+) -> dict[str, Tensors]:
+    """Returns tensors that lie one after another in a vector of each kind, cut into equal parts of ranks.
+
+    paddings: number of elements after each tensor, for its alignment
+    """
+    size = max(one.shape[0] for own in vectors for one in own.values())  # the last may lack padding
+    found: dict[str, Tensors] = {}
+    begin = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        end = begin + math.prod(shape)
+        first = [max(0, begin - rank * size) for rank in range(len(vectors))]
+        slices = [(at, max(0, min(end - rank * size, size) - at)) for rank, at in enumerate(first)]
+        found[name] = join_parts(name, tuple(shape), slices=slices, vectors=vectors)
+        begin = end + padding
+    return found
+
+
+def join_parts(
+    name: str, shape: tuple[int, ...], *, slices: Sequence[Slice], vectors: Sequence[Tensors]
+) -> Tensors:
+    """Returns the tensor of each kind, such as `exp_avg`. Raises DamagedCheckpointError if parts lack.
+
+    slices: its place in the `vectors` of each rank
+    """
+    begins = [0, *accumulate(size for _, size in slices)]
+
+    def join(key: str) -> LazyTensor:
+        boxes: list[SavedBox] = []
+        for at, own, (begin, size) in zip(begins, vectors, slices, strict=False):
+            held = max(0, min(size, own[key].shape[0] - begin))
+            boxes.append(SavedBox((at,), (held,), partial(_read_slice, own[key], begin=begin, length=held)))
+        flat = LazyTensor.from_boxes(name, boxes, shape=(math.prod(shape),), dtype=vectors[0][key].dtype)
+        return LazyTensor(shape, flat.dtype, lambda: flat.read().view(shape))
+
+    return {key: join(key) for key in vectors[0]}
+
+
+def _read_slice(vector: LazyTensor, *, begin: int, length: int) -> Tensor:
+    return vector.read()[begin : begin + length]
 
 
 def _missing_rank_error(file: Path, rank: int) -> DamagedCheckpointError:

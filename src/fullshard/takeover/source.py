@@ -104,7 +104,7 @@ def _overlap(boxes: Sequence[SavedBox]) -> bool:
 class ForeignGroup:
     """A parameter group of a foreign optimizer.
 
-    names: its parameters as `ForeignCheckpoint.moments` names them, in the group's order
+    names: its parameters as `ForeignOptimizer.moments` names them, in the group's order
     settings: {entry of a group of torch, such as `lr` or `betas`: its numbers, or a name}
     others: entries that are not known here
     """
@@ -115,19 +115,31 @@ class ForeignGroup:
 
 
 @dataclass(frozen=True)
-class ForeignCheckpoint:
-    """Content of a foreign checkpoint. Generators and the position in the data are never part of it.
+class ForeignOptimizer:
+    """State of a foreign optimizer.
 
     moments: {name of a parameter: {`exp_avg`, `exp_avg_sq` or `momentum_buffer`: tensor}}. With
         `has_numbered_moments`, the keys are "0", "1" … in the order of the optimizer's groups.
     updates: number of updates of each parameter, by the keys of `moments`, if its optimizer counts them
-    groups: the optimizer's parameter groups
-    default_order: order of numbered moments among the parameters of the model in memory, see `names.ORDERS`;
-        None if the format has none: then it is asked for, and `weights` are in the model's order
-    format: name of the format, for people: "DeepSpeed ZeRO-2"
-    files: the files that tensors and values come from
+    groups: its parameter groups
+    """
+
+    moments: Mapping[str, Mapping[str, LazyTensor]]
+    updates: Mapping[str, float]
+    groups: tuple[ForeignGroup, ...]
+    has_numbered_moments: bool = False
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """Content of a foreign checkpoint. Generators and the position in the data are never part of it.
+
     weights: parameters and buffers by name; masters (fp32) where the source has them
     step: number of finished optimizer steps
+    format: name of the format, for people: "DeepSpeed ZeRO-2"
+    files: the files that tensors and values come from
+    default_order: order of numbered moments among the parameters of the model in memory, see `names.ORDERS`;
+        None if the format has none: then it is asked for, and `weights` are in the model's order
     tokens: trained tokens, or None
     skipped_steps: number of steps that were skipped
     settings: {dotted key of run.toml: value} that the source holds, for the offered run.toml
@@ -136,15 +148,12 @@ class ForeignCheckpoint:
     notes: sentences for the report about what was not taken, and why
     """
 
-    moments: Mapping[str, Mapping[str, LazyTensor]]
-    updates: Mapping[str, float]
-    groups: tuple[ForeignGroup, ...]
-    has_numbered_moments: bool = False
+    optimizer: ForeignOptimizer
+    weights: Mapping[str, LazyTensor]
+    step: int
+    format: str
+    files: tuple[Path, ...]
     default_order: str | None = None
-    format: str = ""
-    files: tuple[Path, ...] = ()
-    weights: Mapping[str, LazyTensor] = field(default_factory=dict[str, LazyTensor])
-    step: int = 0
     tokens: int | None = None
     skipped_steps: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])

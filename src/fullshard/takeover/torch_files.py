@@ -1,7 +1,6 @@
 """Files of torch.save: of programs and Lightning; in directories of Accelerate and transformers' Trainer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,11 +12,12 @@ from fullshard.quantities import join_names
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.takeover import dcp, rank_files
 from fullshard.takeover.optimizer_state import (
-    as_lightning,
+    LIGHTNING,
     as_number,
     check_is_alone,
     count_steps,
     count_steps_of_program,
+    make_lightning,
     read_optimizer_dict,
     state_tensors,
 )
@@ -52,26 +52,21 @@ def _open_files(files: Sequence[Path]) -> ForeignCheckpoint:
     content = rank_files.join_files(files)
     content = cast(dict[str, Any], content if isinstance(content, dict) else {})
     check_is_alone(name for name in content if "." not in str(name))
-    weights = state_tensors(_get_one(content, _MODEL) or {k: v for k, v in content.items() if k != "step"})
+    optimizer = read_optimizer_dict(_get_one(content, _OPTIMIZER) or {})
+    model = _get_one(content, _MODEL) or {k: v for k, v in content.items() if k != "step"}
+    weights = state_tensors(rank_files.split_flat_parameters(model, optimizer.moments))
     if not weights:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
         raise CheckpointError(f"{files[0]} holds no weights that are known here.", got=got, fix=fix)
-    state = read_optimizer_dict(_get_one(content, _OPTIMIZER) or {})
-    step, notes = count_steps_of_program(
-        state.updates, as_number(content.get("step", content.get("global_step")))
-    )
+    reported = as_number(content.get("step", content.get("global_step")))
+    step, notes = count_steps_of_program(optimizer.updates, reported)
     known = {*_MODEL, *_OPTIMIZER, *weights, "step", "global_step"}
     unread = [str(key) for key in content if key not in known]
-    found = replace(
-        state,
-        format="torch.save" if len(files) == 1 else "torch.save, one file per rank",
-        files=tuple(files),
-        weights=weights,
-        step=step,
-        notes=(*notes, f"not taken: {join_names(unread)}") if unread else notes,
-    )
-    is_lightning = "pytorch-lightning_version" in content
-    return as_lightning(found, content, file=files[0]) if is_lightning else found
+    notes = (*notes, f"not taken: {join_names(unread)}") if unread else notes
+    if LIGHTNING in content:
+        return make_lightning(optimizer, weights, content=content, files=tuple(files), notes=notes)
+    name = "torch.save" if len(files) == 1 else "torch.save, one file per rank"
+    return ForeignCheckpoint(optimizer, weights, step, name, tuple(files), notes=notes)
 
 
 def _get_one(content: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -92,30 +87,28 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
     weights, files = _read_weights(path)
     if (path / _DCP_OPTIMIZER).is_dir():
         table = dcp.read_dcp_directory(path / _DCP_OPTIMIZER)
-        found, files = table.read_optimizer([*weights]), (*files, *table.files)
+        optimizer, files = table.read_optimizer([*weights]), (*files, *table.files)
     else:
         file = next(path / one for one in _OPTIMIZER_FILES if (path / one).is_file())
-        found, files = read_optimizer_dict(read_torch_file(file)), (*files, file)
-    settings = {"model.hf": str(path)} if (path / "config.json").is_file() else {}
-    found = replace(found, format="Accelerate", files=files, weights=weights, settings=settings)
-    if (path / _TRAINER).is_file():
-        return _as_trainer(found, path)
-    return replace(found, step=count_steps(found.updates, None))
-
-
-def _as_trainer(found: ForeignCheckpoint, path: Path) -> ForeignCheckpoint:
-    state: Any = parse_json(read_bytes(path / _TRAINER, most_bytes=VALUE_BYTES))
-    step, steps = int(state["global_step"]), int(state["max_steps"])
-    skipped = step - int(max(found.updates.values(), default=step)) if (path / "scaler.pt").exists() else 0
-    return replace(
-        found,
-        format="Trainer of transformers",
-        files=(*found.files, path / _TRAINER),
-        step=count_steps(found.updates, step, skipped=max(skipped, 0)),
+        optimizer, files = read_optimizer_dict(read_torch_file(file)), (*files, file)
+    settings: dict[str, Any] = {"model.hf": str(path)} if (path / "config.json").is_file() else {}
+    updates = optimizer.updates
+    if not (file := path / _TRAINER).is_file():
+        step = count_steps(updates, None)
+        return ForeignCheckpoint(optimizer, weights, step, "Accelerate", files, settings=settings)
+    state: Any = parse_json(read_bytes(file, most_bytes=VALUE_BYTES))
+    step = int(state["global_step"])
+    skipped = step - int(max(updates.values(), default=step)) if (path / "scaler.pt").exists() else 0
+    return ForeignCheckpoint(
+        optimizer,
+        weights,
+        count_steps(updates, step, skipped=max(skipped, 0)),
+        "Trainer of transformers",
+        (*files, file),
         skipped_steps=skipped,
         tokens=state.get("num_input_tokens_seen") or None,
-        default_order="decay-first" if found.has_numbered_moments else None,
-        settings={**found.settings, "train.steps": steps},
+        default_order="decay-first" if optimizer.has_numbered_moments else None,
+        settings=settings | {"train.steps": int(state["max_steps"])},
     )
 
 

@@ -222,16 +222,17 @@ def write_checkpoint(snapshot: Snapshot, directory: str, *, plan: Plan) -> Path 
 
 def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
     """Returns {dotted key of run.toml: value} that the source holds, for a run that continues it."""
-    keys = {key for state in source.moments.values() for key in state}
+    keys = {key for state in source.optimizer.moments.values() for key in state}
     kind = "adamw" if not keys & {*_MOMENTUM} else "muon" if keys & {*_ADAM} else "sgd"
     settings: dict[str, Any] = {}
+    groups = [one.settings for one in source.optimizer.groups]
     for key in ("weight_decay", "betas", "eps", "lr", "initial_lr"):
-        if found := [one.settings[key] for one in source.groups if one.settings.get(key)]:
+        if found := [one[key] for one in groups if one.get(key)]:
             name = "learning_rate" if key in ("lr", "initial_lr") else key
             settings[f"optimizer.{name}"] = max(found) if key == "betas" else max(found)[0]
-    decays = {one.settings.get("weight_decay") for one in source.groups}
+    decays = {one.get("weight_decay") for one in groups}
     if len(decays) == 1 and any(decays):  # of all parameters, also of norms and biases
         settings["optimizer.groups"] = [{"match": ["*"], "weight_decay": settings["optimizer.weight_decay"]}]
-    if not any(one.settings.get("initial_lr") for one in source.groups):  # no scheduler was made
+    if not any(one.get("initial_lr") for one in groups):  # no scheduler was made
         settings |= {"schedule.kind": "constant", "schedule.warmup_steps": 0}
     return {"optimizer.name": kind} | settings | dict(source.settings)

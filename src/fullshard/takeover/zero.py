@@ -28,8 +28,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,13 @@ from fullshard.takeover.optimizer_state import (
     split_steps,
     state_tensors,
 )
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, LazyTensor, SavedBox
+from fullshard.takeover.rank_files import Slice, Tensors, join_parts, split_vectors
+from fullshard.takeover.source import (
+    ForeignCheckpoint,
+    ForeignGroup,
+    ForeignOptimizer,
+    LazyTensor,
+)
 from fullshard.takeover.stand_ins import read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -64,9 +68,8 @@ _CLASSES = (
 
 _Groups = Sequence[Mapping[str, Sequence[int]]]
 """{parameter: shape} of each flat vector, in the order of the vector."""
-_Slice = tuple[int, int]
-"""(begin, number of elements) in a flat vector of a rank."""
-_Tensors = dict[str, LazyTensor]
+_Opened = tuple[ForeignOptimizer, str, Sequence[Path], tuple[str, ...]]
+"""State with the master weights among its moments, the name of the format, files, and notes."""
 
 
 def recognises(path: Path) -> bool:
@@ -87,11 +90,12 @@ def open_source(path: Path) -> ForeignCheckpoint:
     models = [_read_rank_file(one) for one in files]
     model = models[0]
     is_universal = (directory / _UNIVERSAL).is_dir()
-    found = _open_universal(directory, model) if is_universal else _open_ranks(directory, models)
+    opened = _open_universal(directory, model) if is_universal else _open_ranks(directory, models)
+    state, name, own_files, notes = opened
     _check_optimizer_of_settings(model.get("ds_config") or {})
     steps = {(int(one["global_steps"]), int(one["skipped_steps"])) for one in models}
-    if len(steps) > 1 or len(set(found.updates.values())) > 1:
-        counts = {f"{count:.0f} updates": name for name, count in found.updates.items()}
+    if len(steps) > 1 or len(set(state.updates.values())) > 1:
+        counts = {f"{count:.0f} updates": name for name, count in state.updates.items()}
         every = [f"{step} global_steps, {skipped} skipped" for step, skipped in sorted(steps)]
         got = join_names([*every, *(f"{count} of {name}" for count, name in counts.items())])
         raise CheckpointError(f"{directory} mixes several steps.", got=got, fix="the files of one step")
@@ -100,18 +104,18 @@ def open_source(path: Path) -> ForeignCheckpoint:
     is_of_trainer = (directory.parent / "config.json").is_file()  # of transformers
     settings: dict[str, Any] = {"model.hf": str(directory.parent)} if is_of_trainer else {}
     settings |= {"train.global_batch": samples // step} if step and samples and samples % step == 0 else {}
-    return replace(
-        found,
-        files=(*files, *found.files),
-        weights=_join_weights(models, {name: state[_MASTER] for name, state in found.moments.items()}),
-        moments={n: {k: v for k, v in state.items() if k != _MASTER} for n, state in found.moments.items()},
-        updates={},
-        step=count_steps(found.updates, step, skipped=skipped),
+    moments = {n: {k: v for k, v in one.items() if k != _MASTER} for n, one in state.moments.items()}
+    return ForeignCheckpoint(
+        replace(state, moments=moments, updates={}),
+        _join_weights(models, {n: one[_MASTER] for n, one in state.moments.items()}),
+        count_steps(state.updates, step, skipped=skipped),
+        name,
+        (*files, *own_files),
         skipped_steps=skipped,
         settings=settings,
         config=json.dumps(model["ds_config"]) if model.get("ds_config") else None,
         version=model.get("ds_version"),
-        notes=(*([f"{samples} samples were trained on"] if samples else []), *found.notes),
+        notes=(*([f"{samples} samples were trained on"] if samples else []), *notes),
     )
 
 
@@ -179,8 +183,8 @@ def _read_rank_file(path: Path) -> Any:
     return content
 
 
-def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> ForeignCheckpoint:
-    """Returns the state in the optimizer files of all ranks, with master weights among the moments."""
+def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> _Opened:
+    """Opens the optimizer files of all ranks."""
     if models[0].get("optimizer") is not None:
         fix = "one more checkpoint with zero_optimization.stage = 1"
         raise CheckpointError(f"{directory} was written without ZeRO.", fix=fix)
@@ -198,7 +202,7 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
         raise CheckpointError(f"{directory} is an elastic checkpoint.", fix="elastic_checkpoint = false")
     vectors, updates = _read_vectors(files, masters=masters, optimizers=optimizers)
     groups: _Groups = models[0]["param_shapes"]
-    tensors: dict[str, _Tensors] = {}
+    tensors: dict[str, Tensors] = {}
     for number, shapes in enumerate(groups):
         own = [one[number] for one in vectors]
         if stage == 3:
@@ -208,28 +212,24 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> Foreign
             if sizes != {size}:
                 got = f"vectors of {sizes} elements, not {size}"
                 raise DamagedCheckpointError(f"the files do not hold all of {', '.join(shapes)}.", got=got)
+            for name, shape in shapes.items():
+                places = [one[name] for one in slices]
+                tensors[name] = join_parts(name, tuple(shape), slices=places, vectors=own)
         else:
             paddings = states[0].get("param_alignment_paddings")
             padding = paddings[number] if paddings else [0] * len(shapes)
-            slices = [_zero1_slices(shapes, padding, rank=rank, vectors=own) for rank in range(ranks)]
-        for name, shape in shapes.items():
-            tensors[name] = _join_parts(name, tuple(shape), slices=[one[name] for one in slices], vectors=own)
+            tensors |= split_vectors(shapes, padding, vectors=own)
     scale = (getattr(states[0].get("loss_scaler"), "state", None) or {}).get("cur_scale", 1)
-    return ForeignCheckpoint(
-        tensors,
-        updates,
-        _make_groups(groups, optimizers[0]),
-        format=f"DeepSpeed ZeRO-{stage}" if "zero_stage" in states[0] else "DeepSpeed BF16_Optimizer",
-        files=tuple(files),
-        notes=(f"the loss scale was {scale:g}; the fp32 weights are taken",) if scale != 1 else (),
-    )
+    notes = (f"the loss scale was {scale:g}; the fp32 weights are taken",) if scale != 1 else ()
+    name = f"DeepSpeed ZeRO-{stage}" if "zero_stage" in states[0] else "DeepSpeed BF16_Optimizer"
+    return ForeignOptimizer(tensors, updates, _make_groups(groups, optimizers[0])), name, files, notes
 
 
 def _read_vectors(
     files: Sequence[Path], *, masters: Sequence[Sequence[Tensor]], optimizers: Sequence[Mapping[str, Any]]
-) -> tuple[list[list[_Tensors]], dict[str, float]]:
+) -> tuple[list[list[Tensors]], dict[str, float]]:
     """Returns ({`fp32`, `exp_avg`, …: vector} of each rank and group, {vector: its count of updates})."""
-    table: dict[str, _Tensors] = {}
+    table: dict[str, Tensors] = {}
     for path, own, optimizer in zip(files, masters, optimizers, strict=True):
         steps = {number: one.get("step") for one in optimizer["param_groups"] for number in one["params"]}
         for number, master in enumerate(own):
@@ -240,26 +240,9 @@ def _read_vectors(
     return [[next(rest) for _ in own] for own in masters], updates
 
 
-def _zero1_slices(
-    shapes: Mapping[str, Sequence[int]], paddings: Sequence[int], *, rank: int, vectors: Sequence[_Tensors]
-) -> dict[str, _Slice]:
-    """Returns where parameters lie in a rank's part of ZeRO-1 or ZeRO-2. See [Note: layouts].
-
-    paddings: number of elements after each parameter, for its alignment
-    """
-    size = max(one.shape[0] for own in vectors for one in own.values())  # the last masters lack padding
-    slices: dict[str, _Slice] = {}
-    begin = -rank * size
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        end = begin + math.prod(shape)
-        slices[name] = (max(begin, 0), max(0, min(end, size) - max(begin, 0)))
-        begin = end + padding
-    return slices
-
-
-def _zero3_slices(shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int) -> dict[str, _Slice]:
+def _zero3_slices(shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int) -> dict[str, Slice]:
     """Returns where a rank's parts of parameters lie in its vector of ZeRO-3, without their padding."""
-    slices: dict[str, _Slice] = {}
+    slices: dict[str, Slice] = {}
     begin = 0
     for name, shape in shapes.items():
         part = -(-math.prod(shape) // ranks)
@@ -268,32 +251,8 @@ def _zero3_slices(shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int)
     return slices
 
 
-def _join_parts(
-    name: str, shape: tuple[int, ...], *, slices: Sequence[_Slice], vectors: Sequence[_Tensors]
-) -> _Tensors:
-    """Returns {`fp32`, `exp_avg`, …: tensor} of a parameter. Raises DamagedCheckpointError if parts lack.
-
-    slices: its place in the `vectors` of each rank
-    """
-    begins = [0, *accumulate(size for _, size in slices)]
-
-    def join(key: str) -> LazyTensor:
-        boxes: list[SavedBox] = []
-        for at, own, (begin, size) in zip(begins, vectors, slices, strict=False):
-            held = max(0, min(size, own[key].shape[0] - begin))
-            boxes.append(SavedBox((at,), (held,), partial(_read_slice, own[key], begin=begin, length=held)))
-        flat = LazyTensor.from_boxes(name, boxes, shape=(math.prod(shape),), dtype=vectors[0][key].dtype)
-        return LazyTensor(shape, flat.dtype, lambda: flat.read().view(shape))
-
-    return {key: join(key) for key in vectors[0]}
-
-
-def _read_slice(vector: LazyTensor, *, begin: int, length: int) -> Tensor:
-    return vector.read()[begin : begin + length]
-
-
-def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpoint:
-    """Returns the state in `zero/NAME/*.pt` and `zero/optimizer_state.pt`, with masters among the moments."""
+def _open_universal(directory: Path, model: Mapping[str, Any]) -> _Opened:
+    """Opens `zero/NAME/*.pt` and `zero/optimizer_state.pt`."""
     file = directory / _UNIVERSAL / "optimizer_state.pt"
     files = sorted((directory / _UNIVERSAL).glob("*/*.pt"))
     states: dict[str, dict[str, Any]] = {}
@@ -303,14 +262,14 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> ForeignCheckpo
         states.setdefault(path.parent.name, {})[path.stem] = value
     groups: _Groups = model["param_shapes"]
     tensors, updates = split_steps({name: state_tensors(state) for name, state in states.items()})
-    moments: dict[str, _Tensors] = {}  # frozen and shared parameters have a directory there too
+    moments: dict[str, Tensors] = {}  # frozen and shared parameters have a directory there too
     for shapes in groups:
         for name, shape in shapes.items():
             state = tensors.get(name) or {_MASTER: LazyTensor.from_tensor(torch.empty(0))}
             size = state[_MASTER].shape[0] if _MASTER in state else 0
-            moments[name] = _join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
+            moments[name] = join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
     own = _make_groups(groups, read_torch_file(file, classes=_CLASSES))
-    return ForeignCheckpoint(moments, updates, own, format="DeepSpeed universal", files=(*files, file))
+    return ForeignOptimizer(moments, updates, own), "DeepSpeed universal", [*files, file], ()
 
 
 def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[ForeignGroup, ...]:
@@ -319,7 +278,7 @@ def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[Foreign
     return tuple(make_group([name for i in one["params"] for name in groups[i]], one) for one in entries)
 
 
-def _join_weights(models: Sequence[Mapping[str, Any]], masters: _Tensors) -> _Tensors:
+def _join_weights(models: Sequence[Mapping[str, Any]], masters: Tensors) -> Tensors:
     """Returns master weights, buffers, frozen parameters, and the further names of shared parameters."""
     model, module, ranks = models[0], models[0]["module"], len(models)
     weights = dict(masters)
@@ -340,5 +299,5 @@ def _join_weights(models: Sequence[Mapping[str, Any]], masters: _Tensors) -> _Te
         else:  # ZeRO-3 keeps parts of frozen parameters in the models' files, and an empty tensor here
             parts = [{_MASTER: LazyTensor.from_tensor(one["frozen_param_fragments"][name])} for one in models]
             slices = [_zero3_slices({name: shape}, rank=rank, ranks=ranks)[name] for rank in range(ranks)]
-            weights[name] = _join_parts(name, shape, slices=slices, vectors=parts)[_MASTER]
+            weights[name] = join_parts(name, shape, slices=slices, vectors=parts)[_MASTER]
     return weights | {alias: weights[name] for alias, name in shared.items()}
