@@ -31,9 +31,9 @@ activations   see [Note: activations on the host] in `planner.predict.offload`.
 On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) waits in each collective.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fullshard.planner.predict import collectives
 from fullshard.planner.predict.phases import memory_access_seconds
@@ -331,16 +331,11 @@ class StreamClocks:
             self.idle += gap
 
 
-@dataclass
-class BufferedUnits:
+class BufferedUnits(NamedTuple):
     """Units in the host's buffers, in order of use. See [Note: units in memory] in `gather_source.py`."""
 
-    trained: list[int] = field(default_factory=list[int])  # units whose trained shards are buffered
-    frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered
-
-    @property
-    def trained_and_frozen(self) -> tuple[list[int], list[int]]:
-        return self.trained, self.frozen
+    trained: list[int]  # units whose trained shards are buffered
+    frozen: list[int]  # units whose frozen shards are buffered
 
 
 def simulate_update_and_shard_fetch(

@@ -53,11 +53,6 @@ class MicrobatchSchedule:
     # FSDP2 prefetches these units in backward.
     before: tuple[tuple[int, ...], ...]
 
-    @property
-    def first_model_unit_per_traced(self) -> tuple[int, ...]:
-        """First unit of the model that each traced unit stands for."""
-        return tuple(map(self.traced.index, range(len(set(self.traced)))))
-
 
 def build_schedule(
     spec: model.ModelSpec, trace: model.MicrobatchTrace, *, phases: Sequence[model.TracePhase]

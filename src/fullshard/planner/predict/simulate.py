@@ -72,7 +72,7 @@ class _StreamSnapshot(NamedTuple):
     reduces: tuple[int, ...]  # clocks named in _REDUCE_CLOCKS
     values: tuple[int, ...]  # clocks and sums named in _CLOCKS_AND_SUMS
     pending: dict[int, int]  # units in flight, and when they arrive
-    buffered: tuple[tuple[int, ...], ...]  # as in `BufferedUnits.trained_and_frozen`
+    buffered: tuple[tuple[int, ...], ...]  # as in `BufferedUnits`
     slack: int  # the least lead of the host over the turn
 
 
@@ -86,8 +86,7 @@ class StepSimulation:
     pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
     uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
-    # units in the host's buffers
-    in_buffers: fsdp_time.BufferedUnits = field(default_factory=fsdp_time.BufferedUnits)
+    in_buffers: fsdp_time.BufferedUnits = field(default_factory=lambda: fsdp_time.BufferedUnits([], []))
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun
     is_first: bool = False  # this is the step's first microbatch
@@ -100,7 +99,11 @@ class StepSimulation:
         while index < accumulation:
             self.streams.slack = _NEVER
             self.is_first, self.is_last = index == 0, index == accumulation - 1
-            self._simulate_microbatch(work if self.is_first else accumulating)
+            self.uses.clear()
+            self.in_backward = False
+            own = work if self.is_first else accumulating
+            for segment in own.program.segments:
+                self._simulate_segment(segment, own)
             # At the next forward the gather streams wait for the compute stream, which waited for reductions.
             _advance_clocks_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
             if not self.is_first:
@@ -109,12 +112,6 @@ class StepSimulation:
             index += _skip_repeated_turns(self, marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
             fsdp_time.wait_for_offloaded_gradients(self.streams, norm=self.policy.norm)
-
-    def _simulate_microbatch(self, work: MicrobatchWork) -> None:
-        self.uses.clear()
-        self.in_backward = False
-        for segment in work.program.segments:
-            self._simulate_segment(segment, work)
 
     def _simulate_segment(self, segment: ScheduleSegment, work: MicrobatchWork) -> None:
         if segment.times == 1:
@@ -145,9 +142,9 @@ class StepSimulation:
                 self._end_forward_or_backward(event)
             elif (cost := self.costs[traced]).has_parameters:
                 if event == "pre_forward":
-                    self._simulate_pre_forward(unit + shift, cost)
+                    self._gather(unit + shift, cost, forward=True)
                 elif event == "post_forward":
-                    self._simulate_post_forward(unit + shift, cost)
+                    self.unsharded -= {unit + shift} if cost.reshards else set()
                 elif event == "pre_backward":
                     self._simulate_pre_backward(unit + shift, cost, program=program)
                 else:
@@ -174,22 +171,17 @@ class StepSimulation:
             streams.stall_compute_until(streams.all_reduce, "all_reduce")
             streams.reduce_input_free = streams.compute
 
-    def _simulate_pre_forward(self, unit: int, cost: fsdp_time.UnitCost) -> None:
-        self._add_host_gather_time(unit)
+    def _gather(self, unit: int, cost: fsdp_time.UnitCost, *, forward: bool) -> None:
+        if unit not in self.unsharded:
+            self.streams.run_fsdp_host_work(self.policy.act)
         self._start_all_gather(unit, cost)
-        self._wait_and_copy_out(unit, cost, forward=True)
-
-    def _simulate_post_forward(self, unit: int, cost: fsdp_time.UnitCost) -> None:
-        if cost.reshards:
-            self.unsharded.discard(unit)
+        self._wait_and_copy_out(unit, cost, forward=forward)
 
     def _simulate_pre_backward(
         self, unit: int, cost: fsdp_time.UnitCost, *, program: MicrobatchSchedule
     ) -> None:
         self.in_backward = True
-        self._add_host_gather_time(unit)
-        self._start_all_gather(unit, cost)
-        self._wait_and_copy_out(unit, cost, forward=False)
+        self._gather(unit, cost, forward=False)
         before, used = program.before[unit], self.uses.get(unit, 0)
         self.uses[unit] = used + 1
         if used < len(before) and before[-1 - used] >= 0:
@@ -220,11 +212,6 @@ class StepSimulation:
             adds_on_device = adds and not cost.leave
             streams.copy_on_reduce_stream(cost.settle_again if adds_on_device else cost.cast_gradient)
         fsdp_time.simulate_gradient_offload(streams, cost, adds=adds and not cost.is_replicated)
-
-    def _add_host_gather_time(self, unit: int) -> None:
-        """Adds the host's time for gathering a unit, unless the unit is already unsharded."""
-        if unit not in self.unsharded:
-            self.streams.run_fsdp_host_work(self.policy.act)
 
     def _start_all_gather(self, unit: int, cost: fsdp_time.UnitCost) -> None:
         """Starts a unit's all-gather, unless it is unsharded, in flight, or not gathered in backward."""
@@ -285,11 +272,11 @@ def simulate_next_step(  # signature: as `StepSimulation`
 
     works: the work of the first microbatch, and of each later one
     """
-    found = fsdp_time.BufferedUnits()
+    found = fsdp_time.BufferedUnits([], [])
     if any(cost.frozen_on_disk for cost in costs):
         before = StepSimulation(replace(streams), costs, policy)
         before.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
-        found.frozen += before.in_buffers.frozen
+        found = found._replace(frozen=before.in_buffers.frozen)
     last = StepSimulation(streams, costs, policy, in_buffers=found)
     last.simulate_step(works[0], accumulating=works[1], accumulation=accumulation)
 
@@ -309,7 +296,7 @@ def _take_snapshot(simulation: StepSimulation) -> _StreamSnapshot:
         attrgetter(*_REDUCE_CLOCKS)(streams),
         attrgetter(*_CLOCKS_AND_SUMS)(streams),
         dict(simulation.pending),
-        tuple(tuple(units) for units in simulation.in_buffers.trained_and_frozen),
+        tuple(tuple(units) for units in simulation.in_buffers),
         streams.slack,
     )
 
@@ -337,8 +324,7 @@ def _skip_repeated_turns(
         setattr(streams, name, new + times * (new - old))
     shift, grown = times * stride * turns, times * length
     simulation.pending = {unit + shift: at + grown if at else 0 for unit, at in now.pending.items()}
-    buffers = simulation.in_buffers.trained_and_frozen
-    for units, old, new in zip(buffers, before.buffered, now.buffered, strict=True):
+    for units, old, new in zip(simulation.in_buffers, before.buffered, now.buffered, strict=True):
         units[:] = new if old == new else (unit + shift for unit in new)
     return times * turns
 

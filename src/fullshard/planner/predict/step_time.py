@@ -237,7 +237,8 @@ class StepTimePredictor:
     def _compute_unit_costs(self, plan: Plan, trace: MicrobatchTrace) -> UnitCosts:
         program = self._microbatch_work(plan, trace, adds=False).program
         hardware, world = self.hardware, plan.world_size
-        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in program.first_model_unit_per_traced)
+        firsts = map(program.traced.index, range(len(set(program.traced))))
+        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in firsts)
         counts = tuple(program.traced.count(i) for i in range(len(sizes)))
         costs = tuple(fsdp_time.resident_unit_cost(size, hardware, world_size=world) for size in sizes)
         group = collectives.shard_group_layout(world, per_node=hardware.ranks_per_node, world_size=world)

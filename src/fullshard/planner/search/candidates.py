@@ -16,18 +16,14 @@ Compiling takes time before the first step, of which each step of the run bears 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from fullshard.errors import PlanError
 from fullshard.planner.predict.collectives import device_context_bytes
-from fullshard.planner.predict.memory import (
-    LeastBytes,
-    least_bytes_of_mesh,
-    least_bytes_of_trace,
-    peak_lower_bound,
-)
+from fullshard.planner.predict.memory import least_bytes_of_mesh, least_bytes_of_trace, peak_lower_bound
 from fullshard.planner.predict.offload import choose_update_device
-from fullshard.planner.predict.step_time import LeastTicks, PhaseTicks, StepTimePredictor
+from fullshard.planner.predict.step_time import StepTimePredictor
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import MicrobatchTrace, ModelSpec
 from fullshard.spec.plan import Plan
@@ -37,6 +33,7 @@ from fullshard.spec.settings.model_section import indivisible_experts_error
 from fullshard.spec.settings.run_checks import divisors
 from fullshard.spec.settings.train_section import RecomputeSection
 
+T = TypeVar("T")
 GradientSync = Literal["every_microbatch", "last_microbatch"]
 _PARTS = 4  # all blocks, in parts of which some recompute
 _HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
@@ -269,13 +266,8 @@ class CandidateCosts:
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = max(1, int(hardware.device_bytes_limit * (1 - run.memory_margin)))
-        self._demand: dict[object, LeastTicks] = {}
-        self._computing: dict[object, PhaseTicks] = {}
-        self._meshes: dict[object, LeastBytes] = {}
-        self._traces: dict[object, LeastBytes] = {}
-        self._peaks: dict[object, MemoryTerms] = {}
-        self._contexts: dict[object, int] = {}
-        self._plans: dict[int, Plan] = {}
+        self._computed: dict[tuple[str, object], Any] = {}
+        self.plans: dict[int, Plan] = {}  # those that were predicted in full
         self.candidates = tuple(iterate_candidates(spec, hardware, run=run, tiers=tiers))
         if not self.candidates:
             compiled = run.run.compile is True
@@ -283,21 +275,20 @@ class CandidateCosts:
             raise PlanError(f"the spec of {spec.name} has no trace.", fix="describe(model, plan)")
         self.least_seconds = tuple(self._lower_bound_seconds(one) for one in self.candidates)
 
-    @property
-    def predicted_count(self) -> int:
-        """Number of candidates that were predicted in full."""
-        return len(self._plans)
+    def _once(self, what: str, key: object, compute: Callable[[Plan], T], *, candidate: Candidate) -> T:
+        """Returns `compute` of the candidate's plan, from the first candidate with this `key`."""
+        if (what, key) not in self._computed:
+            self._computed[what, key] = compute(self._build_plan(candidate))
+        return self._computed[what, key]
 
     def least_bytes(self, index: int) -> int:
         """Returns a lower bound on the bytes that a candidate needs, without the allocator's reserve."""
-        candidate = self.candidates[index]
-        mesh = (candidate.mesh, candidate.tier)
-        own = (candidate.batch.microbatch, candidate.recompute, candidate.compiled)
-        if mesh not in self._meshes:
-            self._meshes[mesh] = least_bytes_of_mesh(self.spec, self._build_plan(candidate))
-        if own not in self._traces:
-            self._traces[own] = least_bytes_of_trace(self.spec, self._build_plan(candidate))
-        return peak_lower_bound(self._traces[own], self._meshes[mesh]) + self._context_bytes(candidate)
+        one = self.candidates[index]
+        own = (one.batch.microbatch, one.recompute, one.compiled)
+        of_trace = self._once("trace", own, partial(least_bytes_of_trace, self.spec), candidate=one)
+        mesh = partial(least_bytes_of_mesh, self.spec)
+        of_mesh = self._once("mesh", (one.mesh, one.tier), mesh, candidate=one)
+        return peak_lower_bound(of_trace, of_mesh) + self._context_bytes(one)
 
     def needed_bytes(self, index: int) -> int:
         """Returns the bytes of device memory that a candidate needs."""
@@ -322,12 +313,12 @@ class CandidateCosts:
 
     def plan(self, index: int) -> Plan:
         """Returns the plan of a candidate, with its prediction."""
-        if index not in self._plans:
+        if index not in self.plans:
             candidate = self.candidates[index]
             memory = self._peak_memory(candidate)
             plan = self._build_plan(candidate)
-            self._plans[index] = attach_prediction(plan, self.timer, memory=memory, limit=self.limit)
-        return self._plans[index]
+            self.plans[index] = attach_prediction(plan, self.timer, memory=memory, limit=self.limit)
+        return self.plans[index]
 
     def seconds_with_compiling(self, index: int) -> float:
         """Returns the seconds of a candidate's step, with its share of compiling."""
@@ -337,26 +328,20 @@ class CandidateCosts:
         return build_plan(candidate, self.run, hardware=self.hardware)
 
     def _context_bytes(self, candidate: Candidate) -> int:
-        if candidate.mesh not in self._contexts:
-            plan = self._build_plan(candidate)
-            self._contexts[candidate.mesh] = device_context_bytes(plan, self.hardware)
-        return self._contexts[candidate.mesh]
+        compute = partial(device_context_bytes, hardware=self.hardware)
+        return self._once("context", candidate.mesh, compute, candidate=candidate)
 
     def _peak_memory(self, candidate: Candidate) -> MemoryTerms:
-        key = candidate._replace(is_duplicate=False)
-        if key not in self._peaks:
-            memory = self.memory(self.spec, self._build_plan(candidate))
-            self._peaks[key] = add_workspace_bytes(memory, self.hardware)
-        return self._peaks[key]
+        def compute(plan: Plan) -> MemoryTerms:
+            return add_workspace_bytes(self.memory(self.spec, plan), self.hardware)
+
+        return self._once("peak", candidate._replace(is_duplicate=False), compute, candidate=candidate)
 
     def _lower_bound_seconds(self, candidate: Candidate) -> float:
         mesh, batch, recompute, compiled, _, tier = candidate
         shared, own = (mesh, batch, tier), (batch, recompute, compiled)
-        if shared not in self._demand:
-            self._demand[shared] = self.timer.least_stream_ticks(self._build_plan(candidate))
-        if own not in self._computing:
-            self._computing[own] = self.timer.sum_phase_ticks(self._build_plan(candidate))
-        computing, demand = self._computing[own], self._demand[shared]
+        demand = self._once("demand", shared, self.timer.least_stream_ticks, candidate=candidate)
+        computing = self._once("computing", own, self.timer.sum_phase_ticks, candidate=candidate)
         least = self.timer.lower_bound_seconds(computing, demand)
         return least + (COMPILE_SECONDS / _steps_that_share_compiling(self.run) if compiled else 0.0)
 

@@ -127,8 +127,10 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
     except PlanError as caught:  # other numbers of ranks may be possible
         error = caught
     fitting = [whole] if whole is not None and whole.found.best is not None else []
-    if whole is not None and not fitting and not _may_hold_largest_unit(whole.spec, hardware):
-        return whole
+    if whole is not None and not fitting:
+        largest = max((unit.numel for unit in whole.spec.units), default=0)
+        if largest > hardware.world_size * hardware.device_bytes_limit:  # all ranks share gathered units
+            return whole
     if fitting and not _offloads_without_being_asked(_fitting_plan(fitting[0]), run):
         if not may_pay_to_share_matmuls(_fitting_plan(fitting[0]), hardware):
             return fitting[0]
@@ -156,12 +158,6 @@ def choose_first_not_notably_slower(searches: Sequence[DegreeSearch], run: Run) 
     if any(fitting_plan_step_seconds(one) <= (1 + NOTABLE) * fastest for one in resident):
         searches, fastest = resident, min(map(fitting_plan_step_seconds, resident))
     return next(one for one in searches if fitting_plan_step_seconds(one) <= (1 + NOTABLE) * fastest)
-
-
-def _may_hold_largest_unit(spec: ModelSpec, hardware: Hardware) -> bool:
-    """Returns whether a rank has a byte for each gathered parameter of a unit that all ranks share."""
-    largest = max((unit.numel for unit in spec.units), default=0)
-    return largest <= hardware.world_size * hardware.device_bytes_limit
 
 
 def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[DegreeSearch]:

@@ -146,7 +146,7 @@ def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
         by_strategy={name: costs.plan(index) for name, index in by_kind.items()},
         limit_bytes=limit,
         considered=len(own),
-        predicted=costs.predicted_count,
+        predicted=len(costs.plans),
     )
 
 
