@@ -137,7 +137,6 @@ def _iterate_with_tier(spec: ModelSpec, hardware: Hardware, *, run: Run, tier: T
 
 
 def build_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
-    """Returns the plan of `run` with all settings of `candidate`."""
     batch = candidate.batch
     settings = {
         "sharding": {"tensor_parallel": run.sharding.tensor_degree, **_sharding_settings(candidate.mesh)},
@@ -266,7 +265,7 @@ class CandidateCosts:
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.timer = StepTimePredictor(spec, hardware)
         self.limit = max(1, int(hardware.device_bytes_limit * (1 - run.memory_margin)))
-        self._computed: dict[tuple[str, object], Any] = {}
+        self._computed: dict[tuple[object, ...], Any] = {}
         self.plans: dict[int, Plan] = {}  # those that were predicted in full
         self.candidates = tuple(iterate_candidates(spec, hardware, run=run, tiers=tiers))
         if not self.candidates:
@@ -275,19 +274,18 @@ class CandidateCosts:
             raise PlanError(f"the spec of {spec.name} has no trace.", fix="describe(model, plan)")
         self.least_seconds = tuple(self._lower_bound_seconds(one) for one in self.candidates)
 
-    def _once(self, what: str, key: object, compute: Callable[[Plan], T], *, candidate: Candidate) -> T:
+    def _once(self, candidate: Candidate, compute: Callable[[Plan], T], *, key: tuple[object, ...]) -> T:
         """Returns `compute` of the candidate's plan, from the first candidate with this `key`."""
-        if (what, key) not in self._computed:
-            self._computed[what, key] = compute(self._build_plan(candidate))
-        return self._computed[what, key]
+        if key not in self._computed:
+            self._computed[key] = compute(self._build_plan(candidate))
+        return self._computed[key]
 
     def least_bytes(self, index: int) -> int:
         """Returns a lower bound on the bytes that a candidate needs, without the allocator's reserve."""
         one = self.candidates[index]
-        own = (one.batch.microbatch, one.recompute, one.compiled)
-        of_trace = self._once("trace", own, partial(least_bytes_of_trace, self.spec), candidate=one)
-        mesh = partial(least_bytes_of_mesh, self.spec)
-        of_mesh = self._once("mesh", (one.mesh, one.tier), mesh, candidate=one)
+        own = ("trace", one.batch.microbatch, one.recompute, one.compiled)
+        of_trace = self._once(one, partial(least_bytes_of_trace, self.spec), key=own)
+        of_mesh = self._once(one, partial(least_bytes_of_mesh, self.spec), key=("mesh", one.mesh, one.tier))
         return peak_lower_bound(of_trace, of_mesh) + self._context_bytes(one)
 
     def needed_bytes(self, index: int) -> int:
@@ -312,7 +310,6 @@ class CandidateCosts:
         return self.needed_bytes(index) <= limit and self.fits_host(index)
 
     def plan(self, index: int) -> Plan:
-        """Returns the plan of a candidate, with its prediction."""
         if index not in self.plans:
             candidate = self.candidates[index]
             memory = self._peak_memory(candidate)
@@ -329,19 +326,19 @@ class CandidateCosts:
 
     def _context_bytes(self, candidate: Candidate) -> int:
         compute = partial(device_context_bytes, hardware=self.hardware)
-        return self._once("context", candidate.mesh, compute, candidate=candidate)
+        return self._once(candidate, compute, key=("context", candidate.mesh))
 
     def _peak_memory(self, candidate: Candidate) -> MemoryTerms:
         def compute(plan: Plan) -> MemoryTerms:
             return add_workspace_bytes(self.memory(self.spec, plan), self.hardware)
 
-        return self._once("peak", candidate._replace(is_duplicate=False), compute, candidate=candidate)
+        return self._once(candidate, compute, key=("peak", candidate._replace(is_duplicate=False)))
 
     def _lower_bound_seconds(self, candidate: Candidate) -> float:
         mesh, batch, recompute, compiled, _, tier = candidate
-        shared, own = (mesh, batch, tier), (batch, recompute, compiled)
-        demand = self._once("demand", shared, self.timer.least_stream_ticks, candidate=candidate)
-        computing = self._once("computing", own, self.timer.sum_phase_ticks, candidate=candidate)
+        shared, own = ("demand", mesh, batch, tier), ("computing", batch, recompute, compiled)
+        demand = self._once(candidate, self.timer.least_stream_ticks, key=shared)
+        computing = self._once(candidate, self.timer.sum_phase_ticks, key=own)
         least = self.timer.lower_bound_seconds(computing, demand)
         return least + (COMPILE_SECONDS / _steps_that_share_compiling(self.run) if compiled else 0.0)
 
