@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, Self, cast
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +98,7 @@ class _StepRequest(NamedTuple):
     plan: Plan
 
 
-class MicrobatchPrefetcher:
+class MicrobatchPrefetcher(AbstractContextManager["MicrobatchPrefetcher"]):
     """Makes the microbatches of the next `steps` steps of `data` on a thread, while a step computes.
 
     If another step is requested than the next (after a resume, or past batches that are left out), prefetched
@@ -109,9 +110,6 @@ class MicrobatchPrefetcher:
         self._data, self._steps = data, steps
         self._executor: ThreadPoolExecutor | None = None
         self._made: deque[tuple[_StepRequest, Future[list[Any]]]] = deque()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Stops the thread after it finishes its current step."""
@@ -128,17 +126,8 @@ class MicrobatchPrefetcher:
         """Yields the microbatches of the step that begins at `row`, see `RowSource`."""
         return self._take_and_prefetch_next(_StepRequest(row, plan.run.train.global_batch, rank, plan))
 
-    @property
-    def takes_any_row(self) -> bool:
-        return bool(getattr(self._data, "takes_any_row", False))
-
-    @property
-    def row_order(self) -> str | None:
-        return getattr(self._data, "row_order", None)
-
-    @property
-    def validation_digest(self) -> str | None:
-        return getattr(self._data, "validation_digest", None)
+    def __getattr__(self, name: str) -> Any:  # such as those of a RowSource
+        return getattr(self._data, name)
 
     def _take_and_prefetch_next(self, wanted: _StepRequest) -> Iterator[Any]:
         """Yields the microbatches of `wanted`, after submitting the following steps to the thread."""

@@ -73,43 +73,42 @@ class MetricsLog:
         """Appends a line of a step; numbers that are not finite become null. Raises as `write_step`."""
         values = {key: none_if_not_finite(value) for key, value in measured.items()}
         data = f"{json.dumps({'step': step} | values)}\n".encode()
-        try:
+        with self._convert_write_errors():
             while data:  # what a full disk did not take is written again, for the reason
                 data = data[self._file.write(data) or 0 :]
-        except OSError as error:
-            raise self._write_failed_error(error) from error
 
     def flush_to_disk(self, *, fsync: Callable[[int], object] = os.fsync) -> None:
         """Flushes the lines so far to the disk, and the events beside them. Raises TrainError."""
-        try:
+        with self._convert_write_errors():
             fsync(self._file.fileno())
             with suppress(FileNotFoundError):
                 fsync_path(self.path.with_name(EVENTS), fsync=fsync)
-        except OSError as error:
-            raise self._write_failed_error(error) from error
         with suppress(OSError):  # a file system that cannot flush directories
             fsync_path(self.path.parent, fsync=fsync)
 
     def drop_steps_after(self, last_step: int) -> None:
         """Drops the lines of steps after `last_step`, which the run repeats. Raises TrainError."""
         self._file.close()
-        try:
+        with self._convert_write_errors():
             _drop_lines_after_step(self.path, last_step)
             self._file = FileIO(self.path, "ab", opener=open_regular_file)
-        except OSError as error:
-            raise self._write_failed_error(error) from error
 
     def close(self) -> None:
         self._file.close()
 
-    def _write_failed_error(self, error: OSError) -> TrainError:
-        why, fix = os_error_why_and_fix(error, directory="run.dir")
-        return TrainError(
-            f"{self.path} cannot be written any more.",
-            got=error.strerror,
-            why=f"{why or 'the system says no more'}, and a run without its figures would continue unseen",
-            fix=f"{fix or 'a look at the disk'}; then fullshard train --resume",
-        )
+    @contextmanager
+    def _convert_write_errors(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            why, fix = os_error_why_and_fix(error, directory="run.dir")
+            why = why or "the system says no more"
+            raise TrainError(
+                f"{self.path} cannot be written any more.",
+                got=error.strerror,
+                why=f"{why}, and a run without its figures would continue unseen",
+                fix=f"{fix or 'a look at the disk'}; then fullshard train --resume",
+            ) from error
 
 
 def record_attempt_start(directory: Path, run: Run, *, ranks: RankInfo) -> None:
@@ -230,7 +229,6 @@ class RunLog:
             self.print_message(f"{self._events} cannot be written: {error.strerror}; lost: {event}")
 
     def record_skip(self, step: Step) -> None:
-        """Appends the event of a step that updated nothing."""
         details = {"loss": step.loss, "grad_norm": step.grad_norm}
         self.record_event("spike" if step.spike else "skip", step=step.index, details=details)
 
