@@ -77,7 +77,8 @@ def warn_of_unsaved_custom_state(model: nn.Module) -> None:
     own |= persistent_buffers(model)
     theirs: dict[str, Any] = model.state_dict()
     kept = {name: value for name, value in theirs.items() if name.rpartition(".")[2] != _SUFFIX}
-    other = [name for name in own.keys() ^ kept.keys() if not _is_alias_of_kept_tensor(name, own, kept=kept)]
+    held = {id(own[name]) for name in own.keys() & kept.keys()}  # under another name, too
+    other = [name for name in own.keys() ^ kept.keys() if id(own.get(name)) not in held]
     other += [name for name in own.keys() & kept.keys() if _address(own[name]) != _address(kept[name])]
     if other and rank() == 0:
         logger.warning(
@@ -85,11 +86,6 @@ def warn_of_unsaved_custom_state(model: nn.Module) -> None:
             "of its state_dict add, leave out or change: %s. A buffer or get_extra_state is saved.",
             join_names(sorted(other)),
         )
-
-
-def _is_alias_of_kept_tensor(name: str, own: Mapping[str, Tensor], *, kept: Mapping[str, Any]) -> bool:
-    """Returns whether `name`, missing in the state dict, is another name of a tensor that it has."""
-    return name in own and any(one in kept for one, value in own.items() if value is own[name])
 
 
 def _modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -165,7 +165,9 @@ class TrainState:
             ),
             "parameter_groups": learning_rates.describe_groups(self.model, self.optimizer),
             "extra_state": extra_state.encode_extra_state(self.model)[0],
-            **_facts_about_model(self.model),
+            "tied": dict(_tied_parameter_names(self.model)),
+            "huggingface": full_transformers_config(self.model),
+            "packed_weights": packing_record(self.model),
         }
 
     def select_names_that_must_be_finite(self, names: Iterable[str]) -> set[str]:
@@ -303,12 +305,8 @@ class TrainState:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
-        small = (
-            _saved_buffers(self.model)
-            | _optimizer_tensors(self.model, self.optimizer)
-            | extra_state.rank_states(self.model)
-        )
-        small |= extra_state.encode_extra_state(self.model)[1]
+        small = _saved_buffers(self.model) | _optimizer_tensors(self.model, self.optimizer)
+        small |= extra_state.rank_states(self.model) | extra_state.encode_extra_state(self.model)[1]
         return NonOffloadedState(self.values(), scalars | small)
 
 
@@ -460,15 +458,6 @@ def _check_step_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
             why="a step computes its loss and gradients once, before the update",
             fix="an optimizer whose step needs no closure",
         )
-
-
-def _facts_about_model(model: nn.Module) -> dict[str, JsonValue]:
-    """Returns the names of tied parameters, the config for transformers, and how weights are packed."""
-    return {
-        "tied": dict(_tied_parameter_names(model)),
-        "huggingface": full_transformers_config(model),
-        "packed_weights": packing_record(model),
-    }
 
 
 def _tied_parameter_names(model: nn.Module) -> dict[str, str]:
