@@ -16,12 +16,7 @@ from fullshard.checkpoint.location import LocalLocation, location_of
 from fullshard.checkpoint.manifest import write_small_file
 from fullshard.checkpoint.save import CheckpointSaver, save
 from fullshard.checkpoint.save_plan import SavePlan
-<<<<<<< HEAD
 from fullshard.checkpoint.shard_index import ShardIndex
-=======
-from fullshard.checkpoint.shard_index import RankMesh, ShardIndex, ShardLayout
-from fullshard.distributed.shard_boxes import Box, cut_box
->>>>>>> e82349cd (Under torchrun, ranks of a node print an error that they share once, and torchrun's table shows expected errors without a traceback)
 from fullshard.errors import CheckpointError
 from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout, cut_box
 from tests.checkpoint.states import (
@@ -54,14 +49,7 @@ def test_the_shards_of_a_layout_are_those_of_its_ranks_and_cover_the_tensor_once
         shards = list(layout.iterate_shards(mesh, whole, part=Box((0, 0), whole)))
         assert len(shards) == layout.count_shards(mesh, whole)
         for rank, (start, shape) in shards:
-<<<<<<< HEAD
-            assert cut_box(whole, layout.cuts, sizes=mesh.shape, coordinate=coordinates[rank]) == (
-                start,
-                shape,
-            )
-=======
             assert cut_box(whole, cuts, sizes=mesh_shape, coordinate=coordinates[rank]) == (start, shape)
->>>>>>> e82349cd (Under torchrun, ranks of a node print an error that they share once, and torchrun's table shows expected errors without a traceback)
             seen[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]] += 1
         assert (seen == 1).all()
         if seen[1:4, 1:3].shape == (3, 2):

@@ -26,7 +26,7 @@ from fullshard.cli.options import SettingHintCommand
 from fullshard.errors import PlanError, SpecError
 from fullshard.launch.environment import drop_leftover_torchrun_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
-from fullshard.system.terminal import escape_control_characters, escape_log_messages, prepare_standard_streams
+from fullshard.system.terminal import escape_log_messages, prepare_standard_streams, print_to_stderr
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
@@ -140,13 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # its error is one of this command
     if ending.failure is not None:
-        message = _failure_text(ending.failure, os.environ.get("RANK"))
-        ending.failure.print_once_per_node(escape_control_characters(message))
+        ending.failure.print_once_per_node(_failure_text(ending.failure, os.environ.get("RANK")))
     return ending.exit_code
 
 
 def build_app() -> typer.Typer:
-    """Returns the commands of `fullshard`."""
     app = _empty_command_group(HELP, examples=_examples_text(""), completion=True)
     app.callback()(_global_options)
     checkpoints = _empty_command_group("List, verify, export and import checkpoints.")

@@ -1,7 +1,6 @@
 """Starts the ranks that measure this machine: for `fullshard calibrate`, and before a first run."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +11,7 @@ from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import perform_request, temporary_private_directory
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.run import Run
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import print_to_stderr
 
 SECONDS = 3.0
 
@@ -29,29 +28,25 @@ def measure_unless_known(known: Hardware) -> Hardware:
     kept = kept_measurement_path(known.ranks_per_node)
     if kept is None:
         return known
-    _print_progress(f"measuring this machine for {SECONDS:g} s, before its first run …")
+    print_to_stderr(f"measuring this machine for {SECONDS:g} s, before its first run …")
     exit_code, measured = measure_with_ranks(known.ranks_per_node, device="cpu", seconds=SECONDS)
     if exit_code > 128:  # a signal, which ends the command
         raise SystemExit(exit_code)
     if measured is None:
-        _print_progress(
+        print_to_stderr(
             f"note: the measurement failed (exit code {exit_code}), so plans have another machine's rates"
         )
         return known
     if measured.is_busy:
-        _print_progress("note: other programs were running, so these rates are used once and not kept")
+        print_to_stderr("note: other programs were running, so these rates are used once and not kept")
         return measured
     try:
         measured.save(kept)
     except FullshardError as error:
-        _print_progress(f"note: these rates are used once and not kept: {error.what}")
+        print_to_stderr(f"note: these rates are used once and not kept: {error.what}")
     else:
-        _print_progress(f"rates kept in {kept}")
+        print_to_stderr(f"rates kept in {kept}")
     return measured
-
-
-def _print_progress(text: str) -> None:
-    print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
 def measure_with_ranks(

@@ -29,13 +29,5 @@ def freeze_imports_in_gc() -> Generator[None]:
     with disable_gc():
         yield
         gc.freeze()
-    atexit.register(_unfreeze_gc_if_triton_is_loaded)
-
-
-def _unfreeze_gc_if_triton_is_loaded() -> None:
-    """Undoes `gc.freeze` at exit if triton is loaded.
-
-    It is built with nanobind, which prints a line for each of its objects that the interpreter does not free.
-    """
-    if "triton" in sys.modules:
-        gc.unfreeze()
+    # Triton's nanobind prints a line for each of its objects that the interpreter does not free at exit.
+    atexit.register(lambda: gc.unfreeze() if "triton" in sys.modules else None)

@@ -26,6 +26,7 @@ from fullshard.system.small_files import (
     read_last_lines,
     read_text,
 )
+from fullshard.system.terminal import print_to_stderr
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130
@@ -103,10 +104,10 @@ class FailureReport:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not os.fstat(file.fileno()).st_size:
                 self.write_torchrun_error_file()
-                print(text, file=sys.stderr, flush=True)
+                print_to_stderr(text)
                 file.write("printed")
             return
-        print(text, file=sys.stderr)
+        print_to_stderr(text)
 
 
 class ProcessOutcome(AbstractContextManager["ProcessOutcome"]):

@@ -23,7 +23,7 @@ from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
 from fullshard.spec.plan import DeviceType, too_few_gpus_error
 from fullshard.system.process import RecordedSignals, count_oom_kills, raise_open_file_limit, record_signals
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import print_to_stderr
 
 # See `RunSetupSection.ranks`. Two show that sharding works; more only compete for the cores.
 CPU_RANKS = 2
@@ -314,7 +314,7 @@ def _run_attempts(request: LaunchRequest, *, ranks: int) -> int:
                 at_once=running.ended_at_once,
             )
             for text in conclusion.messages:
-                _print_to_stderr(text)
+                print_to_stderr(text)
             if conclusion.fault is not None:
                 rank, failure = conclusion.fault
                 events.record_fault(failure, rank=rank)
@@ -415,7 +415,7 @@ class _LocalRanks:
     def _forward_as_sigterm(self, number: signal.Signals) -> None:
         self._passed_on = True
         again = " again" if number == signal.SIGINT else ""
-        _print_to_stderr(f"{number.name}: the ranks finish this step and save (Ctrl-C{again} ends them now)")
+        print_to_stderr(f"{number.name}: the ranks finish this step and save (Ctrl-C{again} ends them now)")
         for process in self._processes:
             process.terminate()  # does nothing to a process that has ended
         self._events.record("signal", {"signal": number.name})
@@ -441,7 +441,3 @@ def _rank_variables(rank: int, *, ranks: int, launch: str) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher's store, which outlives the ranks
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-
-
-def _print_to_stderr(text: str) -> None:
-    print(escape_control_characters(text), file=sys.stderr, flush=True)

@@ -31,6 +31,11 @@ def escape_control_characters(text: str) -> str:
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def print_to_stderr(text: str) -> None:
+    """Prints `text`, escaped, on standard error at once."""
+    print(escape_control_characters(text), file=sys.stderr, flush=True)
+
+
 def escape_to_single_line(text: str) -> str:
     """Returns `text` as one line, with its control characters escaped, including newlines and tabs."""
     return escape_control_characters(text).replace("\n", "\\n").replace("\t", "\\t")
