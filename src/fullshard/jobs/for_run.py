@@ -25,14 +25,14 @@ from fullshard.quantities import format_bytes
 from fullshard.report.plan import differing_settings
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.plan import DeviceType, Plan, other_rank_count_error
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.records.run_files import CHECKPOINTS
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.settings.run_checks import check_own_model_has_data, unused_setting_notes
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import print_to_stderr
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -85,7 +85,7 @@ def _with_paths_of_node(planned: LaunchRequest, own: LaunchRequest, *, first: La
             unused.append(f"{key} = {value} (used: {used})")
     if unused:
         text = f"rank {os.environ['RANK']}: not used, because rank 0's hold: {', '.join(unused)}"
-        print(f"note: {escape_control_characters(text)}", file=sys.stderr)
+        print_to_stderr(f"note: {text}")
     plan = planned.plan and planned.plan.model_copy(update={"run": run})
     return planned.model_copy(update={"run": run, "plan": plan})
 
@@ -189,11 +189,7 @@ def _check_plan_and_match_ranks(plan: Plan, ranks: int, *, device: DeviceType) -
         raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
     may_change = environment.is_started_by_torchrun() and "TORCHELASTIC_RUN_ID" in os.environ
     if plan.world_size != ranks and not may_change:
-        raise PlanError(
-            f"the plan is for {plan.world_size} ranks.",
-            got=f"{ranks} ranks",
-            fix=f"start {plan.world_size}, or make a plan for {ranks}",
-        )
+        raise other_rank_count_error(plan.world_size, ranks)
     return plan.world_size == ranks
 
 
@@ -327,7 +323,7 @@ def _with_resolved_precision(run: Run, device: DeviceType) -> Run:
 
 def _print_on_rank_0(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {escape_control_characters(text)}", file=sys.stderr)
+        print_to_stderr(f"note: {text}")
 
 
 def fitting_settings_text(run: Run, plan: Plan, *, failures: Sequence[RunEvent]) -> str | None:

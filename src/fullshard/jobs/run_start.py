@@ -15,7 +15,7 @@ from fullshard.data.batches import MicrobatchPrefetcher, TrainingData
 from fullshard.data.build import build_data
 from fullshard.distributed.agreement import all_gather_object, run_on_rank_zero
 from fullshard.distributed.ranges import run_own_clock
-from fullshard.errors import CheckpointError, PlanError
+from fullshard.errors import CheckpointError
 from fullshard.jobs.checkpoints import RunCheckpointSaver
 from fullshard.jobs.evaluations import RunEvaluation, build_evaluations, evaluation_lines
 from fullshard.jobs.out_of_memory import OutOfMemoryReporter
@@ -35,7 +35,7 @@ from fullshard.parallel.fp8 import find_weight_scales
 from fullshard.parallel.mesh import RankInfo
 from fullshard.quantities import count_text, format_bytes, format_count
 from fullshard.spec.model import fp8_summary_text
-from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.plan import DeviceType, Plan, other_rank_count_error
 from fullshard.spec.records import measurement
 from fullshard.spec.records.run_files import LAUNCH
 from fullshard.spec.run import Run
@@ -396,11 +396,7 @@ def open_directory_on_rank_zero(
     if plan.world_size != ranks.world_size:
         record = Path(run.run.dir, LAUNCH)
         if run_on_rank_zero(lambda: launch.find_earlier_attempt(record), doing=f"reading {record}") is None:
-            raise PlanError(
-                f"the plan is for {plan.world_size} ranks.",
-                got=f"{ranks.world_size} ranks",
-                fix=f"start {plan.world_size}, or make a plan for {ranks.world_size}",
-            )
+            raise other_rank_count_error(plan.world_size, ranks.world_size)
     found: list[RunDirectory] = []
     if ranks.rank == 0:
         own = open_run_directory(

@@ -30,6 +30,12 @@ def too_few_gpus_error(ranks: int, *, gpus: int, got: str) -> LaunchError:
     )
 
 
+def other_rank_count_error(planned: int, ranks: int) -> PlanError:
+    """Returns the error for a plan that is not for this number of ranks."""
+    fix = f"start {planned}, or make a plan for {ranks}"
+    return PlanError(f"the plan is for {planned} ranks.", got=f"{ranks} ranks", fix=fix)
+
+
 class Fp8Matmuls(FrozenModel):
     """Matmuls in fp8 (e4m3, and e5m2 for gradients that are scaled per tensor), with sums in fp32.
 
@@ -175,10 +181,6 @@ class Plan(FrozenModel):
         is_sharded = is_sharded and self.strategy is not Strategy.NO_SHARD
         shards = max(group // self.expert_parallel, 1) if is_sharded else 1
         return self.world_size // (self.expert_parallel * shards), shards
-
-    def counts_tokens(self, rank: int) -> bool:
-        """Returns whether a rank counts its tokens and loss: one of the ranks that share matmuls does."""
-        return rank % self.tensor_parallel == 0
 
     @property
     def copies_gradients_to_host(self) -> bool:

@@ -214,7 +214,8 @@ def _run_microbatches(
     sums: receives the loss sum, the count, the tokens, and those trained on, if this rank's tokens count
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
-    nominal, kinds, counts = 1, set[bool](), plan.counts_tokens(rank())
+    nominal, kinds = 1, set[bool]()
+    counts = rank() % plan.tensor_parallel == 0  # one of the ranks that share matmuls counts for all
     expected = _iterate_expected_batches(microbatches, plan.accumulation, where=state.phase)
     for index, batch in enumerate(expected):
         if engine is not None and plan.accumulation > 1:
