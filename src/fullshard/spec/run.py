@@ -400,26 +400,18 @@ class Run(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _check_fp8(self) -> Self:
+    def _check_sections_go_together(self) -> Self:
         if self.precision.mode == "fp8" and self.offload.offloads_optimizer:
             raise ValueError(
                 f'precision.mode = "fp8" does not go with offload.tier = "{self.offload.tier}", because '
                 "weights are cast to fp8 from masters on the device before they are gathered; "
                 '"fp8_rowwise" does'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_average_is_not_on_drive(self) -> Self:
         if self.ema.decay and self.offload.is_on_drive:
             raise ValueError(
                 f'ema.decay does not go with offload.tier = "{self.offload.tier}", because the state that is '
                 "kept on the drive from step to step would not hold the average; a tier :cpu does"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sequence_length(self) -> Self:
         length, model = self.data.row_length, self.model
         # The positions of other models are known only once they are built.
         if isinstance(model, DecoderConfig) and length > model.max_sequence:

@@ -189,15 +189,11 @@ class DataSection(DataSourceFields):
         return self
 
     @model_validator(mode="after")
-    def _hold_nothing_out_beside_validation_files(self) -> Self:
+    def _check_validation_train_on_and_tokenizer(self) -> Self:
         if self.has_validation_files and self.validation_fraction:
             if "validation_fraction" in self.model_fields_set:
                 raise ValueError("validation_paths are the whole validation set: set validation_fraction = 0")
             object.__setattr__(self, "validation_fraction", 0.0)
-        return self
-
-    @model_validator(mode="after")
-    def _check_train_on_and_tokenizer(self) -> Self:
         kinds = {source.records for source in self.sources} or {self.records}
         if self.train_on != "all" and kinds.isdisjoint(("messages", "completion")):
             raise ValueError(f'train_on = "{self.train_on}" needs records = "messages" or "completion"')
@@ -241,7 +237,6 @@ _RECORDS_OF_SETTING = {
 
 
 def _differs_from_default(fields: DataSourceFields, name: str) -> bool:
-    """Returns whether a setting differs from its default."""
     return getattr(fields, name) != DataSourceFields.model_fields[name].get_default(call_default_factory=True)
 
 
