@@ -1,7 +1,7 @@
 """The work of each rank of `fullshard calibrate`: measures this machine or cluster with all ranks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -204,46 +204,30 @@ def _measure_collective(
 
 def _build_collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     """Returns the collectives of FSDP2 and of exchanges, each on a whole tensor with this rank's chunk."""
-    group, own, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-    gather, scatter = DirectAllGather(), DirectReduceScatter()
+    group, own, ranks, mean = mesh.get_group(), mesh.get_local_rank(), mesh.size(), dist.ReduceOp.AVG
+
+    def parts(whole: Tensor) -> Sequence[Tensor]:
+        return whole.chunk(ranks)
+
+    if mesh.device_type == "cpu":
+        gather, scatter, exchange = DirectAllGather(), DirectReduceScatter(), all_to_all_parts_pairwise
+        return {
+            "all_gather": lambda x: gather(x, parts(x)[own], group, async_op=False),
+            "reduce_scatter": lambda x: scatter(
+                torch.empty_like(parts(x)[own]), x, group, mean, async_op=False
+            ),
+            "all_reduce": lambda x: dist.all_reduce(x, op=mean, group=group),
+            "all_to_all": lambda x: exchange(parts(x), parts(torch.empty_like(x)), group=group),
+        }
     # torch 2.13 renamed both, and deprecates the old names.
     functions = vars(dist)
     nccl_gather = functions.get("all_gather_single") or functions["all_gather_into_tensor"]
     nccl_scatter = functions.get("reduce_scatter_single") or functions["reduce_scatter_tensor"]
-    cpu = mesh.device_type == "cpu"
-
-    def own_chunk(whole: Tensor) -> Tensor:
-        length = whole.numel() // ranks
-        return whole.narrow(0, own * length, length)
-
-    def all_gather(whole: Tensor) -> None:
-        if cpu:
-            gather(whole, own_chunk(whole), group, async_op=False)
-        else:
-            nccl_gather(whole, own_chunk(whole), group=group)
-
-    def reduce_scatter(whole: Tensor) -> None:
-        out = torch.empty(whole.numel() // ranks, device=whole.device)
-        if cpu:
-            scatter(out, whole, group, dist.ReduceOp.AVG, async_op=False)
-        else:
-            nccl_scatter(out, whole, op=dist.ReduceOp.AVG, group=group)
-
-    def all_reduce(whole: Tensor) -> None:
-        dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
-
-    def all_to_all(whole: Tensor) -> None:
-        if cpu:
-            received = torch.empty_like(whole).chunk(ranks)
-            all_to_all_parts_pairwise(whole.chunk(ranks), received, group=group)
-        else:
-            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-
     return {
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_reduce": all_reduce,
-        "all_to_all": all_to_all,
+        "all_gather": lambda x: nccl_gather(x, parts(x)[own], group=group),
+        "reduce_scatter": lambda x: nccl_scatter(torch.empty_like(parts(x)[own]), x, op=mean, group=group),
+        "all_reduce": lambda x: dist.all_reduce(x, op=mean, group=group),
+        "all_to_all": lambda x: dist.all_to_all_single(torch.empty_like(x), x, group=group),
     }
 
 
