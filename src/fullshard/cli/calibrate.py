@@ -72,7 +72,6 @@ def calibrate(
 
 
 def _is_hardware_file(path: Path) -> bool:
-    """Returns True if the file is a hardware.toml, written by hand or measured."""
     from fullshard.system.small_files import read_toml
     from fullshard.system.targets import make_load_predicate
 

@@ -124,12 +124,10 @@ def _list_item_description(field: Mapping[str, Any], definitions: Mapping[str, A
 
 
 def _resolve_reference(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the definition that `schema` refers to, or `schema` itself."""
     return definitions[str(schema["$ref"]).rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def _allowed_values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """Returns the allowed values in words, from the JSON schema."""
     schema = _resolve_reference(schema, definitions)
     if "anyOf" in schema:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]

@@ -47,7 +47,6 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
 
     def tool_arguments(self) -> Iterator[Any]:
-        """Yields the arguments of each tool call."""
         for message in self.messages:
             for call in message.get("tool_calls", ()):
                 yield function_of_call(call).get("arguments")

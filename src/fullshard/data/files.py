@@ -110,12 +110,10 @@ def _existing_path_or_matches(pattern: str) -> list[str]:
 
 
 def is_compressed(path: str) -> bool:
-    """Returns whether the name of a file says that it is compressed."""
     return _suffix(path) in _OPENERS
 
 
 def path_without_compression_suffix(path: str) -> str:
-    """Returns the path without the ending of its compression."""
     return path.removesuffix(_suffix(path) if is_compressed(path) else "")
 
 
@@ -142,7 +140,6 @@ def open_source_file(path: str) -> Generator[BinaryIO]:
 
 
 def unreadable_path_error(path: str | Path, error: Exception) -> DataError:
-    """Returns the error for a file or directory that cannot be read."""
     return DataError(
         f"{path} cannot be read.",
         got=getattr(error, "strerror", None) or str(error),

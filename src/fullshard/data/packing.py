@@ -110,7 +110,6 @@ class ConcatenatedRows:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens in all rows."""
         return self.row_count * self.sequence_length
 
     def iterate_row_pieces(self, row: int) -> Iterator[Piece]:

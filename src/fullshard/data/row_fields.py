@@ -208,7 +208,6 @@ def find_arrow_columns_to_read(
 
 
 def absent_field_error(name: str, row: Mapping[str, Any], *, where: str) -> DataError:
-    """Returns the error for `row` at `where`, which lacks the field `name`."""
     lines = suggest_settings(row)
     return DataError(
         f"there is no field {name!r} in {where}.",
@@ -249,7 +248,6 @@ def suggest_settings(row: Mapping[str, Any]) -> list[str]:
 
 
 def is_sharegpt_message(message: Any) -> bool:
-    """Returns True for a message with the fields of ShareGPT."""
     return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 

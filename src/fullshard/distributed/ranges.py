@@ -55,7 +55,6 @@ class OwnWorkClock:
         self._phase, self._phase_since = phase, moment
 
     def take_seconds(self) -> OwnWorkSeconds:
-        """Returns the seconds since the last call."""
         self.enter_phase(self._phase)
         by_phase = {phase: ns * 1e-9 for phase, ns in self._by_phase.items()}
         taken = OwnWorkSeconds(by_phase, self._garbage * 1e-9, self._waiting * 1e-9)

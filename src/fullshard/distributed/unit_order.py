@@ -91,7 +91,6 @@ class UnitOrderRecorder:
         self.note_reduction(len(self._names) - 1, without=without)
 
     def take_events(self) -> UnitEvents:
-        """Returns the events since the last call."""
         events = UnitEvents(self._names, array("q", self._numbers))
         self._numbers.clear()
         return events

@@ -109,7 +109,6 @@ def build_evaluations(
 
 
 def evaluation_lines(evaluations: Sequence[RunEvaluation]) -> list[str]:
-    """Returns a line of text about each of [[evaluate]]."""
     lines: list[str] = []
     for one in evaluations:
         settings = one.settings

@@ -200,7 +200,6 @@ class LaunchEventLog:
         return step if isinstance(step, int) else None
 
     def record_fault(self, failure: FailureReport, *, rank: int) -> None:
-        """Appends the event of a failed rank."""
         details = {"rank": rank, "error": failure.name, "message": failure.message}
         self.record("fault", details | {"exit_code": failure.exit_code})
 

@@ -188,7 +188,6 @@ class _AllocationTimeline:
 
     @classmethod
     def from_profiler(cls, profiler: profile) -> "_AllocationTimeline":
-        """Reads the memory events and the optimizer's steps of a profile."""
         events: list[tuple[int, int, int, bool]] = []
         steps: list[int] = []
         # Iterative depth-first search: a backward pass nests deeper than Python's recursion limit.

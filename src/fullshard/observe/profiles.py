@@ -55,7 +55,6 @@ class StepProfiler:
         self.last: ProfiledStep | None = None
 
     def is_due(self, step: int) -> bool:
-        """Returns whether `step` is profiled."""
         every = self._section.trace_every
         is_sampled = every > 0 and (step % every == 0 or step in self._sampled)
         return step <= self._last_step and (is_sampled or step in self._section.profile)

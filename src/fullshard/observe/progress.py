@@ -31,13 +31,6 @@ class RunProgress:
         return sum(metrics.tokens for _, metrics in self._recent) / seconds if seconds > 0 else 0.0
 
     @property
-    def recent_trained_share(self) -> float | None:
-        """Trained tokens of the recent steps / tokens; None if it is not known."""
-        tokens = sum(metrics.tokens for _, metrics in self._recent)
-        trained = [m.trained_tokens for _, m in self._recent if m.trained_tokens is not None]
-        return sum(trained) / tokens if tokens and len(trained) == len(self._recent) else None
-
-    @property
     def seconds_left(self) -> float:
         """Estimated seconds to the last step, from recent wall-clock time, with validations and saves.
 
@@ -52,7 +45,6 @@ class RunProgress:
         return (self.steps - metrics.step) * max(0.0, seconds) / between
 
     def status_line_parts(self) -> list[str]:
-        """Returns the texts of the status line."""
         last, rate = self._recent[-1][1], self.recent_tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:
@@ -60,7 +52,10 @@ class RunProgress:
         texts = [f"step {last.step}/{self.steps}", f"loss {last.loss:.4f}"]
         texts += ["SKIPPED"] if last.skipped else []
         texts += [f"norm {last.grad_norm:.3g}", f"lr {last.learning_rate:.2e}", total]
-        texts += [text] if (text := format_trained_token_share(self.recent_trained_share)) else []
+        tokens = sum(metrics.tokens for _, metrics in self._recent)
+        trained = [m.trained_tokens for _, m in self._recent if m.trained_tokens is not None]
+        share = sum(trained) / tokens if tokens and len(trained) == len(self._recent) else None
+        texts += [text] if (text := format_trained_token_share(share)) else []
         if last.mfu is not None and last.tokens_per_second:
             texts.append(f"MFU {100 * last.mfu * rate / last.tokens_per_second:.1f} %")
         texts += [f"peak {format_bytes(last.peak_bytes)}"] if last.peak_bytes is not None else []

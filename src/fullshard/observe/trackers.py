@@ -167,7 +167,6 @@ class TrackerThread:
         self._waiting.put(None)
 
     def wait_until_closed(self, *, seconds: float) -> None:
-        """Waits for the thread, for at most `seconds`."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             waiting = f"{max(0, self._waiting.qsize() - 1)} steps wait"

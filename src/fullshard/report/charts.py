@@ -242,7 +242,6 @@ def _smooth(points: Points) -> Points | None:
 def _make_single_curve(
     run: RunRecord, key: str, *, factor: float = 1.0, is_smoothed: bool = False
 ) -> list[_Curve]:
-    """Returns the curve of the figure `key`, the only one of its chart."""
     points: Points = [(step, value * factor) for step, value in run.metrics.points(key)]
     return [_Curve("", points, "c0", _smooth(points) if is_smoothed else None)]
 

@@ -51,7 +51,6 @@ class TrainingBudget(FrozenModel):
     price_per_hour: PositiveFloat | None = None
 
     def training_seconds(self, prediction: Prediction) -> float | None:
-        """Returns the seconds that training on the tokens takes."""
         return self.tokens and self.tokens / prediction.tokens_per_second
 
     def rank_hours(self, plan: Plan, prediction: Prediction) -> float | None:

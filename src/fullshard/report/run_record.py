@@ -76,7 +76,6 @@ class StepColumns:
         return [value for value in self.columns[name] if not math.isnan(value)]
 
     def skipped_steps(self) -> list[int]:
-        """Returns the steps that updated nothing."""
         return [int(step) for step, skipped in self.points("skipped") if skipped]
 
 
@@ -177,7 +176,6 @@ class RunRecord:
         return [value for step, value in self.metrics.points(name) if step > after]
 
     def events_of_kinds(self, *kinds: str) -> list[RunEvent]:
-        """Returns the events of these kinds."""
         return [event for event in self.events if event.event in kinds]
 
 

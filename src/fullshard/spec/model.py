@@ -270,7 +270,6 @@ class MicrobatchTrace(FrozenModel):
         return self.model_copy(update={"recompute": section, "repeats": repeats})
 
     def is_valid_for(self, recompute: RecomputeSection, microbatch: int, *, compiled: bool = False) -> bool:
-        """Returns True if the trace is valid for these settings."""
         asked, own = recompute, self.recompute
         return (
             self.microbatch in (None, microbatch)

@@ -32,7 +32,6 @@ class ModelPreset(FrozenModel):
 
 @cache
 def read_presets() -> tuple[ModelPreset, ...]:
-    """Reads all presets of `presets.toml`."""
     here = Path(__file__).parent
     tables = read_toml(here / "presets.toml")
     found: list[ModelPreset] = []

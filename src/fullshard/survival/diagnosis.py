@@ -135,7 +135,9 @@ def _find_culprits(reports: Mapping[int, RankReport], groups: Sequence[list[int]
         return [], f"all ranks {does}: {rank_list_text(groups[0])} {_phase_and_place(reports[groups[0][0]])}."
     odd = groups[0]
     if len(groups[0]) == len(groups[1]):
-        odd = max(groups[:2], key=lambda group: _step_and_phase_index(reports[group[0]].seen))
+        seen = [reports[group[0]].seen for group in groups[:2]]
+        places = [(one.step, list(RunPhase).index(RunPhase(one.phase))) for one in seen]
+        odd = groups[places.index(max(places))]
     rest = sorted(reports.keys() - odd)
     here, there = reports[odd[0]], reports[rest[0]]
     return odd, (
@@ -181,10 +183,6 @@ def _place_text(report: RankReport) -> str:
 
 def _who_waits_text(ranks: Sequence[int]) -> str:
     return f"{rank_list_text(ranks)} wait{'s' if len(ranks) == 1 else ''}"
-
-
-def _step_and_phase_index(seen: Heartbeat) -> tuple[int, int]:
-    return seen.step, list(RunPhase).index(RunPhase(seen.phase))
 
 
 def _phase_text(seen: Heartbeat) -> str:

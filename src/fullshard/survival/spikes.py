@@ -33,12 +33,10 @@ class RecentSteps:
 
     @property
     def losses(self) -> list[float]:
-        """The losses. Waits for the device."""
         return self._valid_values(0)
 
     @property
     def norms(self) -> list[float]:
-        """The gradient norms. Waits for the device."""
         return self._valid_values(1)
 
     def is_spike(self, loss: Tensor, norm: Tensor) -> Tensor:

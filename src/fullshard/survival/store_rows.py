@@ -13,5 +13,4 @@ def append_row(store: dist.Store, row: str, *, key: str) -> None:
 
 
 def count_rows(store: dist.Store, key: str) -> int:
-    """Returns how many rows the value of `key` has."""
     return store.add(f"{key} count", 0)

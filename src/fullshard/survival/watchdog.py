@@ -319,7 +319,6 @@ def _user_frame_text(thread: int) -> str:
 
 
 def _other_thread_ids() -> list[int]:
-    """Returns the identifiers of all threads except the calling one."""
     own = threading.get_ident()
     return [thread for thread in sys._current_frames() if thread != own]  # pyright: ignore[reportPrivateUsage]
 

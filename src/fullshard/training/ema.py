@@ -133,7 +133,6 @@ class ParameterAverage:
             self._offloaded.wait_for_update()
 
     def _allocate(self) -> None:
-        """Allocates averages of trained parameters that have none yet."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in self._averages:
                 local = detached_local_tensor(parameter)

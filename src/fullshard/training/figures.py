@@ -86,7 +86,6 @@ class PendingResult:
 
     @property
     def is_read(self) -> bool:
-        """True if the result was read before."""
         return self._result is not None
 
     def read(self) -> StepResult:

@@ -36,7 +36,6 @@ class MatchedGroup:
 
     @property
     def is_rest(self) -> bool:
-        """True if this is the group of the parameters that no other has."""
         return self.settings is _REST
 
 

@@ -89,7 +89,6 @@ def mark_as_built_by_fullshard(optimizer: torch.optim.Optimizer) -> torch.optim.
 
 
 def is_built_by_fullshard(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `mark_as_built_by_fullshard` marked the optimizer."""
     return getattr(optimizer, _BUILT, False)
 
 

@@ -155,7 +155,6 @@ def _optimizer_options(
 def _build_own_optimizer(
     model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan
 ) -> torch.optim.Optimizer | None:
-    """Returns the optimizer if it is one of this package, or None."""
     if plan.run.offload.offloads_optimizer:
         return build_streaming_adamw(model, groups, plan=plan)
     section = plan.run.optimizer

@@ -151,7 +151,6 @@ def _reduce_over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
 
 
 def matmul_dtypes_to_measure(device: torch.device) -> tuple[ComputeDtype, ...]:
-    """Returns the dtypes in which matmuls are measured on this device."""
     if device.type != "cuda":
         return ("fp32", "bf16")  # fp16 is emulated, and some 50 times slower than fp32
     tensor_cores = torch.cuda.get_device_capability(device) >= (8, 0) or torch.version.hip is not None

@@ -61,7 +61,6 @@ def _mean_step_seconds(steps: Iterator[object], *, seconds: float) -> float:
 
 
 def reference_plan(ranks: int) -> Plan:
-    """Returns the plan of the steps that `measure_step_seconds` times."""
     batch = [f"train.microbatch={_ROWS}", f"train.global_batch={_ROWS * ranks}", f"train.steps={_MOST_STEPS}"]
     return Plan.from_run(_reference_run().with_overrides(batch), world_size=ranks, device="cpu")
 

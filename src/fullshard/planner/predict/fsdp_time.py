@@ -227,7 +227,6 @@ class StreamClocks:
             self.host = self.compute
 
     def stall_compute_until(self, until: int, cause: Cause) -> None:
-        """Makes the compute stream wait until tick `until`."""
         gap = until - self.compute
         if gap <= 0:
             return

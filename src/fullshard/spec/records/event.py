@@ -68,7 +68,6 @@ class RunEvent(FrozenModel):
     def now(
         cls, event: str, *, attempt: int, step: int | None = None, details: Mapping[str, object] | None = None
     ) -> Self:
-        """Returns an event of this moment."""
         at = datetime.now(UTC)
         own = {"at": at.replace(microsecond=at.microsecond // 1000 * 1000), "event": event}
         return cls.model_validate({**(details or {}), **own, "attempt": attempt, "step": step})

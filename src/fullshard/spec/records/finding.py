@@ -46,7 +46,6 @@ class Finding(FrozenModel):
 
     @classmethod
     def from_error(cls, error: FullshardError, *, check: str = "") -> Self:
-        """Returns the failure that an error reports."""
         return cls.failure(error.what_and_got, why=error.why, fix=error.fix, check=check)
 
     @property

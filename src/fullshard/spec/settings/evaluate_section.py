@@ -72,7 +72,6 @@ class Evaluation(value.FrozenModel):
         return f"{self.name}_{metric}" if self.name == VALIDATION else f"{self.name}.{metric}"
 
     def is_due(self, step: int, *, last_step: int) -> bool:
-        """Returns whether the model is evaluated after `step`."""
         return (self.at_end and step == last_step) or bool(self.every and step % self.every == 0)
 
 

@@ -91,7 +91,6 @@ class OptimizerGroup(value.FrozenModel):
     kind: Literal["adamw", "muon", "soap"] | None = None
 
     def matches(self, name: str) -> bool:
-        """Returns whether a pattern matches the name of a parameter."""
         return any(fnmatchcase(name, pattern) for pattern in self.match)
 
 
@@ -196,7 +195,6 @@ class OptimizerSection(value.FrozenModel):
 
     @property
     def is_adafactor(self) -> bool:
-        """True if Adafactor updates all parameters."""
         return self.name.lower() == "adafactor"
 
     @model_validator(mode="after")
