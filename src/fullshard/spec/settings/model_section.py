@@ -61,17 +61,13 @@ class DecoderConfig(value.FrozenModel):
         return self.layers * (self.experts - self.experts_per_token) * each if self.is_mixture else 0
 
     @model_validator(mode="after")
-    def _check_experts(self) -> Self:
+    def _check_experts_and_shapes(self) -> Self:
         if self.is_mixture and self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token = {self.experts_per_token} is over experts = {self.experts}")
         settings = ("shared_experts", "expert_d_ff", "balance_loss", "balance_bias_rate")
         given = [name for name in settings if getattr(self, name)]
         if given and not self.is_mixture:
             raise ValueError(f"{given[0]} = {getattr(self, given[0])} needs experts = <number of experts>")
-        return self
-
-    @model_validator(mode="after")
-    def _check_shapes(self) -> Self:
         if self.d_model % self.heads:
             raise ValueError(f"heads = {self.heads} must divide d_model = {self.d_model}")
         if self.heads % self.kv_heads:
