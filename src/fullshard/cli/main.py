@@ -26,7 +26,7 @@ from fullshard.cli.options import SettingHintCommand
 from fullshard.errors import PlanError, SpecError
 from fullshard.launch.environment import drop_leftover_torchrun_variables, set_default_user_name
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
-from fullshard.system.terminal import escape_log_messages, prepare_standard_streams, print_to_stderr
+from fullshard.system.terminal import escape_log_messages, prepare_standard_streams
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
