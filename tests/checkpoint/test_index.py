@@ -80,10 +80,11 @@ def without_metadata(directory: Path, mesh_shape: tuple[int, ...]) -> None:
     CheckpointSaver(location_of(directory), dcp_shards=0).save(State(3, sharded(3, mesh_shape)))
 
 
-def test_without_the_metadata_of_dcp_a_checkpoint_is_complete(ranks, tmp_path):
+def test_without_the_metadata_of_dcp_a_checkpoint_of_one_file_per_rank_is_complete(ranks, tmp_path):
     ranks(4).run(without_metadata, tmp_path, (2, 2))
     path = tmp_path / "step-00000003"
-    assert not (path / ".metadata").exists()
+    of_ranks = {f"__{rank}_0.distcp" for rank in range(4)}
+    assert {one.name for one in path.iterdir()} == of_ranks | {"manifest.json", "shards.json", "writer.json"}
     assert not list(iterate_damage(path))
     assert ShardIndex.model_validate_json((path / "shards.json").read_bytes()).layouts.keys() == {
         f"model.{name}" for name in ("uneven", "few_rows", "columns", "everywhere")

@@ -327,7 +327,7 @@ def _make_profiler(
         plan.run.log,
         directory.root,
         ranks=ranks,
-        attempt=all_gather_object(log.attempt)[0],
+        attempt=run_on_rank_zero(lambda: log.attempt, doing="counting attempts"),
         first_step=first_step,
         last_step=plan.run.train.step_count,
         say=log.print_message,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.data.tokenizer import locate_tokenizer_file
-from fullshard.distributed.agreement import all_gather_object, rank, world_size
+from fullshard.distributed.agreement import all_gather_object, rank, run_on_rank_zero, world_size
 from fullshard.errors import MissingExtraError, SpecError, TrainError
 from fullshard.spec.plan import Plan
 from fullshard.spec.settings.data_section import DataSection
@@ -70,7 +70,7 @@ def make_task_function(settings: Evaluation, section: DataSection) -> Callable[[
             for key, value in values.items()
             if "," in key and isinstance(value, int | float)
         }
-        return all_gather_object(metrics)[0]
+        return run_on_rank_zero(lambda: metrics, doing="sending the results of the harness")
 
     return evaluate
 
