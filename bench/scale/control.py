@@ -10,13 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from math import log2
+from math import log2, prod
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # registers the backend "fake"
 
 import fullshard as fs
@@ -25,12 +27,14 @@ from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.distributed import agreement as agreement_module
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.distributed.loopback import LOOPBACK, set_connection_variables, start_store_on_loopback
+from fullshard.distributed.owners import find_layouts
 from fullshard.distributed.ranges import OwnWorkClock
 from fullshard.distributed.unit_order import UnitEvents
 from fullshard.models.decoder import DecoderModel
 from fullshard.observe.run_log import RunLog
 from fullshard.observe.stragglers import StragglerWatch
 from fullshard.parallel import mesh
+from fullshard.spec.dealing import deal_matrices
 from fullshard.spec.settings.train_section import FaultToleranceSection
 from fullshard.survival import diagnosis, fingerprint, watchdog
 from fullshard.survival.phase import Heartbeat, PhaseTracker, RunPhase
@@ -270,6 +274,27 @@ def fingerprints(ranks: int, _: int) -> list[Row]:
     ]
 
 
+def owners(ranks: int, blocks: int) -> list[Row]:
+    """Finds which parts of matrices the ranks have, and deals them, as the first update of Muon does."""
+    open_fake_group(ranks)
+    shards, width, wide = init_device_mesh("cpu", (ranks,)), 16384, 53248
+    of_block = [(width, width)] * 2 + [(1024, width)] * 2 + [(wide, width)] * 2 + [(width, wide)]
+    matrices = [
+        DTensor.from_local(
+            torch.empty(min(1, rows // ranks), columns, device="meta"),
+            shards,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((rows, columns)),
+            stride=(columns, 1),
+        )
+        for rows, columns in of_block * blocks
+    ]
+    with measured() as dealing:
+        deal_matrices(find_layouts(matrices), rank=0, cost=prod)
+    return [Row("muon: owners (each rank)", ranks, dealing.seconds, dealing.peak, most_seconds=5)]
+
+
 CONTROL_CASES = [
     Case("start", start, is_isolated=False),
     Case("groups", groups),
@@ -279,4 +304,5 @@ CONTROL_CASES = [
     Case("heartbeats", heartbeats),
     Case("verdict", verdict),
     Case("fingerprints", fingerprints),
+    Case("owners", owners, parts=BLOCKS, least=BLOCKS),
 ]
