@@ -86,7 +86,7 @@ class FailureReport:
 
     def write_torchrun_error_file(self) -> None:
         """Writes the report for torchrun, with a traceback if it is unexpected. An earlier report stays."""
-        shown = self.traceback if self.exit_code == 1 else self.message
+        shown = self.message if self.peer_lost or self.exit_code != 1 else self.traceback
         details = {"py_callstack": shown, "timestamp": str(int(self.at))}
         with suppress(KeyError, OSError), open(os.environ[_ERROR_FILE], "x", encoding="utf-8") as file:
             json.dump({"message": {"message": self.message, "extraInfo": details}}, file)
