@@ -1,6 +1,5 @@
 """The outcome of a process, the report of its failure, and the events that a launcher records about ranks."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from typing import Self
 from fullshard.errors import FullshardError, user_code_location_text
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS, METRICS
-from fullshard.system.files import write_file_atomically
+from fullshard.system.files import hold_exclusive_file_lock, open_new_file, write_file_atomically
 from fullshard.system.process import call_on_watchdog_exit
 from fullshard.system.small_files import (
     VALUE_BYTES,
@@ -88,24 +87,23 @@ class FailureReport:
         """Writes the report for torchrun, with a traceback if it is unexpected. An earlier report stays."""
         shown = self.message if self.peer_lost or self.exit_code != 1 else self.traceback
         details = {"py_callstack": shown, "timestamp": str(int(self.at))}
-        with suppress(KeyError, OSError), open(os.environ[_ERROR_FILE], "x", encoding="utf-8") as file:
-            json.dump({"message": {"message": self.message, "extraInfo": details}}, file)
+        text = json.dumps({"message": {"message": self.message, "extraInfo": details}})
+        with suppress(KeyError, OSError), open_new_file(Path(os.environ[_ERROR_FILE])) as file:
+            file.write(text.encode())
 
     def print_once_per_node(self, text: str) -> None:
         """Prints `text`, unless another rank of torchrun on this node has printed one for an equal report.
 
         Torchrun ends all ranks once one has ended: the lock holds the others until the text is printed.
         """
-        name = f"printed-{hashlib.blake2b(self.message.encode(), digest_size=8).hexdigest()}"
-        with (
-            suppress(KeyError, OSError),
-            Path(os.environ[_ERROR_FILE]).parent.with_name(name).open("a") as file,
-        ):
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not os.fstat(file.fileno()).st_size:
-                self.write_torchrun_error_file()
-                print_to_stderr(text)
-                file.write("printed")
+        with suppress(KeyError, OSError):
+            of_node = Path(os.environ[_ERROR_FILE]).parent.parent
+            with hold_exclusive_file_lock(of_node / "printing", patience_seconds=10.0):
+                digest = hashlib.blake2b(self.message.encode(), digest_size=8).hexdigest()
+                if not (printed := of_node / f"printed-{digest}").exists():
+                    self.write_torchrun_error_file()
+                    print_to_stderr(text)
+                    open_new_file(printed).close()
             return
         print_to_stderr(text)
 
