@@ -137,31 +137,54 @@ def wrap(by_parameter: bool) -> Any:
     )
 
 
-def write_fsdp1_truth(wrapped: Any, opt: torch.optim.Optimizer, path: Path) -> None:
+def weights_of(wrapped: Any) -> dict[str, Tensor]:
     with FSDP.summon_full_params(wrapped, writeback=False):
-        weights = {k.replace("_fsdp_wrapped_module.", ""): full(v) for k, v in wrapped.named_parameters()}
+        named = {k.replace("_fsdp_wrapped_module.", ""): full(v) for k, v in wrapped.named_parameters()}
+    return named | {"seen": torch.ones(3)}
+
+
+def full_moments(wrapped: Any, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = FSDP.full_optim_state_dict(wrapped, opt, rank0_only=False)["state"]
-    truth = weights | {"seen": torch.ones(3)}
-    for own, one in state.items():
-        truth |= {f"{k}.{own}": full(v) for k, v in one.items() if k != "step"}
-    if dist.get_rank() == 0:
-        save_file(truth, path / "truth.safetensors")
+    return {f"{k}.{own}": full(v) for own, one in state.items() for k, v in one.items() if k != "step"}
+
+
+def joined_moments(wrapped: Any, opt: Any, shapes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Joins parts of ranks, as the full state has wrong moments with use_orig_params."""
+    own = {n.replace("_fsdp_wrapped_module.", ""): opt.state[p] for n, p in wrapped.named_parameters()}
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, own)
+    return {
+        f"{key}.{name}": torch.cat([one[name][key] for one in every if one[name]]).view(shapes[name].shape)
+        for name in own
+        for key in ("exp_avg", "exp_avg_sq")
+    }
 
 
 def fsdp1_local() -> None:
     """Local state dicts of FSDP1 with moments by name: flat parameters, also beside parts of parameters."""
-    for name, by_parameter in (("flat", False), ("parts", True)):
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+
+    for name, by_parameter in (("fsdp1_local", False), ("fsdp1_local_parts", True)):
         wrapped = wrap(by_parameter)
         opt = torch.optim.AdamW(wrapped.parameters(), lr=RATE)
         train(wrapped, opt)
-        path = ROOT / "fsdp1_local" / name
-        path.mkdir(parents=True, exist_ok=True)
+        path = ROOT / name
+        (path / "source").mkdir(parents=True, exist_ok=True)
         config = LocalStateDictConfig(offload_to_cpu=True)
         with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT, config):
             content = {"model": wrapped.state_dict(), "optimizer": FSDP.optim_state_dict(wrapped, opt)}
-            torch.save(content, path / f"rank{dist.get_rank()}.pt")
-        if not by_parameter:  # both train alike
-            write_fsdp1_truth(wrapped, opt, path.parent)
+            torch.save(content, path / f"source/rank{dist.get_rank()}.pt")
+        accelerator = Accelerator(cpu=True)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1, state_dict_type="LOCAL_STATE_DICT", cpu_ram_efficient_loading=False
+        )
+        fsdp_utils.save_fsdp_model(plugin, accelerator, wrapped, str(path / "accelerate"), 0)
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, opt, wrapped, str(path / "accelerate"), 0)
+        truth = weights_of(wrapped)
+        truth |= joined_moments(wrapped, opt, truth) if by_parameter else full_moments(wrapped, opt)
+        if dist.get_rank() == 0:
+            save_file(truth, path / "truth.safetensors")
 
 
 def fsdp1() -> None:
@@ -172,7 +195,9 @@ def fsdp1() -> None:
         schedule = train(wrapped, opt)
         path = ROOT / name
         path.mkdir(parents=True, exist_ok=True)
-        write_fsdp1_truth(wrapped, opt, path)
+        truth = weights_of(wrapped) | full_moments(wrapped, opt)
+        if dist.get_rank() == 0:
+            save_file(truth, path / "truth.safetensors")
         if by_parameter:
             with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
                 content = {"model": wrapped.state_dict(), "optimizer": FSDP.optim_state_dict(wrapped, opt)}

@@ -96,7 +96,7 @@ def assert_equals_truth(found: dict[str, torch.Tensor], truth: dict[str, torch.T
     [
         *(("fsdp2_dcp", "source"), ("torch_names", "source.pt"), ("torch_numbers", "source.pt")),
         *(("torch_numbers", "legacy.pt"), ("fsdp1_flat", "source"), ("fsdp1_flat", "dcp")),
-        *(("fsdp1_local", "flat"), ("fsdp1_local", "parts")),
+        *((f"fsdp1_local{kind}", by) for kind in ("", "_parts") for by in ("source", "accelerate")),
         *(("accelerate_sharded", "source"), ("accelerate_full", "source")),
         *(("lightning_sharded", "source"), ("lightning_full", "source.ckpt")),
     ],

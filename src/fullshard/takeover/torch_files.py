@@ -10,7 +10,7 @@ from safetensors import safe_open
 from fullshard.errors import CheckpointError
 from fullshard.quantities import join_names
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.takeover import dcp, rank_files
+from fullshard.takeover import dcp
 from fullshard.takeover.optimizer_state import (
     LIGHTNING,
     as_number,
@@ -21,6 +21,7 @@ from fullshard.takeover.optimizer_state import (
     read_optimizer_dict,
     state_tensors,
 )
+from fullshard.takeover.rank_files import find_files, join_files, split_flat_parameters
 from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
 from fullshard.takeover.stand_ins import read_torch_file
 from fullshard.weights.files import FileTensor, find_weights_file, open_pretrained_files
@@ -35,26 +36,26 @@ _TRAINER = "trainer_state.json"
 
 def recognises(path: Path) -> bool:
     """Returns whether `path` is a file, a directory of Accelerate or Trainer, or one file of each rank."""
-    names = (_DCP_OPTIMIZER, *_OPTIMIZER_FILES)
-    return path.is_file() or any((path / one).exists() for one in names) or bool(rank_files.find_files(path))
+    return path.is_file() or _holds_an_optimizer(path) or bool(find_files(path))
+
+
+def _holds_an_optimizer(path: Path) -> bool:
+    return any((path / one).exists() for one in (_DCP_OPTIMIZER, *_OPTIMIZER_FILES))
 
 
 def open_source(path: Path) -> ForeignCheckpoint:
     """Opens files of torch.save. Tensors are views of mapped files. Raises CheckpointError."""
-    files = rank_files.find_files(path)
-    if path.is_dir() and not files:
-        return _open_directory(path)
-    return _open_files(files or [path])
+    return _open_directory(path) if _holds_an_optimizer(path) else _open_files(find_files(path) or [path])
 
 
 def _open_files(files: Sequence[Path]) -> ForeignCheckpoint:
     """Returns what the dict in the files holds below the usual keys, or the weights that it is."""
-    content = rank_files.join_files(files)
+    content = join_files(files)
     content = cast(dict[str, Any], content if isinstance(content, dict) else {})
     check_is_alone(name for name in content if "." not in str(name))
     optimizer = read_optimizer_dict(_get_one(content, _OPTIMIZER) or {})
     model = _get_one(content, _MODEL) or {k: v for k, v in content.items() if k != "step"}
-    weights = state_tensors(rank_files.split_flat_parameters(model, optimizer.moments))
+    weights = state_tensors(split_flat_parameters(model, optimizer.moments))
     if not weights:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
         raise CheckpointError(f"{files[0]} holds no weights that are known here.", got=got, fix=fix)
@@ -84,15 +85,15 @@ def _get_one(content: Mapping[str, Any], keys: Sequence[str]) -> Any:
 def _open_directory(path: Path) -> ForeignCheckpoint:
     """Opens a directory of Accelerate's `save_state` or of transformers' Trainer."""
     check_is_alone(one.name for one in path.iterdir())
-    weights, files = _read_weights(path)
+    model, files = _read_weights(path)
     if (path / _DCP_OPTIMIZER).is_dir():
         table = dcp.read_dcp_directory(path / _DCP_OPTIMIZER)
-        optimizer, files = table.read_optimizer([*weights]), (*files, *table.files)
+        optimizer, files = table.read_optimizer([*model]), (*files, *table.files)
     else:
         file = next(path / one for one in _OPTIMIZER_FILES if (path / one).is_file())
         optimizer, files = read_optimizer_dict(read_torch_file(file)), (*files, file)
     settings: dict[str, Any] = {"model.hf": str(path)} if (path / "config.json").is_file() else {}
-    updates = optimizer.updates
+    updates, weights = optimizer.updates, state_tensors(split_flat_parameters(model, optimizer.moments))
     if not (file := path / _TRAINER).is_file():
         step = count_steps(updates, None)
         return ForeignCheckpoint(optimizer, weights, step, "Accelerate", files, settings=settings)
@@ -112,14 +113,16 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
     )
 
 
-def _read_weights(path: Path) -> tuple[dict[str, LazyTensor], tuple[Path, ...]]:
+def _read_weights(path: Path) -> tuple[dict[str, Any], tuple[Path, ...]]:
     """Returns the weights in a directory of Accelerate or Trainer, and their files."""
     if (path / _DCP_WEIGHTS).is_dir():
         table = dcp.read_dcp_directory(path / _DCP_WEIGHTS)
         return table.select_weights(), table.files
     file = next((path / one for one in _WEIGHT_FILES if (path / one).is_file()), None)
     if file is not None and find_weights_file(path) is None:
-        return state_tensors(read_torch_file(file)), (file,)
+        return read_torch_file(file), (file,)
+    if of_ranks := find_files(path):  # FSDP1's local state
+        return join_files(of_ranks), tuple(of_ranks)
     every = open_pretrained_files(path).tensors
     tensors = {name: one for name, one in every.items() if isinstance(one, FileTensor)}
     files = {one.file: path / one.file for one in tensors.values()}
