@@ -38,6 +38,7 @@ from fullshard.weights.names import (
     llama_config,
     llama_weight_map,
     map_model_tensors_to_file,
+    with_special_floats,
 )
 from fullshard.weights.tensor_source import (
     ADDED,
@@ -189,7 +190,7 @@ def describe_for_transformers(recorded: JsonValue, run: Run | None, *, doing: st
     twin = build_meta_model(cast(dict[str, Any], recorded), needed_for=doing)
     config: dict[str, Any] = json.loads(twin.config.to_json_string())
     older = _with_rope_of_transformers_4(config)
-    read_again = type(twin.config).from_dict(json.loads(json.dumps(older)))
+    read_again = type(twin.config).from_dict(with_special_floats(older))
     if _with_rope_of_transformers_4(json.loads(read_again.to_json_string())) == older:
         config = older
     else:
@@ -277,7 +278,10 @@ def _layer_merging(name: str, layer: Any) -> LayerMerging:
     is_sum = any(added == {one.removeprefix(".") for one in pair} for pair in LORA_FACTORS)
     variants = getattr(layer, "lora_variant", None)  # of peft: such as DoRA, which norms the sum
     if not is_known or not is_sum or variants or ADAPTER not in layer.scaling:
-        raise _merge_error(f"{name}, a {type(layer).__name__} of {type(base).__name__} with {sorted(added)}")
+        kind = "DoRA of " if getattr(layer, "use_dora", {}).get(ADAPTER) else ""
+        raise _merge_error(
+            f"{kind}{name}, a {type(layer).__name__} of {type(base).__name__} with {sorted(added)}"
+        )
     if wrapped is not None:
         is_stack = getattr(whole, wrapped).ndim == 3
         is_turned = is_stack and getattr(whole, "is_transposed", False)

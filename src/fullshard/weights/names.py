@@ -118,11 +118,19 @@ def build_meta_model(config: Mapping[str, Any], *, needed_for: str) -> Any:
 
     with ForeignErrorTranslator(unknown_model_error), torch.device("meta"):
         (architecture,) = config["architectures"]
-        known = transformers.AutoConfig.for_model(config["model_type"], **values)
+        known = transformers.AutoConfig.for_model(config["model_type"], **with_special_floats(values))
         made = getattr(transformers, architecture)
         if not issubclass(made, transformers.PreTrainedModel):
             raise TypeError(architecture)
         return made(known)
+
+
+def with_special_floats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with floats in place of transformers' `{"__float__": "Infinity"}`."""
+    return json.loads(
+        json.dumps(config),
+        object_hook=lambda one: float(one["__float__"]) if one.keys() == {"__float__"} else one,
+    )
 
 
 def _find_transformers_submodule(model: nn.Module) -> tuple[str, Any] | None:
