@@ -278,10 +278,8 @@ def _layer_merging(name: str, layer: Any) -> LayerMerging:
     is_sum = any(added == {one.removeprefix(".") for one in pair} for pair in LORA_FACTORS)
     variants = getattr(layer, "lora_variant", None)  # of peft: such as DoRA, which norms the sum
     if not is_known or not is_sum or variants or ADAPTER not in layer.scaling:
-        kind = "DoRA of " if getattr(layer, "use_dora", {}).get(ADAPTER) else ""
-        raise _merge_error(
-            f"{kind}{name}, a {type(layer).__name__} of {type(base).__name__} with {sorted(added)}"
-        )
+        kind = "DoRA" if getattr(layer, "use_dora", {}).get(ADAPTER) else type(layer).__name__
+        raise _merge_error(f"{name}, {kind} of {type(base).__name__} with {sorted(added)}")
     if wrapped is not None:
         is_stack = getattr(whole, wrapped).ndim == 3
         is_turned = is_stack and getattr(whole, "is_transposed", False)
