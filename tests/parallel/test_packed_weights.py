@@ -1,7 +1,9 @@
 """A base in 4 or 8 bits computes what the dequantised model does, at any rank count."""
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -24,7 +26,6 @@ from fullshard.models.packed_weights import (
     find_packed_weights,
     pack_frozen_weights,
     pack_rows,
-    packed_weight_of,
     unpack_rows,
     unpack_weight,
 )
@@ -34,20 +35,47 @@ from fullshard.spec.run import Run
 from fullshard.training.gradients import sum_gradients_over_tensor_axis
 from fullshard.training.shard import shard
 from tests.fakes.architectures import whole
+from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.data import global_batch
+from tests.fakes.families import MIXTURES
 
 VOCABULARY = 32
-TINY = [
+DECODER = [
     *("model.d_model=128", "model.layers=2", "model.d_ff=256", f"model.vocabulary={VOCABULARY}"),
-    *("model.heads=4", "train.global_batch=12", "data.sequence_length=8", "adapter.rank=4"),
+    "model.heads=4",
 ]
+FIXED = ["train.global_batch=12", "data.sequence_length=8", "adapter.rank=4"]
+MIXTURE = ("model.experts=4", "model.experts_per_token=2")
+WIDTHS = {
+    **dict.fromkeys(("hidden_size", "n_embd"), 64),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 128),
+}
+# Models of transformers, and their adapters: of experts or beside them, and of transposed matrices.
+STACKS = "adapter.options={target_parameters = ['experts.gate_up_proj', 'experts.down_proj']}"
+OF_TRANSFORMERS = {
+    "mixtral": ('adapter.targets=["q_proj"]',),
+    "qwen3_moe": ('adapter.targets=["q_proj", "gate_proj", "up_proj", "down_proj"]',),
+    "gpt_oss": ('adapter.targets=["q_proj"]', STACKS),
+    "gpt2": ('adapter.targets=["c_attn"]',),
+}
 Form = Literal["nf4", "int8"]
 FORMS: list[Form] = ["nf4", "int8"]
 Ranks = Callable[[int], Any]
 
 
 def run_of(form: str, *settings: str) -> Run:
-    return Run.load(overrides=[*TINY, f"adapter.base_dtype={form}", *settings])
+    shapes = [] if any(one.startswith("model.hf=") for one in settings) else DECODER
+    return Run.load(overrides=[*shapes, *FIXED, f"adapter.base_dtype={form}", *settings])
+
+
+def settings_of(settings: Sequence[str], directory: Path) -> list[str]:
+    """The settings, with those of a model in the place of its name in OF_TRANSFORMERS."""
+    if not settings or settings[0] not in OF_TRANSFORMERS:
+        return [*settings]
+    name, *others = settings
+    config = {**CONFIGS, **MIXTURES}[name]
+    (directory / "config.json").write_text(json.dumps({**config, **WIDTHS}))
+    return [f"model.hf={directory}", *OF_TRANSFORMERS[name], *others]
 
 
 # Rows #
@@ -161,18 +189,27 @@ def test_an_input_that_was_cast_to_the_dtype_of_bytes_is_refused_by_name() -> No
 def dequantised(run: Run) -> nn.Module:
     """The unsharded model of `run`, with matrices in the place of packed bytes."""
     model = materialize(build_model(run), seed=run.run.seed)
+    for name, packed in find_packed_weights(model).items():
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        matrix = unpack_weight(getattr(module, key).data, packed, dtype=torch.float32)
+        setattr(module, key, nn.Parameter(matrix, requires_grad=False))
+        for attribute in ("forward", "_fullshard_reader"):
+            vars(module).pop(attribute, None)
     for module in model.modules():
-        if (packed := packed_weight_of(module)) is not None:
-            matrix = unpack_weight(module.weight.data, packed, dtype=torch.float32)
-            module.weight = nn.Parameter(matrix, requires_grad=False)
-            for name in ("forward", "_fullshard_packed"):
-                vars(module).pop(name)
+        vars(module).pop("_fullshard_packed", None)
     return model
 
 
 def own_rows(plan: Plan, rank: int) -> dict[str, Tensor]:
     batch = global_batch(0, sequences=12, length=8, vocabulary=VOCABULARY)
     return {k: one.chunk(plan.data_parallel_degree)[rank // plan.tensor_parallel] for k, one in batch.items()}
+
+
+@torch.no_grad()  # torch may choose another matmul for weights with gradients
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    output = model(tokens)
+    return output if isinstance(output, Tensor) else output.logits
 
 
 def logits_and_gradients(run: Run) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,19 +220,28 @@ def logits_and_gradients(run: Run) -> tuple[Tensor, dict[str, Tensor]]:
     total, _ = next_token_loss(model, batch)
     (total * plan.data_parallel_degree).backward()
     sum_gradients_over_tensor_axis([p.grad for p in model.parameters() if p.grad is not None])
-    with torch.no_grad():
-        logits = model(batch["tokens"])
+    logits = logits_of(model, batch["tokens"])
     return logits, {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("form", "count"), [("nf4", 1), ("nf4", 2), ("int8", 2), ("nf4", 3)])
+BITWISE = [
+    *(("nf4", 1), ("nf4", 2), ("int8", 2), ("nf4", 3)),
+    *(("nf4", 1, *MIXTURE), ("int8", 2, *MIXTURE), ("nf4", 3, *MIXTURE)),
+    *(("nf4", 2, "qwen3_moe"), ("nf4", 3, "gpt_oss")),
+]
+
+
+@pytest.mark.parametrize("case", BITWISE, ids=str)
 def test_logits_in_bf16_are_bitwise_those_of_the_dequantised_model(
-    ranks: Ranks, form: str, count: int
+    ranks: Ranks, tmp_path: Path, case: tuple[Any, ...]
 ) -> None:
-    run = run_of(form, "precision.mode=bf16")
-    reference, plan = dequantised(run).bfloat16(), Plan.from_run(run, world_size=count)
+    form, count, *settings = case
+    run = run_of(form, "precision.mode=bf16", *settings_of(settings, tmp_path))
+    reference, plan = dequantised(run), Plan.from_run(run, world_size=count)
+    for parameter in reference.parameters():  # not buffers, which stay in fp32
+        parameter.data = parameter.data.bfloat16()
     for rank, (logits, _) in enumerate(ranks(count).run(logits_and_gradients, run)):
-        assert torch.equal(logits, reference(own_rows(plan, rank)["tokens"]))
+        assert torch.equal(logits, logits_of(reference, own_rows(plan, rank)["tokens"]))
 
 
 CASES = [
@@ -207,15 +253,24 @@ CASES = [
     (4, "int8", "sharding.tensor_parallel=2"),
     (4, "nf4", "sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
     (2, "nf4", "offload.tier=params+optimizer:cpu"),
+    (3, "nf4", *MIXTURE, "recompute.mode=selective"),
+    (2, "int8", *MIXTURE, "offload.tier=params+optimizer:cpu"),
+    (2, "nf4", *MIXTURE, "recompute.mode=offload"),
+    (4, "nf4", *MIXTURE, "sharding.expert_parallel=2"),
+    (2, "nf4", *MIXTURE, "model.shared_experts=1", "sharding.tensor_parallel=2"),
+    (1, "int8", "mixtral", "recompute.mode=full"),
+    (3, "nf4", "gpt_oss"),
+    (4, "nf4", "qwen3_moe", "sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
+    (2, "nf4", "gpt2"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(
-    ranks: Ranks, case: tuple[Any, ...]
+    ranks: Ranks, tmp_path: Path, case: tuple[Any, ...]
 ) -> None:
     count, form, *settings = case
-    run = run_of(form, "precision.mode=fp32", *settings)
+    run = run_of(form, "precision.mode=fp32", *settings_of(settings, tmp_path))
     reference = dequantised(run).float()
     total, _ = next_token_loss(reference, global_batch(0, sequences=12, length=8, vocabulary=VOCABULARY))
     total.backward()

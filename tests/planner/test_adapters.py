@@ -22,6 +22,10 @@ EXPERTS = ["gate_proj", "up_proj", "down_proj"]
             "qwen3_moe",
             [f"adapter.targets={json.dumps(EXPERTS)}", "recompute.mode=full", "precision.mode=bf16"],
         ),
+        (
+            "qwen3_moe",
+            [f"adapter.targets={json.dumps(EXPERTS)}", "adapter.base_dtype=nf4", "precision.mode=bf16"],
+        ),
         ("llama", ["adapter.options={use_dora = true}"]),
     ],
 )

@@ -12,6 +12,7 @@ from fullshard.planner.target import resolve_model_to_plan
 from fullshard.spec.machine.catalog import hardware_on
 from tests.planner.measured import measured, plan_of, predicted
 
+MIXTURE = ("model.experts=4", "model.experts_per_token=2")
 CASES = [
     (1, "nf4", "precision.mode=bf16"),
     (2, "nf4", "precision.mode=bf16"),
@@ -19,6 +20,9 @@ CASES = [
     (3, "int8", "precision.mode=bf16", "recompute.mode=selective"),
     (2, "int8", "precision.mode=bf16", "sharding.tensor_parallel=2"),
     (2, "nf4", "sharding.strategy=zero1"),
+    (2, "nf4", *MIXTURE, "precision.mode=bf16"),
+    (3, "int8", *MIXTURE, "precision.mode=bf16", "recompute.mode=full"),
+    (2, "nf4", *MIXTURE, "precision.mode=bf16", "recompute.mode=selective"),
 ]
 
 

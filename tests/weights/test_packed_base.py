@@ -36,16 +36,26 @@ from tests.fakes.plans import plan_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns of much
 Ranks = Callable[[int], Any]
-SHAPES = {"0": (300, 128), "1": (7, 128), "2": (1, 64)}
+SHAPES = {"0": (300, 128), "1": (7, 128), "2": (1, 64), "3": (2, 5, 64)}
+
+
+class Stack(nn.Module):
+    takes_any_experts = True
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.num_experts, self.weight = shape[0], nn.Parameter(torch.empty(shape))
 
 
 class Uneven(nn.Module):
-    """Frozen matrices of 300, 7 and 1 rows, and a trained vector."""
+    """Frozen matrices of 300, 7 and 1 rows, two experts, and a trained vector."""
 
     def __init__(self) -> None:
         super().__init__()
-        linears = (nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES.values())
-        self.blocks = nn.ModuleList(nn.ModuleDict({"linear": one}) for one in linears)
+        modules = (
+            Stack(*one) if len(one) > 2 else nn.Linear(one[1], one[0], bias=False) for one in SHAPES.values()
+        )
+        self.blocks = nn.ModuleList(nn.ModuleDict({"linear": one}) for one in modules)
         self.requires_grad_(False)
         self.gain = nn.Parameter(torch.ones(4))
 
@@ -88,6 +98,22 @@ def llama(directory: Path) -> Path:
     return directory
 
 
+EXPERTS = 'adapter.targets=["q_proj", "gate_proj", "up_proj", "down_proj"]'
+
+
+def mixture(directory: Path) -> Path:
+    """A Qwen3-MoE whose experts are packed."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=32,
+        num_key_value_heads=2, num_experts=3, num_experts_per_tok=2, head_dim=16, dtype="bfloat16",
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(directory)
+    return directory
+
+
 def plan_with(directory: Path, *settings: str) -> Plan:
     """One step of 12 sequences, of a packed Llama."""
     data = ["train.global_batch=12", "train.steps=3", "data.sequence_length=8", f"model.hf={directory}/in"]
@@ -113,14 +139,23 @@ def tensors_after(directory: Path, place: str, *settings: str) -> dict[str, Tens
     return {name: whole(one).detach() for name, one in state.tensors().items() if not name.startswith("rng")}
 
 
-def test_a_checkpoint_of_three_ranks_is_the_same_bits_on_two_and_one(ranks: Ranks, tmp_path: Path) -> None:
-    llama(tmp_path / "in")
+@pytest.mark.parametrize(
+    ("write", "settings", "name"),
+    [
+        (llama, [], "up_proj.base_layer.weight"),
+        (mixture, [EXPERTS], "experts.base_layer.base_layer.gate_up_proj"),
+    ],
+)
+def test_a_checkpoint_of_three_ranks_is_the_same_bits_on_two_and_one(
+    ranks: Ranks, tmp_path: Path, write: Callable[[Path], Path], settings: list[str], name: str
+) -> None:
+    write(tmp_path / "in")
     outside = ("offload.tier=params+optimizer:cpu",)
     first, *others = (
-        ranks(count).run(tensors_after, tmp_path, "saved", *settings)[0]
-        for count, settings in ((3, ()), (2, ()), (2, outside), (1, ()))
+        ranks(count).run(tensors_after, tmp_path, "saved", *settings, *more)[0]
+        for count, more in ((3, ()), (2, ()), (2, outside), (1, ()))
     )
-    assert first["model.model.layers.0.mlp.up_proj.base_layer.weight"].dtype == torch.uint8
+    assert first[f"model.model.layers.0.mlp.{name}"].dtype == torch.uint8
     for other in others:
         assert all(torch.equal(other[name], first[name]) for name in first if "model" in name)
 
@@ -153,6 +188,27 @@ def test_an_export_is_the_dequantised_base_with_its_adapters(ranks: Ranks, tmp_p
     assert torch.equal(exported[f"{name}.weight"], (base.float() + added).bfloat16())
     export_peft(tmp_path / "saved", tmp_path / "peft")
     assert all("lora" in key for key in load_file(tmp_path / "peft" / "adapter_model.safetensors"))
+
+
+def test_an_export_of_experts_is_their_dequantised_base_with_its_adapters(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    mixture(tmp_path / "in")
+    given = ranks(2).run(handed_over, tmp_path, "adapter.alpha=8", EXPERTS)[0]
+    export_hf(tmp_path / "saved", tmp_path / "hf")
+    exported, merged = load_file(tmp_path / "hf" / "model.safetensors"), given["huggingface"]
+    assert exported.keys() == merged.keys()
+    assert all(torch.equal(exported[name], merged[name]) for name in merged)
+    name = "model.model.layers.1.mlp.experts.base_layer"
+    a, b = (given["state"][f"{name}.lora_{one}.default.weight"] for one in "AB")
+    packed = given["state"][f"{name}.base_layer.gate_up_proj"]
+    base = unpack_weight(packed, PackedWeight(name, "nf4", (3, 256, 64)), dtype=torch.float32)
+    increments = torch.einsum("ore,eri->eoi", b.view(256, -1, 3), a.view(3, -1, 64))
+    expected = (base.bfloat16().float() + 2 * increments).bfloat16()
+    for expert in range(3):
+        for part, rows in (("gate", slice(0, 128)), ("up", slice(128, 256))):
+            own = exported[f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"]
+            torch.testing.assert_close(own, expected[expert, rows], rtol=1e-2, atol=0)
 
 
 def saved_adapters(directory: Path, *settings: str) -> None:

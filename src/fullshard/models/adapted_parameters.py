@@ -14,7 +14,7 @@ during the forward, with peft's arithmetic. A, B and W are in one unit, so that 
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from fullshard.errors import SpecError
 from fullshard.torch_private.tensors import registered_parameters
 
+READER = "_fullshard_reader"
+"""Attribute of a module with packed parameters: a function that returns the matrices of one of them."""
 _BASE = re.compile(r"\.base_layer(?=\.)")
 
 
@@ -54,17 +56,20 @@ def _compute_with_sum(  # signature: that of the module in the wrapper, after th
 ) -> Any:
     if wrapper.disable_adapters:
         return wrapper.base_layer(*args, **kwargs)
-    parameters, key = registered_parameters(wrapper.get_base_layer()), wrapper.parameter_name
-    (adapter,), own = wrapper.active_adapters, cast(Any, parameters[key])
+    base, key = wrapper.get_base_layer(), wrapper.parameter_name
+    parameters: dict[str, Any] = registered_parameters(base)
+    (adapter,), own = wrapper.active_adapters, parameters[key]
     left, right, scale = (
         wrapper.lora_B[adapter].weight,
         wrapper.lora_A[adapter].weight,
         wrapper.scaling[adapter],
     )
-    if own.ndim == 3:
-        left, right, scale = wrapper.get_delta_factors(adapter)
-    parameters[key] = add_low_rank(own, left, right, scale)
     try:
+        if not own.is_floating_point():  # also for peft, which casts the factors to the parameter's dtype
+            parameters[key] = getattr(base, READER)(key, dtype=right.dtype)
+        if own.ndim == 3:
+            left, right, scale = wrapper.get_delta_factors(adapter)
+        parameters[key] = add_low_rank(parameters[key], left, right, scale)
         return wrapper.base_layer(*args, **kwargs)
     finally:
         parameters[key] = own

@@ -287,5 +287,6 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # 
 @partial(matmul_groups_in_turn.register_autograd, setup_context=_save_inputs)
 def _grouped_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # signature: torch's
     left, mat2, offs = ctx.saved_tensors
-    of_left = matmul_groups_in_turn(gradient, mat2.transpose(1, 2), offs)
-    return of_left, matmul_groups_in_turn(left.t(), gradient, offs), None
+    needs_left, needs_mat2, _ = ctx.needs_input_grad
+    of_left = matmul_groups_in_turn(gradient, mat2.transpose(1, 2), offs) if needs_left else None
+    return of_left, matmul_groups_in_turn(left.t(), gradient, offs) if needs_mat2 else None, None

@@ -1,7 +1,7 @@
-"""Frozen weights of linear modules, kept as packed bytes and dequantised where they are multiplied.
+"""Frozen weights of linear modules and experts, kept as packed bytes and dequantised to be multiplied.
 
 [Note: packed rows]
-Each row of a weight (rows, columns) becomes bytes by itself, so that a shard of rows is packed alone, any
+Each row of a weight (..., columns) becomes bytes by itself, so that a shard of rows is packed alone, any
 rank count holds the same bytes, and FSDP2, DTensor and a checkpoint see an ordinary uint8 tensor:
 
     codes | columns / 64 block scales, one byte each | factor, fp32
@@ -20,11 +20,13 @@ absolute value in units of `factor`, rounded up, and so an element is
 The autograd function saves the packed bytes, and dequantises again in backward: between forward and backward
 there is no matrix. The operation also reads an empty view of the other factor, by which the compiler neither
 merges the two nor computes the second one in forward.
+
+The forwards of experts differ, so matrices take the places of their packed parameters while one computes.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, cast
@@ -41,9 +43,11 @@ from fullshard.distributed.tensors import (
     set_linear_function,
 )
 from fullshard.errors import CheckpointError, ShardError
-from fullshard.models.adapters import reads_base_weight
+from fullshard.models.adapted_parameters import READER
+from fullshard.models.adapters import has_transposed_weight, reads_base_weight
 from fullshard.quantities import format_count, join_names
 from fullshard.spec.weight_map import Shape
+from fullshard.torch_private.tensors import registered_parameters
 
 Format = Literal["nf4", "int8"]
 FORMATS = ("nf4", "int8")
@@ -65,16 +69,16 @@ _CHUNK_ELEMENTS = 1 << 22  # that are unpacked at once, so that temporaries stay
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """The weight of a linear module whose rows are packed.
+    """A weight whose rows are packed.
 
     name: name of the parameter when it was packed
     form: format of a row
-    shape: (rows, columns) of the weight itself
+    shape: (rows, columns) of the weight itself, or (experts, rows, columns)
     """
 
     name: str
     form: Format
-    shape: tuple[int, int]
+    shape: Shape
 
 
 # Rows #
@@ -90,10 +94,12 @@ def _columns_of_row_bytes(row_bytes: int, form: str) -> int:
 
 @torch.no_grad()
 def pack_rows(weight: Tensor, packed: PackedWeight) -> Tensor:
-    """Returns the packed rows, uint8 (rows, row bytes), of floating-point `weight` (rows, columns).
+    """Returns the packed rows, uint8 (..., row bytes), of floating-point `weight` (..., columns).
 
     Rows of zeros are exact. Raises ShardError for an infinity or NaN.
     """
+    if weight.ndim > 2:  # one expert at a time, so that temporaries stay small
+        return torch.stack([pack_rows(one, packed) for one in weight])
     rows, columns = weight.shape
     blocks = weight.float().view(rows, columns // BLOCK_COLUMNS, BLOCK_COLUMNS)
     largest = blocks.abs().amax(-1)
@@ -177,30 +183,36 @@ def unpacking_cost(elements: int, form: str) -> UnpackingCost:
 def unpack_weight(packed: Tensor, weight: PackedWeight, *, dtype: torch.dtype) -> Tensor:
     """Returns packed rows, any number of those of `weight`, as the matrix that is multiplied in `dtype`."""
     like = torch.empty(0, dtype=dtype, device=packed.device)
-    return unpack_rows(packed, like, form=weight.form, first=0, columns=weight.shape[1])
+    columns = weight.shape[-1]
+    rows = unpack_rows(packed.flatten(0, -2), like, form=weight.form, first=0, columns=columns)
+    return rows.view(*packed.shape[:-1], columns)
 
 
 # Matmul #
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, form: Format, first: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, form: Format, first: int | None) -> Tensor:
         ctx.save_for_backward(packed)
-        ctx.form, ctx.first, ctx.columns = form, first, x.shape[-1]
-        weight = unpack_rows(packed, x.narrow(0, 0, 0), form=form, first=first, columns=x.shape[-1])
-        return F.linear(x, weight)
+        ctx.is_transposed = first is None
+        columns = _columns_of_row_bytes(packed.shape[1], form) if first is None else x.shape[-1]
+        ctx.form, ctx.first, ctx.columns = form, first or 0, columns
+        weight = unpack_rows(packed, x.narrow(0, 0, 0), form=form, first=ctx.first, columns=columns)
+        return F.linear(x, weight.t() if ctx.is_transposed else weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (packed,) = gradients, ctx.saved_tensors
         empty = gradient.narrow(0, 0, 0)
         weight = unpack_rows(packed, empty, form=ctx.form, first=ctx.first, columns=ctx.columns)
-        return gradient @ weight, None, None, None
+        return gradient @ (weight.t() if ctx.is_transposed else weight), None, None, None
 
 
 def _multiply_packed(
-    x: Tensor, weight: Tensor, *, bias: Tensor | None, packed: PackedWeight, first: int = 0
+    x: Tensor, weight: Tensor, *, bias: Tensor | None, packed: PackedWeight, first: int | None = 0
 ) -> Tensor:
     """Returns x @ W.T + bias for the packed rows `weight` of W, of whose columns x has those from `first`.
+
+    Returns x @ W + bias if `first` is None.
 
     Raises ShardError for an `x` of integers.
     """
@@ -221,29 +233,56 @@ def multiply_own_columns(linear: nn.Linear, *, part: int, parts: int) -> None:
     """
     packed = packed_weight_of(linear)
     assert packed is not None, "its weight is packed"
-    columns, rest = divmod(packed.shape[1], parts)
+    columns, rest = divmod(packed.shape[-1], parts)
     if rest or columns % BLOCK_COLUMNS:
         raise ShardError(
             f"the columns of {packed.name} cannot be divided over {parts} ranks.",
-            got=f"{packed.shape[1]} columns, and adapter.base_dtype = {packed.form!r}",
+            got=f"{packed.shape[-1]} columns, and adapter.base_dtype = {packed.form!r}",
             why=f"blocks of {BLOCK_COLUMNS} columns share a scale, and stay on one rank",
             fix='a smaller sharding.tensor_parallel, or adapter.base_dtype = "bf16"',
         )
     set_linear_function(linear, partial(_multiply_packed, packed=packed, first=part * columns))
 
 
+@torch.compiler.disable  # the compiler does not see a tensor in the place of a parameter
+def _compute_with_matrices(  # signature: the module's own, after the bound arguments
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls `forward` with matrices, in the dtype of its input, in the places of packed parameters."""
+    parameters: dict[str, Any] = registered_parameters(module)
+    before = {key: parameters[key] for key in _packed_by_key(module)}
+    inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    dtype = next(one.dtype for one in inputs if one.is_floating_point())
+    try:
+        for key, one in before.items():
+            if not one.is_floating_point():  # else the sum with an adapter
+                parameters[key] = _unpack_parameter(module, key, dtype=dtype)
+        return forward(*args, **kwargs)
+    finally:
+        parameters.update(before)
+
+
+def _unpack_parameter(module: nn.Module, key: str, *, dtype: torch.dtype) -> Tensor:
+    return unpack_weight(getattr(module, key), _packed_by_key(module)[key], dtype=dtype)
+
+
 # Models #
+def _packed_by_key(module: nn.Module) -> dict[str, PackedWeight]:
+    """Returns the packed parameters of `module` itself, by their keys in it."""
+    return vars(module).get(_ATTRIBUTE, {})
+
+
 def packed_weight_of(module: nn.Module) -> PackedWeight | None:
-    """Returns the description of the module's weight if it is packed, else None."""
-    return cast(PackedWeight | None, vars(module).get(_ATTRIBUTE))
+    """Returns the description of the module's `weight` if it is packed, else None."""
+    return _packed_by_key(module).get("weight")
 
 
 def find_packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """Returns the packed weights of `model` by parameter name."""
     return {
-        f"{name}.weight": packed
+        f"{name}.{key}": packed
         for name, module in model.named_modules()
-        if (packed := packed_weight_of(module)) is not None
+        for key, packed in _packed_by_key(module).items()
     }
 
 
@@ -271,9 +310,9 @@ def packed_weights_in_record(record: JsonValue, shapes: Mapping[str, Shape]) -> 
             fix="the fullshard that wrote it",
         )
     return {
-        name: PackedWeight(name, form, (shape[0], _columns_of_row_bytes(shape[1], form)))
+        name: PackedWeight(name, form, (*shape[:-1], _columns_of_row_bytes(shape[-1], form)))
         for name, shape in shapes.items()
-        if name in names and len(shape) == 2
+        if name in names and len(shape) > 1
     }
 
 
@@ -305,30 +344,36 @@ def count_elements(model: nn.Module) -> int:
 
 def element_count(module: nn.Module, parameter: nn.Parameter) -> int:
     """Returns the elements of a parameter of `module`; of its packed weight, those of the matrix."""
-    packed = packed_weight_of(module)
-    return math.prod(packed.shape) if packed and parameter is module.weight else parameter.numel()
+    packed = (one for key, one in _packed_by_key(module).items() if getattr(module, key) is parameter)
+    return math.prod(next((one.shape for one in packed), parameter.shape))
 
 
 def pack_frozen_weights(model: nn.Module, form: Format) -> nn.Module:
-    """Replaces frozen weights of linear modules in repeated blocks by packed ones, in place, on meta.
+    """Replaces frozen weights of linear modules and experts in repeated blocks by packed ones, on meta.
 
-    Returns the same model. `describe_packing` lists which matrices are packed. Raises ShardError if none is.
+    Changes `model` in place, and returns it. `describe_packing` lists which matrices are packed. Raises
+    ShardError if none is.
     """
     chosen = [(n, m) for n, (m, why) in _frozen_matrices(model).items() if not why]
     for name, module in chosen:
-        linear = cast(nn.Linear, module)
-        rows, columns = linear.weight.shape
-        data = linear.weight.new_empty((rows, packed_row_bytes(columns, form)), dtype=torch.uint8)
-        linear.weight = nn.Parameter(data, requires_grad=False)
-        packed = PackedWeight(name, form, (rows, columns))
-        setattr(linear, _ATTRIBUTE, packed)
-        set_linear_function(linear, partial(_multiply_packed, packed=packed))
-        linear.forward = partial(multiply_by_own_weight, linear)
+        key, own = name.rpartition(".")[2], vars(module).setdefault(_ATTRIBUTE, {})
+        weight: Tensor = getattr(module, key)
+        *rows, columns = weight.shape
+        data = weight.new_empty((*rows, packed_row_bytes(columns, form)), dtype=torch.uint8)
+        setattr(module, key, nn.Parameter(data, requires_grad=False))
+        own[key] = packed = PackedWeight(name, form, tuple(weight.shape))
+        if weight.ndim == 2:
+            first = None if has_transposed_weight(module) else 0
+            set_linear_function(module, partial(_multiply_packed, packed=packed, first=first))
+            module.forward = partial(multiply_by_own_weight, module)
+        elif len(own) == 1:  # once for all parameters of the module
+            module.forward = partial(_compute_with_matrices, module, module.forward)
+            setattr(module, READER, partial(_unpack_parameter, module))
     if not chosen:
         raise ShardError(
             f"{type(model).__name__} has no matrix to pack.",
             got=f"adapter.base_dtype = {form!r}; {describe_packing(model)}",
-            why=f"it is for frozen linear modules of blocks, with a multiple of {BLOCK_COLUMNS} columns",
+            why=f"it is for frozen linear modules and experts, with a multiple of {BLOCK_COLUMNS} columns",
             fix='adapter.base_dtype = "bf16"',
         )
     return model
@@ -356,16 +401,18 @@ def _frozen_matrices(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     modules, found = dict(model.named_modules()), dict[str, tuple[nn.Module, str]]()
     for path, module in modules.items():
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad or parameter.ndim < 2 or not parameter.is_floating_point():
+            is_stack = is_experts(module)  # whose vectors have two dims
+            if parameter.requires_grad or parameter.ndim < 2 + is_stack or not parameter.is_floating_point():
                 continue
+            is_linear = type(module) is nn.Linear or has_transposed_weight(module)
             outer = path.removesuffix(".base_layer").rpartition(".")[0]
+            adapted = reads_base_weight(modules.get(path.removesuffix(".base_layer")))
             conditions: Mapping[str, bool] = {
                 "outside of the blocks": not any(part.isdigit() for part in path.split(".")),
-                "of experts": is_experts(module),
                 "tied": holders[id(parameter)] > 1,
-                "of other modules": type(module) is not nn.Linear or key != "weight",
-                "that their adapters read": reads_base_weight(modules.get(path.removesuffix(".base_layer"))),
-                "of routers": is_router(module, modules[outer]),
+                "of other modules": not is_stack and not (is_linear and key == "weight"),
+                "that their adapters read": adapted and not is_stack,
+                "of routers": not is_stack and is_router(module, modules[outer]),
                 f"of columns that {BLOCK_COLUMNS} does not divide": parameter.shape[-1] % BLOCK_COLUMNS != 0,
             }
             found[f"{path}.{key}"] = (module, next((why for why, holds in conditions.items() if holds), ""))

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -231,14 +232,16 @@ class _TensorAssignments:
     def _pack_own_rows(self, name: str) -> int:
         """Reads and packs this rank's rows of a packed weight, some at a time. Returns the bytes read."""
         weight, shard = self.packed[name], detached_local_tensor(self.filled[name])
-        first, *_ = shard_offsets(self.filled[name])
-        most, read_bytes = max(1, _PACKED_ELEMENTS // weight.shape[1]), 0
-        for begin in range(0, shard.shape[0], most):
-            target = shard[begin : begin + most]
-            rows = torch.empty((target.shape[0], weight.shape[1]), device=shard.device)
-            moves = iterate_copies(rows, self.map.parts[name], offsets=(first + begin, 0))
+        offsets, columns, read_bytes = shard_offsets(self.filled[name]), weight.shape[-1], 0
+        most = max(1, _PACKED_ELEMENTS // columns)
+        *experts, count = (range(size) for size in shard.shape[:-1])
+        for *index, begin in product(*experts, count[::most]):
+            target = shard[tuple(index)][begin : begin + most]
+            rows = torch.empty((*(1 for _ in index), target.shape[0], columns), device=shard.device)
+            place = tuple(map(sum, zip(offsets, (*index, begin, 0), strict=True)))
+            moves = iterate_copies(rows, self.map.parts[name], offsets=place)
             read_bytes += copy_from_files(moves, self.files)
-            target.copy_(pack_rows(rows, weight))
+            target.copy_(pack_rows(rows.view(-1, columns), weight))
         return read_bytes
 
     def check_tied_tensors(self, wanted: Callable[[Tensor], bool]) -> None:

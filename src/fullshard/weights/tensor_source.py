@@ -123,7 +123,7 @@ class DequantisedModelTensors:
         if weight is None:
             self._source.read_into(target, name, begin=begin)
             return
-        columns, row_bytes = weight.shape[1], self._source.tensors[name].shape[1]
+        columns, row_bytes = weight.shape[-1], self._source.tensors[name].shape[-1]
         first, last = begin // columns, -(-(begin + target.numel()) // columns)
         rows = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
         self._source.read_into(rows, name, begin=first * row_bytes)

@@ -183,7 +183,7 @@ def _unit_and_parameter_specs(
                     is_hidden_matrix=id(parameter) in hidden,
                     aliases=tuple(alias for alias in names[id(parameter)] if alias != name),
                     divided_dim=divided.get(name),
-                    packed_columns=packed[name].shape[1] if name in packed else None,
+                    packed_columns=packed[name].shape[-1] if name in packed else None,
                 )
                 for name, parameter in unit.parameters.items()
             ),

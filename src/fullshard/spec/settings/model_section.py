@@ -169,10 +169,10 @@ def can_decoder_be_split(config: DecoderConfig, ranks: int) -> bool:
 def expert_shard_dim(shape: tuple[int, ...], shard_degree: int) -> int:
     """Returns the dim in which FSDP2 shards stacked experts (experts, ...) over `shard_degree` ranks.
 
-    With fewer experts than ranks, shards of dim 0 would leave ranks without any. So it is the first dim that
-    the ranks divide evenly, which FSDP2 requires of all dims except the first, or else dim 0.
+    With fewer experts than ranks, shards of dim 0 would leave ranks without any. So it is the first of two
+    dims that the ranks divide evenly, which FSDP2 requires of all dims except the first, or else dim 0.
     """
-    return next((dim for dim, size in enumerate(shape) if size % shard_degree == 0), 0)
+    return next((dim for dim, size in enumerate(shape[:2]) if size % shard_degree == 0), 0)
 
 
 def indivisible_experts_error(experts: int, *, ranks: int, key: str) -> PlanError:

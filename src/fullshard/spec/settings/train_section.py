@@ -343,8 +343,9 @@ class AdapterSection(value.FrozenModel):
     `trained`: suffixes of the names of modules that are also trained, in full (`lm_head`, `norm`)
     `base_dtype`: dtype of frozen parameters; `auto` is the dtype in the model's config, else fp32. Frozen
         parameters have no update whose precision matters, no gradient and no optimizer state. With `nf4`
-        (QLoRA, arXiv:2305.14314) and `int8`, linear weights of blocks are kept in 4 and 8 bits per element,
-        with scales of blocks of 64, and dequantised where they are multiplied; others are in bf16.
+        (QLoRA, arXiv:2305.14314) and `int8`, weights of linear modules and of experts in blocks are kept in 4
+        and 8 bits per element, with scales of blocks of 64, and dequantised where they are multiplied; others
+        are in bf16.
     `save`: contents of checkpoints; with `adapters`, a run reads the base from the source in [model] when it
         starts
     `options`: other values of peft's LoraConfig, such as `use_rslora`, `use_dora`, `target_parameters`
