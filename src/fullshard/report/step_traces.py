@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fullshard.errors import SpecError
+from fullshard.quantities import leave_out_middle
 from fullshard.report.profiled_step import profiled_step, read_kernel_trace
 from fullshard.spec.records.run_files import METRICS, PROFILES
 from fullshard.spec.records.step_spans import ProfiledStep, StepSpan
@@ -65,7 +66,7 @@ def check_step_or_choose_last(directory: Path, step: int | None) -> int:
     if step not in found:
         raise SpecError(
             f"{directory} holds no profile of step {step}.",
-            got=f"profiles of steps {_steps_text(list(found))}",
+            got=f"profiles of steps {', '.join(leave_out_middle([f'{one}' for one in found]))}",
             fix="one of these with --step, or the step in log.profile in the next run",
         )
     return step
@@ -81,12 +82,6 @@ def aligned_spans_by_trace_process(measured: Sequence[ProfiledStep]) -> dict[str
             span._replace(begin=span.begin + late, end=span.end + late) for span in one.spans
         ]
     return processes
-
-
-def _steps_text(steps: list[int]) -> str:
-    """Returns the steps; of more than eight, the first three and the last three."""
-    shown = [f"{one}" for one in steps]
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "…", *shown[-3:]])
 
 
 def save_trace(
