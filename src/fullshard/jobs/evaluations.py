@@ -115,11 +115,8 @@ def evaluation_lines(evaluations: Sequence[RunEvaluation]) -> list[str]:
         if settings.name == VALIDATION:
             continue
         when = [f"every {settings.every} steps"] if settings.every else []
-        when += [
-            text
-            for text, is_set in (("at the start", settings.at_start), ("at the end", settings.at_end))
-            if is_set
-        ]
+        when += ["at the start"] if settings.at_start else []
+        when += ["at the end"] if settings.at_end else []
         what = settings.call or settings.task
         if one.data is not None:
             most = f", at most {settings.sequences:,} sequences" if settings.sequences else ""

@@ -126,8 +126,9 @@ def _budget_cells(row: MachineRow) -> dict[str, str]:
     if row.plan is None or row.budget is None:
         return {}
     prediction, budget = require_prediction(row.plan), row.budget
-    seconds, cost = budget.training_seconds(prediction), budget.cost_dollars(row.plan, prediction)
-    each = None if budget.tokens else budget.dollars_per_billion_tokens(row.plan, prediction)
+    record = budget.json_record(row.plan, prediction)
+    seconds, cost = record["seconds"], record["dollars"]
+    each = None if budget.tokens else record["dollars_per_billion_tokens"]
     dollars = {name: format_amount(one) for name, one in (("dollars", cost), ("$ per 1B", each)) if one}
     return ({"time": format_duration(seconds)} if seconds else {}) | dollars
 

@@ -50,30 +50,17 @@ class TrainingBudget(FrozenModel):
     tokens: PositiveInt | None = None
     price_per_hour: PositiveFloat | None = None
 
-    def training_seconds(self, prediction: Prediction) -> float | None:
-        return self.tokens and self.tokens / prediction.tokens_per_second
-
-    def rank_hours(self, plan: Plan, prediction: Prediction) -> float | None:
-        seconds = self.training_seconds(prediction)
-        return seconds and seconds / 3600 * plan.world_size
-
-    def cost_dollars(self, plan: Plan, prediction: Prediction) -> float | None:
-        hours = self.rank_hours(plan, prediction)
-        return hours and self.price_per_hour and hours * self.price_per_hour
-
-    def dollars_per_billion_tokens(self, plan: Plan, prediction: Prediction) -> float | None:
-        billion = self.model_copy(update={"tokens": 10**9})
-        return billion.cost_dollars(plan, prediction)
-
-    def json_record(self, plan: Plan, prediction: Prediction) -> dict[str, object]:
+    def json_record(self, plan: Plan, prediction: Prediction) -> dict[str, float | None]:
         """Returns tokens, seconds, rank hours and dollars as JSON values."""
+        an_hour = self.price_per_hour and self.price_per_hour * plan.world_size
+        seconds = self.tokens and self.tokens / prediction.tokens_per_second
         return {
             "tokens": self.tokens,
-            "seconds": self.training_seconds(prediction),
-            "rank_hours": self.rank_hours(plan, prediction),
-            "dollars": self.cost_dollars(plan, prediction),
-            "dollars_per_hour": self.price_per_hour and self.price_per_hour * plan.world_size,
-            "dollars_per_billion_tokens": self.dollars_per_billion_tokens(plan, prediction),
+            "seconds": seconds,
+            "rank_hours": seconds and seconds / 3600 * plan.world_size,
+            "dollars": seconds and an_hour and seconds / 3600 * an_hour,
+            "dollars_per_hour": an_hour,
+            "dollars_per_billion_tokens": an_hour and 1e9 / prediction.tokens_per_second / 3600 * an_hour,
         }
 
     def texts(self, plan: Plan, prediction: Prediction) -> Iterator[str]:
@@ -373,11 +360,11 @@ def _speed_rows(
 
 
 def _budget_rows(budget: TrainingBudget, plan: Plan, *, prediction: Prediction) -> Iterator[tuple[str, str]]:
-    kind = "GPU" if plan.device == "cuda" else "rank"
-    if budget.tokens and (hours := budget.rank_hours(plan, prediction)):
+    kind, record = "GPU" if plan.device == "cuda" else "rank", budget.json_record(plan, prediction)
+    if budget.tokens and (hours := record["rank_hours"]):
         yield _tokens_text(budget.tokens), f"{format_amount(hours)} {kind} hours"
     if price := budget.price_per_hour:
-        each = format_amount(budget.dollars_per_billion_tokens(plan, prediction) or 0.0)
+        each = format_amount(record["dollars_per_billion_tokens"] or 0.0)
         yield "price", f"${format_amount(price)} for a {kind} hour, ${each} per billion tokens"
 
 
