@@ -77,7 +77,6 @@ def _show_run(run: "RunRecord") -> None:
 
 
 def _write_page(directories: list[Path], path: Path, *, force: bool) -> None:
-    """Writes the page about the runs to `path`. Raises SpecError if it cannot be written."""
     from fullshard.quantities import format_bytes
     from fullshard.report.page import is_report_page, render_page
     from fullshard.system.files import write_file_atomically

@@ -115,7 +115,6 @@ class PackedData:
 
     @property
     def training_sequences(self) -> int:
-        """Number of training rows in all pools."""
         return sum(pool.training.row_count for pool in self.pools)
 
     @property

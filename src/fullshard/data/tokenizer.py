@@ -226,7 +226,6 @@ def read_tokenizer_text(file: Path, *, what: str = "tokenizer", most_bytes: int 
 
 
 def _convert_backend_errors(name: str = "the tokenizer") -> ForeignErrorTranslator:
-    """Returns a context manager that converts errors of the package tokenizers into DataError."""
     return ForeignErrorTranslator(lambda got: DataError(f"{name} does not take a text.", got=got))
 
 

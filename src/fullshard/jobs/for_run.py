@@ -167,7 +167,6 @@ def _newest_step_and_rows(run: Run) -> tuple[int, int]:
 
 
 def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType]:
-    """Returns the number of ranks that the request will run on, and their device type."""
     if not environment.prepare_environment_if_started_as_rank():
         return choose_rank_count_and_device(request)
     from fullshard.parallel.mesh import choose_device_type

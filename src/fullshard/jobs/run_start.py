@@ -175,7 +175,6 @@ def _build_data_and_evaluations(
 
 
 def first_loss_warning(job: TrainJob) -> str | None:
-    """Returns a warning if the first loss of a run that begins with trained weights is that of guessing."""
     run = job.plan.run
     has_base = run.adapter.rank or find_pretrained_directory(run) is not None
     if job.first_step > 1 or job.first_loss is None or run.train.loss is not None or not has_base:

@@ -89,7 +89,6 @@ class StepTimePredictor:
         self._serial = self.hardware.device == "cpu"
 
     def predict_time(self, plan: Plan) -> TimeTerms:
-        """Returns the predicted seconds of one step of `plan`, term by term."""
         units = self.unit_costs(plan)
         slow = self.simulate_streams(plan, units=units)
         if units.norm is None and not offload.has_activation_copies(units.trace.phases):
@@ -152,7 +151,6 @@ class StepTimePredictor:
         return streams
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
-        """Returns the sizes and costs of the units of the plan's trace on its mesh."""
         trace = self.spec.trace_for_plan(plan)
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload, plan.run.communication)

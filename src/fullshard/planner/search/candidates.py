@@ -289,13 +289,11 @@ class CandidateCosts:
         return peak_lower_bound(of_trace, of_mesh) + self._context_bytes(one)
 
     def needed_bytes(self, index: int) -> int:
-        """Returns the bytes of device memory that a candidate needs."""
         memory = self._peak_memory(self.candidates[index])
         context = self._context_bytes(self.candidates[index])
         return memory.total + allocator_reserve_bytes(self.hardware, memory) + context
 
     def fits_host(self, index: int) -> bool:
-        """Returns whether what a candidate keeps in host memory fits there."""
         candidate = self.candidates[index]
         if candidate.tier == "none" and not candidate.recompute.offloads:
             return True
@@ -318,7 +316,6 @@ class CandidateCosts:
         return self.plans[index]
 
     def seconds_with_compiling(self, index: int) -> float:
-        """Returns the seconds of a candidate's step, with its share of compiling."""
         return step_seconds_with_compile_share(self.plan(index))
 
     def _build_plan(self, candidate: Candidate) -> Plan:

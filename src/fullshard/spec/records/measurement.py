@@ -180,7 +180,6 @@ class StepSeconds(SecondsByCause):
 
     @property
     def exposed_collective_seconds(self) -> float:
-        """Seconds of waiting for all collectives."""
         sharded = self.exposed_all_gather + self.exposed_reduce_scatter + self.exposed_all_reduce
         return self.model_parallel + sharded
 
