@@ -293,7 +293,8 @@ def read_verified_file(files: CheckpointFiles, manifest: Manifest, *, name: str)
         raise read_failure_error(error, f"{files} is not whole.", name=name) from error
     if (saved := entry.digest) is None or new_hash_of_same_kind(saved, data).hexdigest() != saved:
         other = f"{files}/{name} holds other bytes than were saved."
-        raise DamagedCheckpointError(other, got="its digest is another")
+        what = "the digest of its table" if entry.digest_begin else "its digest"
+        raise DamagedCheckpointError(other, got=f"{what} is another")
     return data
 
 
@@ -311,7 +312,8 @@ def file_entry(name: str, data: bytes, *, begin: int = 0) -> SavedFile:
     """
     if len(data) > SMALL_BYTES:
         got = f"{format_bytes(len(data))}, more than {format_bytes(SMALL_BYTES)}"
-        raise CheckpointError(f"{name} would be too large to be read.", got=got)
+        what = f"the table of {name}" if begin else name
+        raise CheckpointError(f"{what} would be too large to be read.", got=got)
     return SavedFile(size_bytes=begin + len(data), digest=xxh3_digest(data), digest_begin=begin)
 
 

@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # its error is one of this command
     if ending.failure is not None:
-        ending.failure.print_once_per_node(_failure_text(ending.failure, os.environ.get("RANK")))
+        ending.failure.report_once_per_node(_failure_text(ending.failure, os.environ.get("RANK")))
     return ending.exit_code
 
 
@@ -205,5 +205,5 @@ def _failure_text(failure: FailureReport, rank: str | None) -> str:
     if rank is not None and failure.peer_lost:
         return f"rank {rank}: another rank has gone; its own message says why"
     if failure.exit_code in (SpecError.exit_code, PlanError.exit_code):
-        rank = None  # all ranks have the same run
+        rank = None  # usually that of all ranks: each has read the same files
     return failure.user_message(int(rank) if rank is not None and rank.isdecimal() else None)

@@ -126,7 +126,9 @@ class MicrobatchPrefetcher(AbstractContextManager["MicrobatchPrefetcher"]):
         """Yields the microbatches of the step that begins at `row`, see `RowSource`."""
         return self._take_and_prefetch_next(_StepRequest(row, plan.run.train.global_batch, rank, plan))
 
-    def __getattr__(self, name: str) -> Any:  # such as those of a RowSource
+    def __getattr__(self, name: str) -> Any:  # the members of a RowSource
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._data, name)
 
     def _take_and_prefetch_next(self, wanted: _StepRequest) -> Iterator[Any]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.distributed.ranges import TimedRange
-from fullshard.distributed.rounds import all_gather_pickled, find_largest
+from fullshard.distributed.rounds import all_gather_pickled, all_reduce_largest
 from fullshard.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -83,11 +83,11 @@ def all_gather_object(value: T, *, group: Group = None) -> list[T]:
 
 
 def largest_over_ranks(own: Sequence[float]) -> list[float]:
-    """Returns the largest of the lists of all ranks, which are equally long, as lists compare. Collective."""
+    """Returns the largest of the lists of all ranks, as Python compares lists of equal length. Collective."""
     if not is_distributed() or not has_backend("cpu"):
         return max(all_gather_object(list(own)))
     with TimedRange("agreement"):
-        return find_largest(own)
+        return all_reduce_largest(own)
 
 
 def all_ranks_have(value: bool, *, device: str) -> bool:
@@ -100,7 +100,7 @@ def all_ranks_have(value: bool, *, device: str) -> bool:
         return value
     with TimedRange("agreement"):
         if has_backend("cpu"):
-            return find_largest([not value]) == [False]
+            return all_reduce_largest([not value]) == [False]
         least = torch.tensor([value], dtype=torch.uint8, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return bool(least.item())

@@ -1,7 +1,8 @@
-"""Collectives that replace gloo's on CPU meshes, whose copies would not be in memory on GPUs.
+"""Collectives that replace gloo's on CPU meshes.
 
-With these, a step on CPU ranks has the tensors of a step on GPUs, which the planner counts. Each opens
-a profiler range, `fullshard::<collective>`, by which `fullshard.report.profiled_step` finds it.
+gloo's make copies that NCCL's do not. Without these, a step on CPU ranks would need more memory than one on
+GPUs, which the planner counts. Each opens a profiler range, `fullshard::<collective>`, by which
+`fullshard.report.profiled_step` finds it.
 """
 
 from collections.abc import Sequence

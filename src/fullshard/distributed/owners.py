@@ -17,19 +17,19 @@ from fullshard.distributed.agreement import rank, world_size
 from fullshard.distributed.collectives import exchange_row_parts
 from fullshard.distributed.shard_boxes import ShardPlacer
 from fullshard.spec.dealing import DealtMatrix, TensorLayout, build_tensor_layout
-from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout
+from fullshard.spec.shard_layout import Box, RankMesh
 
 
 def find_layouts(tensors: Iterable[Tensor]) -> list[TensorLayout]:
     """Returns the layout of each tensor, which follows from its mesh and placements."""
     placer, found = ShardPlacer(), list[TensorLayout]()
     for one in tensors:
-        layout, mesh = ShardLayout(0, ((),) * one.ndim, 0), RankMesh((1,), (rank(),))
+        cuts, mesh = ((),) * one.ndim, RankMesh((1,), (rank(),))
         if isinstance(one, DTensor):
             placed = placer.place(one)
             assert placed is not None, "each rank has a part of the matrices that it updates"
-            layout, mesh = placed[0], placer.meshes[placed[0].mesh]
-        found.append(build_tensor_layout(tuple(one.shape), layout._replace(mesh=0, copy=0), mesh=mesh))
+            cuts, mesh = placed[0].cuts, placer.meshes[placed[0].mesh]
+        found.append(build_tensor_layout(tuple(one.shape), cuts, mesh=mesh))
     return found
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.errors import ShardError
-from fullshard.spec.shard_layout import Box, Cuts, RankMesh, ShardLayout, cut_box
+from fullshard.spec.shard_layout import Box, Cuts, RankMesh, ShardLayout, cut_box, uncut_axes
 
 
 def cuts_of_placements(placements: Sequence[Placement], sizes: Sequence[int], *, dims: int) -> Cuts:
@@ -23,7 +23,12 @@ def cuts_of_placements(placements: Sequence[Placement], sizes: Sequence[int], *,
         if not placements[axis].is_replicate():
             cut = cuts[cast(Any, placements[axis]).dim]
             if strides[axis] not in (1, math.prod(sizes[one] for one in cut)):
-                raise ShardError("the shards of a tensor are not boxes.", got=f"{tuple(placements)}")
+                raise ShardError(
+                    "the shards of a tensor are not boxes.",
+                    got=f"{tuple(placements)} on a mesh of {tuple(sizes)}",
+                    why="a rank's part of a tensor must be one box",
+                    fix="the placements of FSDP2 over axes that divide the tensor first",
+                )
             cut.append(axis)
     return tuple(map(tuple, cuts))
 
@@ -62,7 +67,7 @@ class ShardPlacer:
         number = self._numbers[mesh]
         layout = ShardLayout(number, cuts_of_placements(tensor.placements, mesh.shape, dims=tensor.ndim), 0)
         copy = 0
-        for axis in layout.uncut_axes(self.meshes[number]):
+        for axis in uncut_axes(layout.cuts, mesh=self.meshes[number]):
             copy = copy * mesh.shape[axis] + coordinate[axis]
         return layout._replace(copy=copy), cut_box(
             tensor.shape, layout.cuts, sizes=mesh.shape, coordinate=coordinate

@@ -1,5 +1,6 @@
 """The outcome of a process, the report of its failure, and the events that a launcher records about ranks."""
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -91,15 +92,16 @@ class FailureReport:
         with suppress(KeyError, OSError), open_new_file(Path(os.environ[_ERROR_FILE])) as file:
             file.write(text.encode())
 
-    def print_once_per_node(self, text: str) -> None:
-        """Prints `text`, unless another rank of torchrun on this node has printed one for an equal report.
+    def report_once_per_node(self, text: str) -> None:
+        """Prints `text`, and writes torchrun's error file, unless a rank of this node did for an equal one.
 
         Torchrun ends all ranks once one has ended: the lock holds the others until the text is printed.
         """
         with suppress(KeyError, OSError):
             of_node = Path(os.environ[_ERROR_FILE]).parent.parent
             with hold_exclusive_file_lock(of_node / "printing", patience_seconds=10.0):
-                digest = hashlib.blake2b(self.message.encode(), digest_size=8).hexdigest()
+                message = self.message.encode(errors="surrogatepass")
+                digest = hashlib.blake2b(message, digest_size=8).hexdigest()
                 if not (printed := of_node / f"printed-{digest}").exists():
                     self.write_torchrun_error_file()
                     print_to_stderr(text)
@@ -216,6 +218,7 @@ class OwnFaultRecorder(AbstractContextManager["OwnFaultRecorder"]):
         self._watchdog = call_on_watchdog_exit(self._record, shows_error=False)
 
     def __enter__(self) -> Self:
+        faulthandler.enable(sys.__stderr__ or sys.stderr)
         self._watchdog.__enter__()
         return self
 

@@ -1,7 +1,6 @@
 """The program of one rank (`python -m fullshard.launch.rank DIRECTORY LAUNCHER_PID`, or under torchrun)."""
 
 import ctypes
-import faulthandler
 import os
 import signal
 import sys
@@ -57,7 +56,6 @@ def perform_as_torchrun_rank(request: LaunchRequest) -> int:
     Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     be_killed_when_torchrun_ends()
-    faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
         with _redirect_stdout_to_stderr(), OwnFaultRecorder(request.run.run.dir):
             request.call_job()

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
-from fullshard.spec.shard_layout import Box, RankMesh, Shape, ShardLayout, cut_box
+from fullshard.spec.shard_layout import Box, Cuts, RankMesh, Shape, cut_box, uncut_axes
 
 WAVE_ELEMENTS = 1 << 24
 """Elements of whole matrices that an owner has at once, at least one matrix. It bounds temporary memory."""
@@ -44,12 +44,12 @@ class TensorLayout:
 
 
 @lru_cache(maxsize=256)  # more than the shapes of a model; large for many ranks
-def build_tensor_layout(shape: Shape, layout: ShardLayout, *, mesh: RankMesh) -> TensorLayout:
-    """Returns the parts of a tensor that the ranks of `mesh` have."""
+def build_tensor_layout(shape: Shape, cuts: Cuts, *, mesh: RankMesh) -> TensorLayout:
+    """Returns the parts of a tensor that the ranks of `mesh`, which cuts it so, have."""
     boxes, replicas = dict[int, Box](), defaultdict[Shape, list[int]](list)
     for rank, place in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True):
-        boxes[rank] = cut_box(shape, layout.cuts, sizes=mesh.shape, coordinate=place)
-        replicas[tuple(place[axis] for axis in layout.uncut_axes(mesh))].append(rank)
+        boxes[rank] = cut_box(shape, cuts, sizes=mesh.shape, coordinate=place)
+        replicas[tuple(place[axis] for axis in uncut_axes(cuts, mesh=mesh))].append(rank)
     return TensorLayout(shape, tuple(map(tuple, replicas.values())), boxes)
 
 
@@ -105,8 +105,8 @@ def deal_matrices(
 
     cost: cost of a matrix of this shape
 
-    >>> rows = ShardLayout(mesh=0, cuts=((0,), ()), copy=0)
-    >>> layout = build_tensor_layout((4, 4), rows, mesh=RankMesh(shape=(2,), ranks=(0, 1)))
+    >>> halves = RankMesh(shape=(2,), ranks=(0, 1))
+    >>> layout = build_tensor_layout((4, 4), ((0,), ()), mesh=halves)
     >>> waves = deal_matrices([layout] * 4, rank=0, cost=prod)
     >>> [matrix.owner for matrix in waves[0]]
     [0, 1, 0, 1]

@@ -43,7 +43,7 @@ class RankMesh(NamedTuple):
 class ShardLayout(NamedTuple):
     """Says how a tensor is cut into shards, and which ranks save them.
 
-    mesh: number of its mesh in `ShardIndex.meshes`
+    mesh: number of its mesh, of those that the layouts have
     cuts: see [Note: nested cuts]
     copy: which ranks save, of those that have equal shards: their position on the axes that cut nothing,
         row-major
@@ -62,18 +62,13 @@ class ShardLayout(NamedTuple):
         full = prod(mesh.shape) == len(mesh.ranks)
         return one_each and full and self.copy < self.count_copies(mesh)
 
-    def uncut_axes(self, mesh: RankMesh) -> list[int]:
-        """Returns the mesh axes along which ranks have equal shards."""
-        cutting = {axis for cut in self.cuts for axis in cut}
-        return [axis for axis in range(len(mesh.shape)) if axis not in cutting]
-
     def count_copies(self, mesh: RankMesh) -> int:
-        return prod(mesh.shape[axis] for axis in self.uncut_axes(mesh))
+        return prod(mesh.shape[axis] for axis in uncut_axes(self.cuts, mesh=mesh))
 
     def iterate_shards(self, mesh: RankMesh, whole: Sequence[int], *, part: Box) -> Iterator[tuple[int, Box]]:
         """Yields (rank that saves it, shard) of each shard with elements of `part`."""
         place, rest = [0] * len(mesh.shape), self.copy
-        for axis in reversed(self.uncut_axes(mesh)):
+        for axis in reversed(uncut_axes(self.cuts, mesh=mesh)):
             rest, place[axis] = divmod(rest, mesh.shape[axis])
         dims = [
             list(_iterate_chunks(length, [mesh.shape[axis] for axis in cut], low=low, high=low + size))
@@ -95,6 +90,12 @@ class ShardLayout(NamedTuple):
             for length, cut in zip(whole, self.cuts, strict=True)
         ]
         return prod(counts)
+
+
+def uncut_axes(cuts: Cuts, *, mesh: RankMesh) -> list[int]:
+    """Returns the mesh axes along which ranks have equal shards."""
+    cutting = {axis for cut in cuts for axis in cut}
+    return [axis for axis in range(len(mesh.shape)) if axis not in cutting]
 
 
 def cut_box(whole: Sequence[int], cuts: Cuts, *, sizes: Sequence[int], coordinate: Sequence[int]) -> Box:

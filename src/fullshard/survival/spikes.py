@@ -33,10 +33,12 @@ class RecentSteps:
 
     @property
     def losses(self) -> list[float]:
+        """Losses of the recent steps. Waits for the device."""
         return self._valid_values(0)
 
     @property
     def norms(self) -> list[float]:
+        """Gradient norms of the recent steps. Waits for the device."""
         return self._valid_values(1)
 
     def is_spike(self, loss: Tensor, norm: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from fullshard.spec.machine.hardware import Hardware, interpolate_rate
 from fullshard.spec.model import ModelSpec, ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Dtype, MergedUnitSettings, Plan
 from fullshard.spec.settings.model_section import expert_shard_dim
-from fullshard.spec.shard_layout import RankMesh, Shape, ShardLayout
+from fullshard.spec.shard_layout import RankMesh, Shape
 
 _ACCESSES = 14  # of each element: scaling, momentum, direction, what is sent, decay and update
 _MATMULS, _SOAP_MATMULS = 3, 8  # of an iteration of Newton–Schulz; of a step
@@ -271,4 +271,4 @@ def _layout(part: _Part) -> TensorLayout:
         cuts[part.inner_dim] = (1,)
     cuts[part.shard_dim] += (0,)
     mesh = RankMesh((part.shards, part.inner), tuple(range(part.shards * part.inner)))
-    return build_tensor_layout(part.shape, ShardLayout(0, tuple(cuts), 0), mesh=mesh)
+    return build_tensor_layout(part.shape, tuple(cuts), mesh=mesh)
