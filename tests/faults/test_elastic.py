@@ -27,7 +27,7 @@ RUN = (
     "checkpoint.every=10",
     "optimizer.learning_rate=1e-3",
 )
-PACED = ("optimizer.name=tests.faults.paced.PacedAdamW", "train.steps=100000")
+PACED = "optimizer.name=tests.faults.paced.PacedAdamW"
 
 Start = Callable[..., Agents]
 
@@ -47,7 +47,7 @@ def launch(tmp_path: Path) -> Iterator[Start]:
 
 
 def undisturbed(directory: str, steps: int) -> list[float]:
-    settings = [*SMALL, *RUN, f"train.steps={steps}", f"run.dir={directory}"]
+    settings = [*SMALL, *RUN, PACED, f"train.steps={steps}", f"run.dir={directory}"]
     run = Run.load(overrides=settings)
     plan = Plan.from_run(run, world_size=int(os.environ["WORLD_SIZE"]))
     run_job(plan.run, resume=False, plan=plan, command_started=time.time())
@@ -63,7 +63,7 @@ def newest_step(agents: Agents) -> int:
 def test_a_killed_rank_is_started_again_by_torchrun(launch: Start, ranks, tmp_path: Path) -> None:
     """In the store that torchrun keeps over its restarts, with what the dead have left in it."""
     flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    agents = launch("optimizer.name=tests.faults.paced.PacedAdamW", "train.steps=30", flags=flags)
+    agents = launch(PACED, "train.steps=30", flags=flags)
     agent = agents.start()
     for step in (12, 22):
         agents.wait_for_step(step)
@@ -80,7 +80,7 @@ def test_a_run_resumes_with_fewer_nodes_and_with_returning_ones(launch: Start, r
     flags = ["--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=elastic"]
     flags += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"]
     flags += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    agents = launch(*PACED, flags=flags)
+    agents = launch(PACED, "train.steps=100000", flags=flags)
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/restarts.md
     for _ in range(4):
         agents.start(environment=own_store)
