@@ -112,6 +112,7 @@ def test_an_import_holds_exactly_the_source(name: str, source: str, tmp_path: Pa
     truth = load_file(FIXTURES / name / "truth.safetensors")
     assert_equals_truth(read_back(snapshot, target, tmp_path / "out"), truth)
     assert snapshot.values["origin"]["format"] == found.format
+    assert "tokens" not in snapshot.values
     assert snapshot.values["rows"] == STEPS * 12
 
 

@@ -25,13 +25,7 @@ from fullshard.takeover.optimizer_state import (
     merge_equal_groups,
     split_steps,
 )
-from fullshard.takeover.source import (
-    ForeignCheckpoint,
-    ForeignOptimizer,
-    LazyTensor,
-    SavedBox,
-    change_names,
-)
+from fullshard.takeover.source import ForeignCheckpoint, ForeignOptimizer, LazyTensor, SavedBox, change_names
 from fullshard.takeover.stand_ins import read_pickle, read_torch_file, read_torch_part
 
 METADATA = ".metadata"

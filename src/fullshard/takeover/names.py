@@ -90,15 +90,13 @@ def match_names(
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     source = replace(source, optimizer=_split_fused_state(source, model))
     here, heads = _names_here(source, model, wanted=wanted, names=names or {})
-    read = {name: _in_halves_of_heads(name, one, heads=heads) for name, one in source.weights.items()}
-    state = _rename_state(source.optimizer, here, heads=heads)
-    source = replace(source, weights=change_names(read, here, fix=_ONE_NAME), optimizer=state)
+    source = _with_names(source, here, heads=heads)
     original = {new: old for old, new in here.items()}
     found = map_file_tensors_to_model(model, {name: one.shape for name, one in source.weights.items()})
     _check_shapes(found, wanted)
-    if state.has_numbered_moments:
-        state = _name_numbered_moments(source, found, order=order, model=model)
-        source = replace(source, optimizer=state)
+    if source.optimizer.has_numbered_moments:
+        source = replace(source, optimizer=_name_numbered_moments(source, found, order=order, model=model))
+    state = source.optimizer
     first = {id(one): name for name, one in model.named_parameters()}
     own = {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
     names_of: dict[str, list[str]] = {}  # of a tied tensor several, of which its own counts before aliases
@@ -112,10 +110,9 @@ def match_names(
             error = CheckpointError(what, got=got, fix="a run whose model does not tie them")
             other = _copy_boxes(found.parts[alias], wanted[alias], sources=source.weights)
             weights[name] = weights[name].check_equal_when_read(other, error)
-    # The boxes of moments; with a default order, they have the names of the model in memory.
-    boxes = (
-        parts if source.default_order is None else {n: map_unchanged_tensor(n, wanted[n]) for n in parameters}
-    )
+    boxes: Mapping[str, Sequence[BoxCopy]] = parts  # of moments
+    if source.default_order is not None:  # then they have the names of the model in memory
+        boxes = {n: map_unchanged_tensor(n, wanted[n]) for n in parameters}
     targets: dict[str, dict[str, None]] = {}  # a source may be split among several
     for name, some in boxes.items():
         for part in some:
@@ -227,6 +224,14 @@ def _raise_other_titan(got: str) -> NoReturn:
     why = "others have the same names, and rotate queries and keys in another way"
     fix = "a run.toml with a Llama of transformers, or with the reference decoder"
     raise CheckpointError("of torchtitan's models, Llama 3 alone is read.", got=got, why=why, fix=fix)
+
+
+def _with_names(
+    source: ForeignCheckpoint, here: Mapping[str, str], *, heads: Mapping[str, int]
+) -> ForeignCheckpoint:
+    read = {name: _in_halves_of_heads(name, one, heads=heads) for name, one in source.weights.items()}
+    weights = change_names(read, here, fix=_ONE_NAME)
+    return replace(source, weights=weights, optimizer=_rename_state(source.optimizer, here, heads=heads))
 
 
 def _rename_state(

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,8 +29,6 @@ _CLASSES = [
     "torch.distributed.remote_device._remote_device",
 ]
 
-Slice = tuple[int, int]
-"""(begin, number of elements) in a flat vector of a rank."""
 Tensors = dict[str, LazyTensor]
 
 
@@ -147,41 +144,36 @@ def split_vectors(
     """Returns tensors that lie one after another in a vector of each kind, cut into equal parts of ranks.
 
     paddings: number of elements after each tensor, for its alignment
+
+    Raises DamagedCheckpointError if parts lack.
     """
     size = max(one.shape[0] for own in vectors for one in own.values())  # the last may lack padding
     found: dict[str, Tensors] = {}
     begin = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         end = begin + math.prod(shape)
-        first = [max(0, begin - rank * size) for rank in range(len(vectors))]
-        slices = [(at, max(0, min(end - rank * size, size) - at)) for rank, at in enumerate(first)]
-        found[name] = join_parts(name, tuple(shape), slices=slices, vectors=vectors)
+        found[name] = {}
+        for key, one in vectors[0].items():
+            boxes: list[SavedBox] = []
+            for at, own in zip(range(0, size * len(vectors), size), vectors, strict=True):
+                first, last = max(begin, at), min(end, at + own[key].shape[0])
+                if first < last:
+                    part = cut_vector(own[key], first - at, length=last - first)
+                    boxes.append(SavedBox((first - begin,), part.shape, part.read))
+            flat = LazyTensor.from_boxes(name, boxes, shape=(end - begin,), dtype=one.dtype)
+            read = partial(_read_in_shape, flat, tuple(shape))
+            found[name][key] = LazyTensor(tuple(shape), one.dtype, read)
         begin = end + padding
     return found
 
 
-def join_parts(
-    name: str, shape: tuple[int, ...], *, slices: Sequence[Slice], vectors: Sequence[Tensors]
-) -> Tensors:
-    """Returns the tensor of each kind, such as `exp_avg`. Raises DamagedCheckpointError if parts lack.
-
-    slices: its place in the `vectors` of each rank
-    """
-    begins = [0, *accumulate(size for _, size in slices)]
-
-    def join(key: str) -> LazyTensor:
-        boxes: list[SavedBox] = []
-        for at, own, (begin, size) in zip(begins, vectors, slices, strict=False):
-            held = max(0, min(size, own[key].shape[0] - begin))
-            boxes.append(SavedBox((at,), (held,), partial(_read_slice, own[key], begin=begin, length=held)))
-        flat = LazyTensor.from_boxes(name, boxes, shape=(math.prod(shape),), dtype=vectors[0][key].dtype)
-        return LazyTensor(shape, flat.dtype, lambda: flat.read().view(shape))
-
-    return {key: join(key) for key in vectors[0]}
+def cut_vector(vector: LazyTensor, begin: int, *, length: int) -> LazyTensor:
+    """Returns `length` elements of a vector from `begin` on."""
+    return LazyTensor((length,), vector.dtype, lambda: vector.read()[begin : begin + length])
 
 
-def _read_slice(vector: LazyTensor, *, begin: int, length: int) -> Tensor:
-    return vector.read()[begin : begin + length]
+def _read_in_shape(flat: LazyTensor, shape: tuple[int, ...]) -> Tensor:
+    return flat.read().view(shape)
 
 
 def _missing_rank_error(file: Path, rank: int) -> DamagedCheckpointError:

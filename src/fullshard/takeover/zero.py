@@ -45,13 +45,8 @@ from fullshard.takeover.optimizer_state import (
     split_steps,
     state_tensors,
 )
-from fullshard.takeover.rank_files import Slice, Tensors, join_parts, split_vectors
-from fullshard.takeover.source import (
-    ForeignCheckpoint,
-    ForeignGroup,
-    ForeignOptimizer,
-    LazyTensor,
-)
+from fullshard.takeover.rank_files import Tensors, cut_vector, split_vectors
+from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, ForeignOptimizer, LazyTensor
 from fullshard.takeover.stand_ins import read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -206,15 +201,17 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> _Opened
     for number, shapes in enumerate(groups):
         own = [one[number] for one in vectors]
         if stage == 3:
-            slices = [_zero3_slices(shapes, rank=rank, ranks=ranks) for rank in range(ranks)]
             size = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
             sizes = {one.shape[0] for vector in own for one in vector.values()}
             if sizes != {size}:
                 got = f"vectors of {sizes} elements, not {size}"
                 raise DamagedCheckpointError(f"the files do not hold all of {', '.join(shapes)}.", got=got)
+            begin = 0
             for name, shape in shapes.items():
-                places = [one[name] for one in slices]
-                tensors[name] = join_parts(name, tuple(shape), slices=places, vectors=own)
+                part = -(-math.prod(shape) // ranks)
+                cut = [{k: cut_vector(v, begin, length=part) for k, v in one.items()} for one in own]
+                tensors |= split_vectors({name: shape}, [0], vectors=cut)
+                begin += part
         else:
             paddings = states[0].get("param_alignment_paddings")
             padding = paddings[number] if paddings else [0] * len(shapes)
@@ -240,17 +237,6 @@ def _read_vectors(
     return [[next(rest) for _ in own] for own in masters], updates
 
 
-def _zero3_slices(shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int) -> dict[str, Slice]:
-    """Returns where a rank's parts of parameters lie in its vector of ZeRO-3, without their padding."""
-    slices: dict[str, Slice] = {}
-    begin = 0
-    for name, shape in shapes.items():
-        part = -(-math.prod(shape) // ranks)
-        slices[name] = (begin, max(0, min(part, math.prod(shape) - rank * part)))
-        begin += part
-    return slices
-
-
 def _open_universal(directory: Path, model: Mapping[str, Any]) -> _Opened:
     """Opens `zero/NAME/*.pt` and `zero/optimizer_state.pt`."""
     file = directory / _UNIVERSAL / "optimizer_state.pt"
@@ -265,9 +251,8 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> _Opened:
     moments: dict[str, Tensors] = {}  # frozen and shared parameters have a directory there too
     for shapes in groups:
         for name, shape in shapes.items():
-            state = tensors.get(name) or {_MASTER: LazyTensor.from_tensor(torch.empty(0))}
-            size = state[_MASTER].shape[0] if _MASTER in state else 0
-            moments[name] = join_parts(name, tuple(shape), slices=[(0, size)], vectors=[state])
+            state = {_MASTER: LazyTensor.from_tensor(torch.empty(0)), **tensors.get(name, {})}
+            moments |= split_vectors({name: shape}, [0], vectors=[state])
     own = _make_groups(groups, read_torch_file(file, classes=_CLASSES))
     return ForeignOptimizer(moments, updates, own), "DeepSpeed universal", [*files, file], ()
 
@@ -280,7 +265,7 @@ def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[Foreign
 
 def _join_weights(models: Sequence[Mapping[str, Any]], masters: Tensors) -> Tensors:
     """Returns master weights, buffers, frozen parameters, and the further names of shared parameters."""
-    model, module, ranks = models[0], models[0]["module"], len(models)
+    model, module = models[0], models[0]["module"]
     weights = dict(masters)
     for name, one in masters.items():
         if (weight := module.get(name)) is not None and tuple(weight.shape) == one.shape:
@@ -298,6 +283,5 @@ def _join_weights(models: Sequence[Mapping[str, Any]], masters: Tensors) -> Tens
             weights[name] = LazyTensor.from_tensor(module[name])
         else:  # ZeRO-3 keeps parts of frozen parameters in the models' files, and an empty tensor here
             parts = [{_MASTER: LazyTensor.from_tensor(one["frozen_param_fragments"][name])} for one in models]
-            slices = [_zero3_slices({name: shape}, rank=rank, ranks=ranks)[name] for rank in range(ranks)]
-            weights[name] = join_parts(name, shape, slices=slices, vectors=parts)[_MASTER]
+            weights[name] = split_vectors({name: shape}, [0], vectors=parts)[name][_MASTER]
     return weights | {alias: weights[name] for alias, name in shared.items()}

@@ -130,7 +130,7 @@ def _build_layout(
     else:
         entries = [(name, key) for name, one in group_of.items() for key in one if key != "params"]
         flat = {f"param_groups.{name}.{key}": group_of[name][key] for name, key in entries}
-    tokens, position = manifest.values.get("tokens"), {"lr_scheduler": schedule}
+    tokens, position = manifest.values.get("tokens", 0), {"lr_scheduler": schedule}
     if form == "torchtitan":
         position |= {"train_state": {"step": manifest.step, "ntokens_seen": tokens}}
         return {"": model | {"optimizer": {"state": state} | flat} | position}
