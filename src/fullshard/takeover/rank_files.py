@@ -161,7 +161,7 @@ def split_vectors(
                     part = cut_vector(own[key], first - at, length=last - first)
                     boxes.append(SavedBox((first - begin,), part.shape, part.read))
             flat = LazyTensor.from_boxes(name, boxes, shape=(end - begin,), dtype=one.dtype)
-            read = partial(_read_in_shape, flat, tuple(shape))
+            read = partial(lambda flat, shape: flat.read().view(shape), flat, tuple(shape))
             found[name][key] = LazyTensor(tuple(shape), one.dtype, read)
         begin = end + padding
     return found
@@ -170,10 +170,6 @@ def split_vectors(
 def cut_vector(vector: LazyTensor, begin: int, *, length: int) -> LazyTensor:
     """Returns `length` elements of a vector from `begin` on."""
     return LazyTensor((length,), vector.dtype, lambda: vector.read()[begin : begin + length])
-
-
-def _read_in_shape(flat: LazyTensor, shape: tuple[int, ...]) -> Tensor:
-    return flat.read().view(shape)
 
 
 def _missing_rank_error(file: Path, rank: int) -> DamagedCheckpointError:
