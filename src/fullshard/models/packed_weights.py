@@ -22,11 +22,14 @@ there is no matrix. The operation also reads an empty view of the other factor, 
 merges the two nor computes the second one in forward.
 
 The forwards of experts differ, so matrices take the places of their packed parameters while one computes.
+Hooks keep autograd from saving them, and dequantise again the experts that it would have saved. In a block
+that is recomputed they are not needed: its own hooks save nothing, and in backward its matrices live briefly.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, cast
@@ -35,19 +38,21 @@ import torch
 import torch.nn.functional as F
 from pydantic import JsonValue
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard.distributed.tensors import (
     is_experts,
     is_router,
     multiply_by_own_weight,
     set_linear_function,
+    storage_key,
 )
 from fullshard.errors import CheckpointError, ShardError
 from fullshard.models.adapted_parameters import READER
 from fullshard.models.adapters import has_transposed_weight, reads_base_weight
 from fullshard.quantities import format_count, join_names
 from fullshard.spec.weight_map import Shape
-from fullshard.torch_private.tensors import registered_parameters
+from fullshard.torch_private.tensors import has_saved_tensors_hooks, registered_parameters
 
 Format = Literal["nf4", "int8"]
 FORMATS = ("nf4", "int8")
@@ -254,12 +259,38 @@ def _compute_with_matrices(  # signature: the module's own, after the bound argu
     inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
     dtype = next(one.dtype for one in inputs if one.is_floating_point())
     try:
-        for key, one in before.items():
-            if not one.is_floating_point():  # else the sum with an adapter
-                parameters[key] = _unpack_parameter(module, key, dtype=dtype)
-        return forward(*args, **kwargs)
+        again = dict[int, Callable[..., Tensor]]()
+        for key, packed in _packed_by_key(module).items():
+            if not before[key].is_floating_point():  # else the sum with an adapter
+                parameters[key] = made = unpack_weight(before[key], packed, dtype=dtype)
+                again[storage_key(made)] = partial(_unpack_view, before[key], packed, dtype=dtype)
+        keeps = not again or has_saved_tensors_hooks()
+        with nullcontext() if keeps else _replace_saved_tensors(again):
+            return forward(*args, **kwargs)
     finally:
         parameters.update(before)
+
+
+def _replace_saved_tensors(again: Mapping[int, Callable[..., Tensor]]) -> AbstractContextManager[None]:
+    """Context in which autograd saves functions of `again`, by storage, in place of views of its matrices."""
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        make = again.get(storage_key(tensor))
+        if make is None:
+            return tensor.detach()  # the output of an operation would form a reference cycle
+        return partial(make, view=(tensor.size(), tensor.stride(), tensor.storage_offset()))
+
+    return saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved())
+
+
+def _unpack_view(
+    packed: Tensor, weight: PackedWeight, *, dtype: torch.dtype, view: tuple[Shape, Shape, int]
+) -> Tensor:
+    """Returns a view (size, stride, offset) of the matrices of packed experts. Unpacks only those in it."""
+    (size, stride, offset), each = view, math.prod(weight.shape[1:])
+    last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+    own = packed.detach()[offset // each : last // each + 1]
+    return unpack_weight(own, weight, dtype=dtype).as_strided(size, stride, offset % each)
 
 
 def _unpack_parameter(module: nn.Module, key: str, *, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,9 @@ NAMES = require_names(
     torch_names("torch._fused_adamw_", "updates offloaded state"),
     torch_names("torch.UntypedStorage._cdata", "identifies memory"),
     torch_names("torch.Tensor._version", "sees that a saved activation was overwritten"),
+    torch_names(
+        "torch._C._autograd._top_saved_tensors_default_hooks", "sees that activations are recomputed or moved"
+    ),
     torch_names("torch.Tensor._base", "finds the tensor of a view"),
     torch_names("torch.Tensor._backward_hooks", "finds hooks of parameters"),
     torch_names("torch.Tensor._post_accumulate_grad_hooks", "finds hooks of parameters"),
@@ -115,6 +118,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the functions that `register_step_pre_hook` and `register_step_post_hook` registered."""
     kinds = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
     return [hook for hooks in kinds for hook in hooks.values()]
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Returns whether hooks get the tensors that autograd saves now, as in a recomputed block."""
+    private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return private._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
