@@ -6,23 +6,31 @@ Run it after a change of what `describe` finds, and for a new version of torch. 
 of processor time for each preset; with names, it describes these, and keeps the others' specs. A model of
 transformers is described for each kernel of attention, whose name is in its key. Of presets from 100B
 parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than
-sequences in a batch. The default run, whose name here is `default`, is described for CPU ranks, so that a
-first run on them starts without a trace of 5 to 20 s.
+sequences in a batch. A mixture is also described for each number of ranks, in nodes of 8, that may divide its
+experts, in a second file: three are traced, for minutes, and the others follow. The default run, whose name
+here is `default`, is described for CPU ranks, so that a first run on them starts without a trace of 5 to 20 s.
 """
 
 import lzma
+import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import get_args
 
 from fullshard.planner.describe.describe_run import (
+    OFF,
+    SHIPPED_EXPERTS_FILE,
     SHIPPED_FILE,
+    VARIABLE,
     build_spec_key,
     describe_run,
     read_shipped_specs,
     version_without_build,
 )
+from fullshard.planner.search.parallel_degrees import iterate_expert_degrees
 from fullshard.planner.target import resolve_model_to_plan
+from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType
@@ -32,20 +40,32 @@ from fullshard.spec.settings.model_section import DecoderConfig, can_decoder_be_
 
 PER_NODE, LARGE = 8, 1e11
 torch = version_without_build(version("torch"))
-kept = read_shipped_specs(SHIPPED_FILE, torch=torch) if sys.argv[1:] else {}
-lines = [torch]
+os.environ[VARIABLE] = OFF  # nothing is read from the cache
+kept = {path: read_shipped_specs(path, torch=torch) for path in (SHIPPED_FILE, SHIPPED_EXPERTS_FILE)}
+lines = {path: [torch] for path in kept}
 
 
-def add_spec(name: str, run: Run, device: DeviceType, *, kernel: AttentionKernel = "flash") -> ModelSpec:
-    """Adds the spec of a run to the lines: the shipped one if other models are named, else a new one."""
+def add_spec(
+    name: str, run: Run, device: DeviceType, *, kernel: AttentionKernel = "flash", path: Path = SHIPPED_FILE
+) -> ModelSpec | None:
+    """Adds the spec of a run to the lines: the shipped one, if any, if others are named, else a new one."""
     key = build_spec_key(run, device, attention_kernel=kernel)
     assert key is not None, "presets can be cached"
     if sys.argv[1:] and name not in sys.argv:
-        spec = ModelSpec.model_validate_json(kept[key.settings])
+        text = kept[path].get(key.settings)
+        spec = text and ModelSpec.model_validate_json(text)
     else:
-        spec = describe_run(run, device, attention_kernel=kernel, cached=False)
-    lines.extend([key.settings, spec.model_dump_json()])
-    return spec
+        spec = describe_run(run, device, attention_kernel=kernel)
+    if spec:
+        lines[path].extend([key.settings, spec.model_dump_json()])
+    return spec or None
+
+
+def add_specs_of_divided_experts(name: str, run: Run, spec: ModelSpec, *, kernel: AttentionKernel) -> None:
+    hardware = hardware_on(f"{max(spec.expert_count_gcd, 1)}x{PER_NODE}xH100")
+    for degree in iterate_expert_degrees(hardware, spec.expert_count_gcd):
+        own = run.with_settings({"sharding": {"expert_parallel": degree}})
+        add_spec(name, own, "cuda", kernel=kernel, path=SHIPPED_EXPERTS_FILE)
 
 
 for preset in read_presets():
@@ -54,7 +74,11 @@ for preset in read_presets():
         settings = ["precision.mode=bf16", f"sharding.tensor_parallel={ranks}"]
         run = resolve_model_to_plan(preset.name).load_run(settings)
         kernels = ("flash",) if is_decoder else get_args(AttentionKernel)
-        spec = [add_spec(preset.name, run, "cuda", kernel=kernel) for kernel in kernels][-1]
+        specs = {kernel: add_spec(preset.name, run, "cuda", kernel=kernel) for kernel in kernels}
+        spec = specs["flash"]
+        assert spec is not None, "every preset is shipped with whole experts"
+        for kernel in kernels if ranks == 1 else ():
+            add_specs_of_divided_experts(preset.name, run, spec, kernel=kernel)
         can_be_split = isinstance(preset.model, DecoderConfig) and can_decoder_be_split(
             preset.model, PER_NODE
         )
@@ -62,5 +86,6 @@ for preset in read_presets():
             break
 for mode in ("none", "auto"):  # a first run tries the first, and traces the second only if it may pay
     add_spec("default", Run.load(overrides=["precision.mode=fp32", f"recompute.mode={mode}"]), "cpu")
-SHIPPED_FILE.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9))
-print(f"{SHIPPED_FILE}: {len(lines) // 2} specs, {SHIPPED_FILE.stat().st_size:,} bytes")
+for path, own_lines in lines.items():
+    path.write_bytes(lzma.compress("\n".join(own_lines).encode(), preset=9))
+    print(f"{path}: {len(own_lines) // 2} specs, {path.stat().st_size:,} bytes")

@@ -22,6 +22,7 @@ from itertools import product
 from math import lcm
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +35,7 @@ from fullshard.parallel.recompute import check_recomputed_block_count
 from fullshard.parallel.units import Predicate, Unit, find_recompute_and_compile_blocks, find_units
 from fullshard.planner.describe import recordings
 from fullshard.planner.describe.emulation import CompiledPrograms, emulate_cuda_kernels
+from fullshard.planner.describe.expert_degrees import RunRecording
 from fullshard.planner.describe.extrapolation import KernelIndex
 from fullshard.planner.describe.trace import LossFunction, disable_packing_detection, training_mode
 from fullshard.spec.machine.hardware import AttentionKernel
@@ -101,6 +103,20 @@ def describe(
     >>> spec.numel == sum(parameter.numel() for parameter in model.parameters())
     True
     """
+    recorder = build_recorder(model, plan, loss=loss, batch=batch, units=units, device_type=device_type)
+    return build_spec(recorder, record_all_settings(recorder, plan, attention_kernel=attention_kernel))
+
+
+def build_recorder(
+    model: nn.Module,
+    plan: Plan | Run,
+    *,
+    loss: LossFunction,
+    batch: Any = None,
+    units: Predicate | None = None,
+    device_type: DeviceType | None = None,
+) -> recordings.SettingsRecorder:
+    """Returns the recorder of a model, with the arguments and errors of `describe`. Nothing is traced."""
     traced_plan, device = _plan_and_device_to_trace(plan, device_type)
     _check_not_sharded(model)
     section = traced_plan.run.sharding.units
@@ -108,29 +124,24 @@ def describe(
     blocks = find_recompute_and_compile_blocks(model, units=given)
     divided = recordings.divided_dims(model, given, plan=traced_plan, device=device)
     fp8 = choose_fp8_linears(model, given, plan=traced_plan, blocks=blocks, divided=divided)
+    check_recomputed_block_count(traced_plan.run.recompute, len(blocks))
     count, programs = len(blocks), CompiledPrograms()
-    recorder = recordings.SettingsRecorder(
+    return recordings.SettingsRecorder(
         model, traced_plan, loss, batch, units, device, fp8, given, divided, count, programs
     )
-    check_recomputed_block_count(traced_plan.run.recompute, recorder.blocks)
-    settings = _settings_to_trace(plan, device, blocks=recorder.blocks)
-    kernels = emulate_cuda_kernels(attention_kernel) if device == "cuda" else nullcontext()
-    with disable_packing_detection(), training_mode(model), kernels:
-        found, untraced = _record_all_settings(recorder, settings)
-    return _build_spec(recorder, found, untraced=untraced)
 
 
-def _build_spec(
-    recorder: recordings.SettingsRecorder,
-    found: Sequence[recordings.SettingRecording],
-    *,
-    untraced: Sequence[UntraceableSettings],
-) -> ModelSpec:
-    model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
+def build_spec(recorder: recordings.SettingsRecorder, found: RunRecording) -> ModelSpec:
+    """Returns the spec of the recorder's model with the traces of `found`."""
+    model, plan, fp8, buffers = recorder.model, recorder.plan, recorder.fp8, list(recorder.model.buffers())
     table = KernelIndex()
-    traces = [(one.build_trace(table), one.kept) for one in found]
+    traces = [one.build_trace(table) for one in found.settings]
+    buffers = [
+        torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        for one in model.buffers()
+    ]
     flops, active = _flops_and_parameters_per_token(
-        traces[0][0],
+        traces[0],
         table.kernels,
         plan=plan,
         gradients=gradient_shares(model),
@@ -144,14 +155,14 @@ def _build_spec(
         precision=plan.precision,
         units=tuple(_unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=recorder.divided)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
-        buffer_bytes=recorder.buffer_bytes,
-        loss_chunk=recorder.loss_chunk,
+        buffer_bytes=recordings.distinct_storage_bytes(buffers),
+        loss_chunk=found.loss_chunk,
         context_parallel=plan.context_parallel,
         tensor_parallel=plan.tensor_parallel,
         expert_parallel=plan.expert_parallel,
         kernels=table.kernels,
-        traces=tuple(trace for trace, kept in traces if kept),
-        untraced=tuple(untraced),
+        traces=tuple(traces),
+        untraced=tuple(found.untraced),
         flops_per_token=flops,
         active_numel=active,
         fp8=() if fp8 is None else fp8.shares,
@@ -204,23 +215,28 @@ def _check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def _record_all_settings(
-    recorder: recordings.SettingsRecorder, settings: Sequence[tuple[RecomputeSection, bool]]
-) -> tuple[list[recordings.SettingRecording], list[UntraceableSettings]]:
+def record_all_settings(
+    recorder: recordings.SettingsRecorder, plan: Plan | Run, *, attention_kernel: AttentionKernel
+) -> RunRecording:
     """Returns the recordings under all (recompute, compiled), and the settings that cannot be traced.
 
     Raises TraceError if the first cannot be traced: the others run the same forward.
     """
+    settings = _settings_to_trace(plan, recorder.device, blocks=recorder.blocks)
+    kernels = emulate_cuda_kernels(attention_kernel) if recorder.device == "cuda" else nullcontext()
     found, untraced = list[recordings.SettingRecording](), list[UntraceableSettings]()
-    for recompute, compiled in settings:
-        try:
-            found += recorder.record_setting(recompute, compiled=compiled)
-        except _TRACE_FAILURES as error:
-            if not found:
-                raise _trace_error(recorder.model, error, given_batch=recorder.batch is not None) from error
-            reason = _error_text(error)
-            untraced.append(UntraceableSettings(recompute=recompute, compiled=compiled, reason=reason))
-    return found, untraced
+    with disable_packing_detection(), training_mode(recorder.model), kernels:
+        for recompute, compiled in settings:
+            try:
+                found += recorder.record_setting(recompute, compiled=compiled)
+            except _TRACE_FAILURES as error:
+                if not found:
+                    raise _trace_error(
+                        recorder.model, error, given_batch=recorder.batch is not None
+                    ) from error
+                reason = _error_text(error)
+                untraced.append(UntraceableSettings(recompute=recompute, compiled=compiled, reason=reason))
+    return RunRecording(found, untraced, recorder.loss_chunk)
 
 
 def _trace_error(model: nn.Module, error: Exception, *, given_batch: bool) -> TraceError:

@@ -9,6 +9,7 @@ The specs of presets are shipped with the package in `preset_specs.xz`, which `b
 as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
 length up to 8,192. They are valid for one version of torch, regardless of its build (`+cpu`, `+cu130`). The
 file is LZMA over lines of UTF-8: the version of torch, then each preset's `SpecKey.settings` and spec.
+`preset_expert_specs.xz` is the same for the numbers of ranks that may divide the experts of a mixture.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -43,7 +44,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from fullshard.planner.describe.expert_degrees import RunRecording
+
 SHIPPED_FILE = Path(__file__).with_name("preset_specs.xz")
+SHIPPED_EXPERTS_FILE = SHIPPED_FILE.with_name("preset_expert_specs.xz")
 VARIABLE = "FULLSHARD_CACHE"
 OFF = "off"
 MOST_BYTES = 64 << 20
@@ -79,14 +83,12 @@ def describe_run(
 
     torch is imported only if the model is traced. Raises the errors of building and describing the model.
     """
-    if not cached:
-        return _build_and_trace_model(plan, device, model=model, attention_kernel=attention_kernel)
-    settings = (plan, *_find_runs_with_superset_traces(plan, device))
-    keys = [build_spec_key(one, device, attention_kernel=attention_kernel) for one in settings]
+    settings = (plan, *_find_runs_with_superset_traces(plan, device)) if cached else ()
+    keys = [build_spec_key(one, device, attention_kernel=attention_kernel) for one in settings] or [None]
     for key in keys:
         if (spec := read_shipped_or_cached_spec(key)) is not None:
             return spec
-    spec = _build_and_trace_model(plan, device, model=model, attention_kernel=attention_kernel)
+    spec = _build_and_trace_model(plan, device, model=model, attention_kernel=attention_kernel, key=keys[0])
     write_cached_spec(keys[0], spec)
     return spec
 
@@ -100,27 +102,41 @@ def _find_runs_with_superset_traces(plan: Plan | Run, device: DeviceType) -> lis
     return [both] if own < more else []
 
 
+@lru_cache(maxsize=1)  # a search asks for all numbers of ranks of one run
+def _recordings_by_expert_degree(_settings: str) -> "dict[int, RunRecording]":
+    """Returns this process's recordings of the run that has these settings beside `experts`."""
+    return {}
+
+
 def _build_and_trace_model(
-    plan: Plan | Run, device: DeviceType, *, model: "Module | None", attention_kernel: AttentionKernel
+    plan: Plan | Run,
+    device: DeviceType,
+    *,
+    model: "Module | None",
+    attention_kernel: AttentionKernel,
+    key: "SpecKey | None",
 ) -> ModelSpec:
+    """Returns the spec of the run's model, which is traced or, with a key, may be derived from traces."""
     from fullshard.models.build import build_model, check_sequence_length
     from fullshard.models.loss import choose_loss
-    from fullshard.planner.describe.describe import describe
+    from fullshard.planner.describe.describe import build_recorder, build_spec, record_all_settings
+    from fullshard.planner.describe.expert_degrees import derive_recording
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
     check_sequence_length(model, run)
-    if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
-        name = escape_to_single_line(type(model).__name__)
-        print(f"planning: tracing {name} without its weights …", file=sys.stderr, flush=True)
-    return describe(
-        model,
-        plan,
-        loss=choose_loss(run, model),
-        batch=_make_batch_unless_default(plan, model),
-        device_type=device,
-        attention_kernel=attention_kernel,
-    )
+    batch = _make_batch_unless_default(plan, model)
+    recorder = build_recorder(model, plan, loss=choose_loss(run, model), batch=batch, device_type=device)
+    degree, known = recorder.plan.expert_parallel, dict[int, "RunRecording"]()
+    if key is not None and degree > 1:
+        known = _recordings_by_expert_degree(json.dumps(json.loads(key.settings) | {"experts": None}))
+    found = derive_recording(known, degree)
+    if found is None:
+        if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
+            name = escape_to_single_line(type(model).__name__)
+            print(f"planning: tracing {name} without its weights …", file=sys.stderr, flush=True)
+        found = known[degree] = record_all_settings(recorder, plan, attention_kernel=attention_kernel)
+    return build_spec(recorder, found)
 
 
 def _make_batch_unless_default(plan: Plan | Run, model: "Module") -> Any:
@@ -267,9 +283,11 @@ def read_shipped_or_cached_spec(
     """Returns the shipped or cached spec of `key`; None if neither exists or the cache is off."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
-    shipped = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(key.torch)).get(key.settings)
-    if shipped is not None:
-        return ModelSpec.model_validate_json(shipped)
+    shipped_files = [SHIPPED_FILE, *([SHIPPED_EXPERTS_FILE] if '"experts":' in key.settings else [])]
+    for file in shipped_files:  # the second is read only if the first lacks the key
+        specs = read_shipped_specs(file, torch=version_without_build(key.torch))
+        if (shipped := specs.get(key.settings)) is not None:
+            return ModelSpec.model_validate_json(shipped)
     directory = cache_directory(environment)
     if directory is None:
         return None

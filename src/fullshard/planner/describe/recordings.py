@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +26,12 @@ from fullshard.parallel.units import (
 )
 from fullshard.planner.describe import extrapolation, trace
 from fullshard.planner.describe.emulation import CompiledBlocks, CompiledPrograms
-from fullshard.planner.describe.operations import PhaseRecord, distinct_storage_bytes, list_tensors
+from fullshard.planner.describe.operations import (
+    KernelLaunch,
+    PhaseRecord,
+    distinct_storage_bytes,
+    list_tensors,
+)
 from fullshard.spec.model import LinearInMicrobatch, MicrobatchTrace, RepeatedUnits
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.settings.train_section import RecomputeSection
@@ -35,6 +41,9 @@ LOW = 2
 """Sequences of the smaller of the two microbatches that are recorded."""
 NEEDS_VALUES = (fake_tensors.DataDependentOutputException, fake_tensors.DynamicOutputShapeException)
 """Raised by fake tensors where a shape or a number depends on values."""
+
+
+_MOST_PARTS = 1 << 20  # of which a number in a recording is one: experts of a rank, chunks of a loss
 
 
 @dataclass
@@ -61,7 +70,6 @@ class SettingRecording:
     shortened: blocks that were removed before the recording
     blocks: number of the model's blocks
     low, high: at 2 and 3 sequences; the same one if it is valid for `microbatch` only (else None)
-    kept: False if other recordings predict this one, so that the spec needs no trace of it
     """
 
     plan: Plan
@@ -70,7 +78,6 @@ class SettingRecording:
     low: MicrobatchRecording
     high: MicrobatchRecording
     microbatch: int | None = None
-    kept: bool = True
 
     def as_compiled(self, plan: Plan) -> "SettingRecording | None":
         """Returns these recordings of eager blocks as those of compiled ones; None if those do other work."""
@@ -107,6 +114,22 @@ class SettingRecording:
         )
 
 
+def combine(values: Sequence[Any], weights: Sequence[Fraction]) -> Any:
+    """Returns the weighted sum of recordings of equal structure, or parts of them. Weights add up to 1."""
+    first = values[0]
+    if all(one == first for one in values):
+        return first
+    if isinstance(first, PhaseRecord | MicrobatchRecording):
+        own = {one.name: [getattr(value, one.name) for value in values] for one in fields(first)}
+        return replace(first, **{name: combine(parts, weights) for name, parts in own.items()})
+    if isinstance(first, KernelLaunch):
+        return KernelLaunch(*(combine(parts, weights) for parts in zip(*values, strict=True)))
+    if isinstance(first, list | tuple):
+        return type(first)(combine(parts, weights) for parts in zip(*values, strict=True))
+    exact = (Fraction(value).limit_denominator(_MOST_PARTS) for value in values)  # a quotient was rounded
+    return type(first)(sum(weight * value for weight, value in zip(weights, exact, strict=True)))
+
+
 @dataclass
 class SettingsRecorder:
     """Records microbatches of one model under each recompute setting in turn."""
@@ -122,11 +145,12 @@ class SettingsRecorder:
     divided: Mapping[str, int | None]  # the dim in which ranks divide each parameter, as of `divided_dims`
     blocks: int  # number of the model's blocks
     programs: CompiledPrograms
-    buffer_bytes: int = 0
     loss_chunk: int = 0
     keep_integers: bool = False  # whether integers of the batch keep their values
     # for eager and compiled: whether 2 and 3 sequences fail to predict 1; unknown before the first trace
     _single_differs: dict[bool, bool] = field(default_factory=dict[bool, bool])
+    # the model without repeated blocks, by `recompute.blocks`
+    _short: dict[int | None, Any] = field(default_factory=dict[int | None, Any])
     _eager: dict[RecomputeSection, list[SettingRecording]] = field(
         default_factory=dict[RecomputeSection, list[SettingRecording]]
     )
@@ -150,9 +174,9 @@ class SettingsRecorder:
     def _record_setting(self, recompute: RecomputeSection, *, compiled: bool) -> list[SettingRecording]:
         """Returns the recordings under one setting: one for any microbatch, or two.
 
-        The second is of a single sequence, unless an earlier setting showed that the first predicts it; it is
-        `kept` only if it differs. If the trace changes structure with the microbatch, or the batch lacks this
-        dim, the only one is of the plan's own microbatch. Compiled blocks may have the eager recordings.
+        The second is of a single sequence, if the first does not predict it. If the trace changes structure
+        with the microbatch, or the batch lacks this dim, the only one is of the plan's own microbatch.
+        Compiled blocks may have the eager recordings.
         """
         run = self.plan.run.with_settings({"run": {"compile": compiled}})
         plan = self.plan.model_copy(update={"run": run.model_copy(update={"recompute": recompute})})
@@ -176,9 +200,9 @@ class SettingsRecorder:
                         self._single_differs[compiled] = not extrapolation.can_extrapolate_to_smaller(
                             single.recording, low=low.recording, high=high.recording
                         )
-                        if self._single_differs[compiled] and low.accumulating:
-                            single = record(1)
-                        found.append(keep(single, single, 1, self._single_differs[compiled]))
+                        if self._single_differs[compiled]:
+                            single = record(1) if low.accumulating else single
+                            found.append(keep(single, single, 1))
                     return found
             own = record(plan.microbatch)
             if _has_equal_periods(own.recording, shortened.repeats):
@@ -193,20 +217,18 @@ class SettingsRecorder:
         It is None if the model should be truncated (`short`) and cannot be. With `accumulates=False`, it does
         not record the microbatch with earlier gradients.
         """
-        section = plan.run.sharding.units
+        model, shortened = self.model, extrapolation.BlockTruncation()
+        if short:
+            model, shortened = self._remove_repeated_blocks(plan)
+        if short and not shortened.repeats:
+            return None, shortened
         fakes = self.programs.fakes
         twin = _copy_as_fake_in_gather_dtypes(
-            self.model, self.given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
+            model, self.given, plan=plan, fakes=fakes, fp8=self.fp8, device=self.device
         )
         with fakes:
             divided = divide_model_and_return_split_dims(twin, plan, rank=0, group_name=str)
-        self.buffer_bytes = distinct_storage_bytes(twin.buffers())
-        found: Sequence[Unit] = find_units(twin, section, predicate=self.predicate)
-        shortened = extrapolation.BlockTruncation()
-        if short:
-            shortened, found = self._remove_repeated_blocks(twin, found, plan=plan)
-            if not shortened.repeats:
-                return None, shortened
+        found = find_units(twin, plan.run.sharding.units, predicate=self.predicate)
         _replace_parameters_by_parts(twin, divided, plan=plan)
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
@@ -244,22 +266,23 @@ class SettingsRecorder:
 
         return record_microbatch, shortened
 
-    def _remove_repeated_blocks(
-        self, twin: nn.Module, found: Sequence[Unit], *, plan: Plan
-    ) -> tuple[extrapolation.BlockTruncation, Sequence[Unit]]:
-        """Removes repeated blocks of `twin`. Returns what was removed, and the other units.
+    def _remove_repeated_blocks(self, plan: Plan) -> tuple[nn.Module, extrapolation.BlockTruncation]:
+        """Returns a copy of the model without repeated blocks, on the same tensors, and what was removed.
 
         There are no `repeats` if the model cannot be truncated.
         """
-        section = plan.run.sharding.units
-        blocks = find_recompute_and_compile_blocks(twin, units=found)
-        shortened = extrapolation.truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
-        if not shortened.repeats:
-            return shortened, found
-        found = find_units(twin, section, predicate=self.predicate)
-        kept = [unit.name for unit in self.given if unit.name not in shortened.removed_units]
-        is_whole = [unit.name for unit in found] == kept
-        return shortened if is_whole else extrapolation.BlockTruncation(), found
+        limit = plan.run.recompute.blocks  # all else is equal for all settings
+        if limit not in self._short:
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+            model = copy.deepcopy(self.model, {id(tensor): tensor for tensor in tensors})
+            section = plan.run.sharding.units
+            units = find_units(model, section, predicate=self.predicate)
+            blocks = find_recompute_and_compile_blocks(model, units=units)
+            removed = extrapolation.truncate_repeated_blocks(model, units, blocks=blocks, plan=plan)
+            left = [unit.name for unit in find_units(model, section, predicate=self.predicate)]
+            kept = [unit.name for unit in self.given if unit.name not in removed.removed_units]
+            self._short[limit] = model, removed if left == kept else extrapolation.BlockTruncation()
+        return self._short[limit]
 
     def _make_rank_batch(self, plan: Plan, *, microbatch: int, fakes: fake_tensors.FakeTensorMode) -> Any:
         """Returns the traced rank's fake batch, with its part of each sequence if ranks share sequences."""
@@ -322,7 +345,8 @@ def _copy_as_fake_in_gather_dtypes(
             memo[id(tensor)] = fake
         twin = copy.deepcopy(model, memo)
     if fp8 is not None:
-        linears = {name: cast(nn.Linear, twin.get_submodule(name)) for name in fp8.linears}
+        modules = dict(twin.named_modules())
+        linears = {name: cast(nn.Linear, modules[name]) for name in fp8.linears if name in modules}
         convert_linears_to_fp8(replace(fp8, linears=linears), device=device)
     return twin
 
