@@ -8,7 +8,7 @@ transformers is described for each kernel of attention, whose name is in its key
 parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than
 sequences in a batch. A mixture is also described for each number of ranks, in nodes of 8, that may divide its
 experts, in a second file: three are traced, for minutes, and the others follow. The default run, whose name
-here is `default`, is described for CPU ranks, so that a first run on them starts without a trace of 5 to 20 s.
+here is `default`, is described for CPU ranks, so that a first run there starts without a trace of 5 to 20 s.
 """
 
 import lzma
