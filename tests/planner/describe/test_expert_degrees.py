@@ -76,7 +76,7 @@ def test_specs_of_mixtures_are_shipped_with_divided_experts(name: str, degrees: 
     run = resolve_model_to_plan(name).load_run(["precision.mode=bf16"])
     for degree in degrees:
         own = run.with_settings({"sharding": {"expert_parallel": degree}})
-        key = build_spec_key(own, "cuda", attention_kernel="cudnn")
+        key = build_spec_key(own, "cuda", attention_kernel="cudnn_256")
         spec = read_shipped_or_cached_spec(key, {"XDG_CACHE_HOME": "/nonexistent"})
         assert spec is not None
         assert spec.expert_parallel == degree
