@@ -205,5 +205,5 @@ def _failure_text(failure: FailureReport, rank: str | None) -> str:
     if rank is not None and failure.peer_lost:
         return f"rank {rank}: another rank has gone; its own message says why, unless it was killed"
     if failure.exit_code in (SpecError.exit_code, PlanError.exit_code):
-        rank = None  # usually that of all ranks: each has read the same files
+        rank = None  # usually an error of all ranks, which have read the same files
     return failure.user_message(int(rank) if rank is not None and rank.isdecimal() else None)

@@ -105,8 +105,10 @@ class FailureReport:
                 if not (printed := of_node / f"printed-{digest}").exists():
                     self.write_torchrun_error_file()
                     print_to_stderr(text)
-                    open_new_file(printed).close()
+                    with suppress(OSError):
+                        open_new_file(printed).close()
             return
+        self.write_torchrun_error_file()
         print_to_stderr(text)
 
 

@@ -215,20 +215,24 @@ class _PackedLinear(torch.autograd.Function):
 def _multiply_packed(
     x: Tensor, weight: Tensor, *, bias: Tensor | None, packed: PackedWeight, first: int | None = 0
 ) -> Tensor:
-    """Returns x @ W.T + bias for the packed rows `weight` of W, of whose columns x has those from `first`.
+    """Returns x @ W.T + bias for the packed rows `weight` of W; x has the columns of W from `first` on.
 
-    Returns x @ W + bias if `first` is None.
+    Returns x @ W + bias if `first` is None, as transposed weights (of `Conv1D`) are multiplied.
 
     Raises ShardError for an `x` of integers.
     """
     if not x.is_floating_point():
-        raise ShardError(
-            f"the input of {packed.name} was cast to {str(x.dtype).removeprefix('torch.')}.",
-            why="the model casts it to the dtype of the weight, which is packed as bytes",
-            fix='adapter.base_dtype = "bf16"',
-        )
+        raise _cast_input_error(packed, x.dtype)
     y = cast(Tensor, _PackedLinear.apply(x, weight, packed.form, first))
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def _cast_input_error(packed: PackedWeight, dtype: torch.dtype) -> ShardError:
+    return ShardError(
+        f"the input of {packed.name} was cast to {str(dtype).removeprefix('torch.')}.",
+        why="the model casts it to the dtype of the weight, which is packed as bytes",
+        fix='adapter.base_dtype = "bf16"',
+    )
 
 
 def multiply_own_columns(linear: nn.Linear, *, part: int, parts: int) -> None:
@@ -256,8 +260,10 @@ def _compute_with_matrices(  # signature: the module's own, after the bound argu
     """Calls `forward` with matrices, in the dtype of its input, in the places of packed parameters."""
     parameters: dict[str, Any] = registered_parameters(module)
     before = {key: parameters[key] for key in _packed_by_key(module)}
-    inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    dtype = next(one.dtype for one in inputs if one.is_floating_point())
+    dtypes = [one.dtype for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    dtype = next((one for one in dtypes if one.is_floating_point), None)
+    if dtype is None:
+        raise _cast_input_error(next(iter(_packed_by_key(module).values())), dtypes[0])
     try:
         again = dict[int, Callable[..., Tensor]]()
         for key, packed in _packed_by_key(module).items():
@@ -404,7 +410,8 @@ def pack_frozen_weights(model: nn.Module, form: Format) -> nn.Module:
         raise ShardError(
             f"{type(model).__name__} has no matrix to pack.",
             got=f"adapter.base_dtype = {form!r}; {describe_packing(model)}",
-            why=f"it is for frozen linear modules and experts, with a multiple of {BLOCK_COLUMNS} columns",
+            why="only frozen linear modules and experts of blocks are packed, "
+            f"with a multiple of {BLOCK_COLUMNS} columns",
             fix='adapter.base_dtype = "bf16"',
         )
     return model

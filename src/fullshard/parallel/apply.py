@@ -271,7 +271,8 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
 
 def _expert_placement(parameter: nn.Parameter, *, degree: int) -> Shard:
     """Returns the placement of stacked experts over `degree` ranks."""
-    return Shard(expert_shard_dim(tuple(local_tensor(parameter).shape), degree))
+    keeps_rows = parameter.dtype == torch.uint8  # packed
+    return Shard(expert_shard_dim(tuple(local_tensor(parameter).shape), degree, keeps_rows=keeps_rows))
 
 
 def _reduce_unreached_experts_as_zeros(unit: Unit) -> None:

@@ -45,7 +45,7 @@ class TensorLayout:
 
 @lru_cache(maxsize=256)  # more than the shapes of a model; large for many ranks
 def build_tensor_layout(shape: Shape, cuts: Cuts, *, mesh: RankMesh) -> TensorLayout:
-    """Returns the parts of a tensor that the ranks of `mesh`, which cuts it so, have."""
+    """Returns the part of a tensor that each rank of `mesh` has under `cuts`."""
     boxes, replicas = dict[int, Box](), defaultdict[Shape, list[int]](list)
     for rank, place in zip(mesh.ranks, product(*map(range, mesh.shape)), strict=True):
         boxes[rank] = cut_box(shape, cuts, sizes=mesh.shape, coordinate=place)

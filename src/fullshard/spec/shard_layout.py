@@ -43,7 +43,7 @@ class RankMesh(NamedTuple):
 class ShardLayout(NamedTuple):
     """Says how a tensor is cut into shards, and which ranks save them.
 
-    mesh: number of its mesh, of those that the layouts have
+    mesh: index of its mesh in the list of meshes that is kept beside the layouts
     cuts: see [Note: nested cuts]
     copy: which ranks save, of those that have equal shards: their position on the axes that cut nothing,
         row-major

@@ -170,7 +170,7 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
     state.trained_with = TrainedWith(run=settings_that_affect_results(target.run))
     origin = {"format": source.format, "version": source.version, "files": [*map(str, source.files)]}
     values: dict[str, Any] = dict(state.values()) | {"origin": origin}
-    if source.tokens is None:  # without an entry, they are unknown, and a run that resumes counts from 0
+    if source.tokens is None:  # no entry: `ckpt list` shows "?", and a resumed run counts from 0
         del values["tokens"]
     # The groups of `state` are of no optimizer that is trained with.
     name = _OPTIMIZERS[target.run.optimizer.name.lower()]

@@ -121,7 +121,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Returns whether hooks get the tensors that autograd saves now, as in a recomputed block."""
+    """Returns whether hooks receive the tensors that autograd saves now, as in a recomputed block."""
     private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     return private._autograd._top_saved_tensors_default_hooks(True) is not None
 

@@ -182,8 +182,9 @@ def _load_with_peft_to_check(base: nn.Module, config: Any, *, tensors: Mapping[s
     peft = adapters.import_peft()
     values = {name: torch.empty(shape, device="meta") for name, shape in tensors.items()}
     try:
-        with warnings.catch_warnings():  # peft's, which says falsely that patterns of experts have no use
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings():
+            # False for parameters: peft looks for modules of these names.
+            warnings.filterwarnings("ignore", message=".*pattern keys did not match")
             kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
             model = kind(base, config, low_cpu_mem_usage=True)
         loaded = peft.set_peft_model_state_dict(model, values)

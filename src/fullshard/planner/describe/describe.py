@@ -133,7 +133,7 @@ def build_recorder(
 
 def build_spec(recorder: recordings.SettingsRecorder, found: RunRecording) -> ModelSpec:
     """Returns the spec of the recorder's model with the traces of `found`."""
-    model, plan, fp8, buffers = recorder.model, recorder.plan, recorder.fp8, list(recorder.model.buffers())
+    model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
     table = KernelIndex()
     traces = [one.build_trace(table) for one in found.settings]
     buffers = [

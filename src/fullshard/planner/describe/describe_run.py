@@ -9,7 +9,8 @@ The specs of presets are shipped with the package in `preset_specs.xz`, which `b
 as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
 length up to 8,192. They are valid for one version of torch, regardless of its build (`+cpu`, `+cu130`). The
 file is LZMA over lines of UTF-8: the version of torch, then each preset's `SpecKey.settings` and spec.
-`preset_expert_specs.xz` is the same for the numbers of ranks that may divide the experts of a mixture.
+`preset_expert_specs.xz` has those of DeepSeek-V3 and Mixtral 8x7B for each number of ranks that may divide
+experts, in the same format.
 """
 
 import hashlib
@@ -105,7 +106,7 @@ def _find_runs_with_superset_traces(plan: Plan | Run, device: DeviceType) -> lis
 @lru_cache(maxsize=1)  # a search asks for all numbers of ranks of one run
 def _recordings_by_expert_degree(_settings: str) -> "dict[int, RunRecording]":
     """Returns this process's recordings of the run that has these settings beside `experts`."""
-    return {}
+    return {}  # callers add to it
 
 
 def _build_and_trace_model(
@@ -128,9 +129,9 @@ def _build_and_trace_model(
     batch = _make_batch_unless_default(plan, model)
     recorder = build_recorder(model, plan, loss=choose_loss(run, model), batch=batch, device_type=device)
     degree, known = recorder.plan.expert_parallel, dict[int, "RunRecording"]()
-    if key is not None and degree > 1:
+    if key is not None and degree > 1 and not run.adapter.packed_format:
         known = _recordings_by_expert_degree(json.dumps(json.loads(key.settings) | {"experts": None}))
-    found = derive_recording(known, degree)
+    found = known.get(degree) or derive_recording(known, degree)
     if found is None:
         if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
             name = escape_to_single_line(type(model).__name__)

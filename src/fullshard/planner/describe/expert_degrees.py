@@ -4,6 +4,7 @@
 If E ranks divide the experts, each has 1/E of them, and exchanges counts with E ranks; everything else is the
 same. So each number in a recording is a + b / E + c E, and recordings for three numbers of ranks define it
 for all. This does not hold if the number of operations depends on E: for experts that are computed in turn.
+Nor does it hold for packed experts, which are dequantised in chunks of a fixed size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,5 +45,8 @@ def derive_recording(known: Mapping[int, RunRecording], degree: int) -> RunRecor
         for sizes in (lows, highs):
             if not all(has_same_structure(one.all_phases, sizes[0].all_phases) for one in sizes):
                 return None
-        found.append(replace(row[0], low=combine(lows, weights), high=combine(highs, weights)))
+        try:
+            found.append(replace(row[0], low=combine(lows, weights), high=combine(highs, weights)))
+        except ValueError:  # they do not follow
+            return None
     return runs[0]._replace(settings=found)

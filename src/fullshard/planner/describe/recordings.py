@@ -41,9 +41,7 @@ LOW = 2
 """Sequences of the smaller of the two microbatches that are recorded."""
 NEEDS_VALUES = (fake_tensors.DataDependentOutputException, fake_tensors.DynamicOutputShapeException)
 """Raised by fake tensors where a shape or a number depends on values."""
-
-
-_MOST_PARTS = 1 << 20  # of which a number in a recording is one: experts of a rank, chunks of a loss
+_MOST_PARTS = 1 << 20  # largest denominator of a quotient in a recording, such as rows per expert
 
 
 @dataclass
@@ -115,7 +113,10 @@ class SettingRecording:
 
 
 def combine(values: Sequence[Any], weights: Sequence[Fraction]) -> Any:
-    """Returns the weighted sum of recordings of equal structure, or parts of them. Weights add up to 1."""
+    """Returns the weighted sum of recordings of equal structure, or parts of them. Weights add up to 1.
+
+    Raises ValueError for values that differ and are not numbers, and for integers whose sum is not one.
+    """
     first = values[0]
     if all(one == first for one in values):
         return first
@@ -126,8 +127,13 @@ def combine(values: Sequence[Any], weights: Sequence[Fraction]) -> Any:
         return KernelLaunch(*(combine(parts, weights) for parts in zip(*values, strict=True)))
     if isinstance(first, list | tuple):
         return type(first)(combine(parts, weights) for parts in zip(*values, strict=True))
+    if type(first) not in (int, float):
+        raise ValueError(f"{values} are not numbers")
     exact = (Fraction(value).limit_denominator(_MOST_PARTS) for value in values)  # a quotient was rounded
-    return type(first)(sum(weight * value for weight, value in zip(weights, exact, strict=True)))
+    total = sum((weight * value for weight, value in zip(weights, exact, strict=True)), Fraction(0))
+    if isinstance(first, int) and total.denominator > 1:
+        raise ValueError(f"{values} give {total}")
+    return type(first)(total)
 
 
 @dataclass

@@ -144,8 +144,8 @@ def _local_unit(unit: UnitSpec, plan: Plan) -> tuple[UnitSpec, MergedUnitSetting
     if not settings.shards_any_dim:
         return unit, settings, []
     degree = settings.shard_degree
-    inner = [p for p in unit.parameters if expert_shard_dim(p.shape, degree)]
-    unit = _unit_with_shapes(unit, lambda p: _move_sharded_dim_first(p.shape, degree))
+    inner = [p for p in unit.parameters if _expert_shard_dim(p, degree)]
+    unit = _unit_with_shapes(unit, lambda p: _move_sharded_dim_first(p, degree))
     return unit, settings, inner
 
 
@@ -214,9 +214,13 @@ def _unit_with_shapes(unit: UnitSpec, shape_of: Callable[[ParamSpec], tuple[int,
     return unit.model_copy(update={"parameters": parts})
 
 
-def _move_sharded_dim_first(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+def _expert_shard_dim(experts: ParamSpec, degree: int) -> int:
+    return expert_shard_dim(experts.shape, degree, keeps_rows=experts.packed_columns is not None)
+
+
+def _move_sharded_dim_first(experts: ParamSpec, degree: int) -> tuple[int, ...]:
     """Returns the shape of stacked experts, with the dim first in which `degree` ranks shard them."""
-    dim = expert_shard_dim(shape, degree)
+    shape, dim = experts.shape, _expert_shard_dim(experts, degree)
     return (shape[dim], *shape[:dim], *shape[dim + 1 :])
 
 

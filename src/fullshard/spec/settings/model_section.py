@@ -166,13 +166,16 @@ def can_decoder_be_split(config: DecoderConfig, ranks: int) -> bool:
     return config.heads % ranks == 0 and width % ranks == 0 and shares_kv_heads and has_tokens
 
 
-def expert_shard_dim(shape: tuple[int, ...], shard_degree: int) -> int:
+def expert_shard_dim(shape: tuple[int, ...], shard_degree: int, *, keeps_rows: bool = False) -> int:
     """Returns the dim in which FSDP2 shards stacked experts (experts, ...) over `shard_degree` ranks.
 
-    With fewer experts than ranks, shards of dim 0 would leave ranks without any. So it is the first of two
-    dims that the ranks divide evenly, which FSDP2 requires of all dims except the first, or else dim 0.
+    With fewer experts than ranks, shards of dim 0 would leave ranks without any. So it is the first dim that
+    the ranks divide evenly, which FSDP2 requires of all dims except the first, or else dim 0.
+
+    keeps_rows: whether the last dim of three stays whole, as packed rows do
     """
-    return next((dim for dim, size in enumerate(shape[:2]) if size % shard_degree == 0), 0)
+    dims = enumerate(shape[:2] if keeps_rows else shape)
+    return next((dim for dim, size in dims if size % shard_degree == 0), 0)
 
 
 def indivisible_experts_error(experts: int, *, ranks: int, key: str) -> PlanError:
