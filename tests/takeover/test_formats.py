@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.manifest import read_manifest
@@ -211,3 +211,38 @@ def test_state_is_taken_over_for_the_optimizers_that_have_it(name: str, options:
     assert (kinds["embed.weight"] == {"momentum_buffer"}) is (name == "sgd")
     for own, one in state.items():
         assert all(torch.equal(found[f"optimizer.{own}.{key}"], value) for key, value in one.items())
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_numbers_beside_a_file_count_the_parameters_of_the_model(suffix: str, tmp_path: Path) -> None:
+    """A file of safetensors sorts its names, which begin with `blocks`."""
+    model = initial()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    if suffix == "bin":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    else:
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    _, snapshot, _ = taken_over(tmp_path, run_of(tmp_path), order="parameters")
+    for name, one in model.named_parameters():
+        read = snapshot.tensors[f"optimizer.{name}.exp_avg_sq"].cpu()
+        assert torch.equal(read, optimizer.state[one]["exp_avg_sq"]), name
+
+
+def test_weights_of_lightning_are_the_trained_ones_and_not_their_average(tmp_path: Path) -> None:
+    model = initial().state_dict()
+    average = {name: one + 1 for name, one in model.items()}
+    content = {"state_dict": average, "current_model_state": model, "step": 0}
+    torch.save(content, tmp_path / "one.ckpt")
+    found = open_foreign_checkpoint(tmp_path / "one.ckpt")
+    assert all(torch.equal(one.read(), model[name]) for name, one in found.weights.items())
+    assert found.notes == ()
+
+
+def test_a_directory_of_lightning_fabric_has_the_count_of_its_optimizer(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(FIXTURES / "fsdp2_dcp/source", tmp_path / "source"))
+    torch.save({"iter_num": 2 * STEPS}, path / "meta.pt")
+    found = open_foreign_checkpoint(path)
+    assert (found.format, found.step) == ("DCP", STEPS)

@@ -150,6 +150,12 @@ BROKEN: list[tuple[str, str, Callable[[Path], object], str]] = [
         r"flat_param of a local state dict[\s\S]*, 0 in moments by name",
     ),
     ("trainer/source", "", claim_step_6, r"6 steps reported, .* 3 updates of the optimizer"),
+    (
+        "trainer/source",
+        "",
+        lambda p: (p / "optimizer.pt").unlink(),
+        r"no state of an optimizer[^$]*model.hf = ",
+    ),
     ("fsdp1_flat/source", "", lambda p: (p / "rank4000000000.pt").touch(), r"rank 2 is missing"),
     ("torch_names", "source.pt", lambda p: cut(p / "source.pt"), r"source.pt cannot be read"),
     ("torch_names", "source.pt", set_entry("optimizer_1", {}), r"several models or optimizers"),
@@ -346,6 +352,25 @@ def test_optimizers_whose_steps_are_not_those_of_adamw_are_refused(
     for path in (saved(tmp_path, optimizer=optimizer), tmp_path / "dcp"):
         with pytest.raises(CheckpointError, match=rf"otherwise than AdamW[\s\S]*{match}"):
             open_foreign_checkpoint(path)
+
+
+@pytest.mark.parametrize("key", ["master_param", "exp_avg_sq_row", "__bnb_optimizer_quant_state__"])
+def test_state_of_other_optimizers_is_refused_before_a_run_is_offered(key: str, tmp_path: Path) -> None:
+    optimizer = optimizer_state()
+    value = {"absmax1": torch.ones(1)} if key.startswith("__") else torch.ones(11, 6)
+    optimizer["state"]["embed.weight"][key] = value
+    with pytest.raises(CheckpointError, match=f"otherwise than AdamW[^$]*state {key}"):
+        open_foreign_checkpoint(saved(tmp_path, optimizer=optimizer))
+
+
+def test_groups_of_sgd_without_state_have_numbers_and_need_an_order(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(initial().parameters(), lr=0.5)
+    path = saved(tmp_path, optimizer=optimizer.state_dict())
+    with pytest.raises(SpecError, match="--order"):
+        taken_over(path, run_of(tmp_path, SGD))
+    source, _, target = taken_over(path, run_of(tmp_path, SGD), order="parameters")
+    found = target.compare_settings(match_names(source, target.model, order="parameters"), step=3)
+    assert {one.key for one in found if one.differs} == {"lr", "weight_decay"}
 
 
 def twice(values: dict[str, Any], *prefixes: str) -> dict[str, Any]:

@@ -84,7 +84,14 @@ def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: s
 
     offered = offered_settings(found)
     if found.config is not None:
-        offered |= convert_config(found.config, name=str(source)).settings | dict(found.settings)
+        converted = convert_config(found.config, name=str(source))
+        # A scheduler of torch, which DeepSpeed's settings do not mention, or one that is not converted.
+        is_other = any(one.settings.get("initial_lr") for one in found.optimizer.groups)
+        is_other |= "scheduler.type" in converted.lost_keys
+        every = offered | converted.settings | dict(found.settings)
+        offered = {key: one for key, one in every.items() if not (is_other and key.startswith("schedule."))}
+        for key in converted.lost_keys:
+            print(f"not in this run.toml: {key} of the source's settings", file=sys.stderr)
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
     settings = nested_tables({"run.dir": directory} | offered)
     typer.echo(escape_control_characters(toml_text(settings, head=head, comment=lambda _: None)), nl=False)
@@ -113,4 +120,11 @@ def _report_rows(
         yield "note", f"{of_all} {found.update_steps} steps, the fewest in {min(fewer):.0f}"
     if new := [one for one in target.groups if target.state_keys(one) and one not in matched.moments]:
         yield "note", f"{len(new)} of {len(target.groups)} trained parameters begin with new optimizer state"
+    wanted = {name: one.dtype for name, one in target.model.named_parameters() if name in matched.weights}
+    if narrow := [n for n, one in wanted.items() if matched.weights[n].dtype.itemsize < one.itemsize]:
+        kinds = f"{matched.weights[narrow[0]].dtype}, and trained in {wanted[narrow[0]]}"
+        yield (
+            "note",
+            f"{len(narrow)} of {len(wanted)} parameters are in {kinds}: masters, if any, are not taken",
+        )
     yield from (("note", note) for note in found.notes)

@@ -16,6 +16,7 @@ import torch
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.takeover.optimizer_state import (
+    LIGHTNING,
     as_number,
     check_is_alone,
     count_steps,
@@ -29,7 +30,7 @@ from fullshard.takeover.source import ForeignCheckpoint, ForeignOptimizer, LazyT
 from fullshard.takeover.stand_ins import read_pickle, read_torch_file, read_torch_part
 
 METADATA = ".metadata"
-_LIGHTNING = "meta.pt"  # beside it, in Lightning's directories
+_META = "meta.pt"  # beside it, in directories of Lightning and Fabric
 _DCP = "torch.distributed.checkpoint.metadata"
 _NAMES = "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata StorageMeta"
 _CLASSES = [
@@ -44,7 +45,7 @@ _GROUP = re.compile(rf"{_OPTIMIZER}\.param_groups\.(.+)\.([^.]+)")
 _OF_MODEL = ("app.model.", "model.", "state_dict.")  # before names of weights; torchtitan has nothing
 _COUNTS = r"step|global_step|epoch|tokens|train_state\..+|(?:lr_)?scheduler\..+"
 _NOT_WEIGHTS = re.compile(rf"{_OPTIMIZER}\..+|{_COUNTS}")
-_ONE_NAME = "a source with one of them"  # the fix for two tensors of one name
+_FIX_FOR_EQUAL_NAMES = "a source with one of them"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class DcpDirectory:
         """
         inside = self._names_of_states()
         states: dict[str, dict[str, LazyTensor]] = {}
-        for path, tensor in change_names({n: self.tensors[n] for n in inside}, inside, fix=_ONE_NAME).items():
+        own = {name: self.tensors[name] for name in inside}
+        for path, tensor in change_names(own, inside, fix=_FIX_FOR_EQUAL_NAMES).items():
             owner, _, key = path.rpartition(".")
             states.setdefault(owner, {})[key] = tensor
         moments, updates = split_steps(states)
@@ -97,7 +99,8 @@ class DcpDirectory:
         prefix = next((p for p in _OF_MODEL if any(name.startswith(p) for name in found)), "")
         if trained & found.keys():  # as in torchtitan, also if they begin with `model.`
             return found
-        return change_names(found, {name: name.removeprefix(prefix) for name in found}, fix=_ONE_NAME)
+        names = {name: name.removeprefix(prefix) for name in found}
+        return change_names(found, names, fix=_FIX_FOR_EQUAL_NAMES)
 
 
 def recognises(path: Path) -> bool:
@@ -110,8 +113,9 @@ def open_source(path: Path) -> ForeignCheckpoint:
     table = read_dcp_directory(path)
     weights = table.select_weights()
     optimizer, files, name = table.read_optimizer([*weights]), table.files, "DCP"
-    if (file := path / _LIGHTNING).is_file():
-        return make_lightning(optimizer, weights, content=read_torch_file(file), files=(*files, file))
+    file = path / _META
+    if file.is_file() and LIGHTNING in (content := read_torch_file(file)):  # else, it is Fabric's
+        return make_lightning(optimizer, weights, content=content, files=(*files, file))
     if (reported := as_number(table.read_value("train_state.step"))) is not None:
         name, step, notes = "torchtitan (DCP)", count_steps(optimizer.updates, reported), ()
     else:
@@ -119,7 +123,7 @@ def open_source(path: Path) -> ForeignCheckpoint:
         step, notes = count_steps_of_program(optimizer.updates, reported)
     count = as_number(table.read_value("train_state.ntokens_seen", "tokens"))
     tokens = None if count is None else int(count)
-    return ForeignCheckpoint(optimizer, weights, step, name, files, tokens=tokens, notes=notes)
+    return ForeignCheckpoint(optimizer, weights, step, format=name, files=files, tokens=tokens, notes=notes)
 
 
 def read_dcp_directory(path: Path) -> DcpDirectory:

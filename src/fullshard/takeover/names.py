@@ -43,7 +43,7 @@ _TITAN = {
     **{f"feed_forward.w{i}": f"mlp.{one}_proj" for i, one in ((1, "gate"), (2, "down"), (3, "up"))},
 }
 _TITAN_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.weight")
-_ONE_NAME = "a source with one of them, or other --names"  # the fix for two tensors of one name
+_FIX_FOR_EQUAL_NAMES = "a source with one of them, or other --names"
 _ROTATED = re.compile(r".*\.w([qk])\.weight")
 _FUSED = re.compile(r"(.*\.qkv_linear\.w)qkv\.weight")  # state of it; the weights are saved apart
 # As transformers' Trainer selects parameters without weight decay, in its version 5.
@@ -110,9 +110,8 @@ def match_names(
             error = CheckpointError(what, got=got, fix="a run whose model does not tie them")
             other = _copy_boxes(found.parts[alias], wanted[alias], sources=source.weights)
             weights[name] = weights[name].check_equal_when_read(other, error)
-    boxes: Mapping[str, Sequence[BoxCopy]] = parts  # of moments
-    if source.default_order is not None:  # then they have the names of the model in memory
-        boxes = {n: map_unchanged_tensor(n, wanted[n]) for n in parameters}
+    # The boxes of moments; if numbers count the model's parameters in memory, they have their names.
+    boxes = parts if source.has_order else {n: map_unchanged_tensor(n, wanted[n]) for n in parameters}
     targets: dict[str, dict[str, None]] = {}  # a source may be split among several
     for name, some in boxes.items():
         for part in some:
@@ -230,7 +229,7 @@ def _with_names(
     source: ForeignCheckpoint, here: Mapping[str, str], *, heads: Mapping[str, int]
 ) -> ForeignCheckpoint:
     read = {name: _in_halves_of_heads(name, one, heads=heads) for name, one in source.weights.items()}
-    weights = change_names(read, here, fix=_ONE_NAME)
+    weights = change_names(read, here, fix=_FIX_FOR_EQUAL_NAMES)
     return replace(source, weights=weights, optimizer=_rename_state(source.optimizer, here, heads=heads))
 
 
@@ -244,7 +243,7 @@ def _rename_state(
     }
     return replace(
         state,
-        moments=change_names(moments, here, fix=_ONE_NAME),
+        moments=change_names(moments, here, fix=_FIX_FOR_EQUAL_NAMES),
         updates={here[name]: count for name, count in state.updates.items() if name in here},
         groups=tuple(replace(g, names=tuple(here.get(n, n) for n in g.names)) for g in state.groups),
     )
@@ -280,7 +279,7 @@ def _name_numbered_moments(
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     names_here = {some[0].source: name for name, some in found.parts.items() if len(some) == 1}
     known = [*parameters]
-    if source.default_order is None:
+    if source.has_order:
         known = [name for name in source.weights if names_here.get(name) in parameters]
     names = known if isinstance(order, str) else [*order]
     if order == "decay-first":
@@ -291,7 +290,7 @@ def _name_numbered_moments(
     if len(names) != len(numbers):
         raise _other_order_error(f"{len(names)} parameters, {len(numbers)} in the source")
     keys = names_here  # the names under which moments are looked up: see `match_names`
-    if source.default_order is None:
+    if source.has_order:
         keys = {new: old for old, new in names_here.items()} | {old: old for old in names_here}
     named = dict(zip(numbers, (keys.get(name, name) for name in names), strict=True))
     for number, moments in state.moments.items():

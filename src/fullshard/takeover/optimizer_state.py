@@ -21,11 +21,16 @@ MOMENTUM_SETTINGS = ("momentum", "nesterov", "dampening")
 """Settings of SGD's and Muon's groups, as torch names them."""
 # Entries of groups: numbers; those that are checked, or change no step; and those of other optimizers.
 _NEWTON_SCHULZ = ("ns_steps", "ns_coefficients")
-_SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", *MOMENTUM_SETTINGS, *_NEWTON_SCHULZ)
+_SETTINGS = (
+    *("lr", "initial_lr", "max_lr", "weight_decay", "betas", "eps"),
+    *MOMENTUM_SETTINGS,
+    *_NEWTON_SCHULZ,
+)
 _KNOWN = {
     *("step", "params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"),
     *("amsgrad", "bias_correction", "correct_bias", "decoupled_weight_decay"),
 }
+_STATE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "row_var", "fp32"}
 _OF_OTHER_OPTIMIZERS = {
     **{"momentum_decay": "NAdam", "wd_ratio": "AdamP", "amsbound": "AdaBound"},
     **dict.fromkeys(("grad_averaging", "max_coeff", "trust_clip"), "LAMB"),
@@ -33,10 +38,19 @@ _OF_OTHER_OPTIMIZERS = {
 
 
 def split_steps(states: Mapping[str, Mapping[str, LazyTensor]]) -> tuple[Moments, dict[str, float]]:
-    """Returns ({parameter: {key: tensor}} without counts of steps, {parameter: its count of updates})."""
+    """Returns ({parameter: {key: tensor}} without counts of steps, {parameter: its count of updates}).
+
+    Raises CheckpointError for state of optimizers that fullshard does not have.
+    """
+    _check_keys(states.values())
     moments = {name: {k: v for k, v in one.items() if k != "step"} for name, one in states.items()}
     counts = {name: _read_count(one["step"].read()) for name, one in states.items() if "step" in one}
     return {name: one for name, one in moments.items() if one}, counts
+
+
+def _check_keys(states: Iterable[Iterable[str]]) -> None:
+    if others := set[str]().union(*states) - _STATE - {"step"}:
+        raise other_optimizer_error([f"state {key}" for key in sorted(others)])
 
 
 def read_optimizer_dict(state_dict: Mapping[str, Any]) -> ForeignOptimizer:
@@ -50,9 +64,11 @@ def read_optimizer_dict(state_dict: Mapping[str, Any]) -> ForeignOptimizer:
     names: dict[Any, str] = {}
     for one in listed:
         names |= zip(one.get("params", ()), one.get("param_names", ()), strict=False)
+    _check_keys(raw.values())  # also those without tensors, such as the dicts of bitsandbytes
     moments, updates = split_steps({str(names.get(key, key)): state_tensors(one) for key, one in raw.items()})
     groups = tuple(make_group([names.get(n, n) for n in one.get("params", ())], one) for one in listed)
-    is_numbered = any(isinstance(one, int) and one not in names for one in raw)
+    numbers = {one for group in listed for one in group.get("params", ()) if isinstance(one, int)}
+    is_numbered = not numbers <= names.keys()
     return ForeignOptimizer(moments, updates, groups, has_numbered_moments=is_numbered)
 
 
@@ -172,4 +188,6 @@ def make_lightning(
 ) -> ForeignCheckpoint:
     """Returns a checkpoint of Lightning. `content`: the facts that it saves beside tensors."""
     step, version = count_steps(optimizer.updates, int(content["global_step"])), content.get(LIGHTNING)
-    return ForeignCheckpoint(optimizer, weights, step, "Lightning", files, version=str(version), notes=notes)
+    return ForeignCheckpoint(
+        optimizer, weights, step, format="Lightning", files=files, version=str(version), notes=notes
+    )

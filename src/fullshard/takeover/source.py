@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 T = TypeVar("T")
+TRAINER = "trainer_state.json"
+"""The file of transformers' Trainer beside weights and state."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,14 @@ class ForeignOptimizer:
 class ForeignCheckpoint:
     """Content of a foreign checkpoint. Generators and the position in the data are never part of it.
 
+    optimizer: its ForeignOptimizer
     weights: parameters and buffers by name; masters (fp32) where the source has them
     step: number of finished optimizer steps
     format: name of the format, for people: "DeepSpeed ZeRO-2"
     files: the files that tensors and values come from
-    default_order: order of numbered moments among the parameters of the model in memory, see `names.ORDERS`;
-        None if the format has none: then it is asked for, and `weights` are in the model's order
+    default_order: order of numbered moments, see `names.ORDERS`; None if the format has none: it is asked for
+    has_order: whether `weights` are in the order of the model, as in files other than of safetensors; else,
+        numbers count the parameters of the model in memory
     tokens: trained tokens, or None
     skipped_steps: number of steps that were skipped
     settings: {dotted key of run.toml: value} that the source holds, for the offered run.toml
@@ -154,6 +159,7 @@ class ForeignCheckpoint:
     format: str
     files: tuple[Path, ...]
     default_order: str | None = None
+    has_order: bool = True
     tokens: int | None = None
     skipped_steps: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -176,3 +182,11 @@ def change_names(tensors: Mapping[str, T], new_names: Mapping[str, str], *, fix:
             what = f"two tensors of the source would be {new}."
             raise CheckpointError(what, got=f"{other} and {old}", fix=fix)
     return {new: tensors[old] for new, old in old_names.items()}
+
+
+def trainer_settings(directory: Path) -> dict[str, Any]:
+    """Returns the settings of a run that the files of transformers in the `directory` hold, if any."""
+    settings: dict[str, Any] = {"model.hf": str(directory)} if (directory / "config.json").is_file() else {}
+    if (file := directory / TRAINER).is_file():
+        settings["train.steps"] = int(parse_json(read_bytes(file, most_bytes=VALUE_BYTES))["max_steps"])
+    return settings

@@ -22,30 +22,31 @@ from fullshard.takeover.optimizer_state import (
     state_tensors,
 )
 from fullshard.takeover.rank_files import find_files, join_files, split_flat_parameters
-from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
+from fullshard.takeover.source import TRAINER, ForeignCheckpoint, LazyTensor, trainer_settings
 from fullshard.takeover.stand_ins import read_torch_file
 from fullshard.weights.files import FileTensor, find_weights_file, open_pretrained_files
 
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
+_TRAINED = "current_model_state"  # beside `state_dict`, the average of Lightning's callback
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
 # In directories of Accelerate and Trainer: DCP, and files by name or by number.
 _DCP_WEIGHTS, _WEIGHT_FILES = "pytorch_model_fsdp_0", ("pytorch_model_fsdp.bin", "pytorch_model.bin")
 _DCP_OPTIMIZER, _OPTIMIZER_FILES = "optimizer_0", ("optimizer.bin", "optimizer.pt")
-_TRAINER = "trainer_state.json"
 
 
 def recognises(path: Path) -> bool:
     """Returns whether `path` is a file, a directory of Accelerate or Trainer, or one file of each rank."""
-    return path.is_file() or _holds_an_optimizer(path) or bool(find_files(path))
+    return path.is_file() or _is_of_library(path) or bool(find_files(path))
 
 
-def _holds_an_optimizer(path: Path) -> bool:
-    return any((path / one).exists() for one in (_DCP_OPTIMIZER, *_OPTIMIZER_FILES))
+def _is_of_library(path: Path) -> bool:
+    """Returns whether `path` is a directory of Accelerate or Trainer."""
+    return any((path / one).exists() for one in (_DCP_OPTIMIZER, *_OPTIMIZER_FILES, TRAINER))
 
 
 def open_source(path: Path) -> ForeignCheckpoint:
     """Opens files of torch.save. Tensors are views of mapped files. Raises CheckpointError."""
-    return _open_directory(path) if _holds_an_optimizer(path) else _open_files(find_files(path) or [path])
+    return _open_directory(path) if _is_of_library(path) else _open_files(find_files(path) or [path])
 
 
 def _open_files(files: Sequence[Path]) -> ForeignCheckpoint:
@@ -54,20 +55,21 @@ def _open_files(files: Sequence[Path]) -> ForeignCheckpoint:
     content = cast(dict[str, Any], content if isinstance(content, dict) else {})
     check_is_alone(name for name in content if "." not in str(name))
     optimizer = read_optimizer_dict(_get_one(content, _OPTIMIZER) or {})
-    model = _get_one(content, _MODEL) or {k: v for k, v in content.items() if k != "step"}
+    model = content.get(_TRAINED) or _get_one(content, _MODEL)
+    model = model or {k: v for k, v in content.items() if k != "step"}
     weights = state_tensors(split_flat_parameters(model, optimizer.moments))
     if not weights:
         got, fix = join_names([*map(str, content)], most=5), f"weights below {', '.join(_MODEL)}"
         raise CheckpointError(f"{files[0]} holds no weights that are known here.", got=got, fix=fix)
     reported = as_number(content.get("step", content.get("global_step")))
     step, notes = count_steps_of_program(optimizer.updates, reported)
-    known = {*_MODEL, *_OPTIMIZER, *weights, "step", "global_step"}
+    known = {*_MODEL, _TRAINED, *_OPTIMIZER, *weights, "step", "global_step"}
     unread = [str(key) for key in content if key not in known]
     notes = (*notes, f"not taken: {join_names(unread)}") if unread else notes
     if LIGHTNING in content:
         return make_lightning(optimizer, weights, content=content, files=tuple(files), notes=notes)
     name = "torch.save" if len(files) == 1 else "torch.save, one file per rank"
-    return ForeignCheckpoint(optimizer, weights, step, name, tuple(files), notes=notes)
+    return ForeignCheckpoint(optimizer, weights, step, format=name, files=tuple(files), notes=notes)
 
 
 def _get_one(content: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -90,13 +92,23 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
         table = dcp.read_dcp_directory(path / _DCP_OPTIMIZER)
         optimizer, files = table.read_optimizer([*model]), (*files, *table.files)
     else:
-        file = next(path / one for one in _OPTIMIZER_FILES if (path / one).is_file())
+        file = next((path / one for one in _OPTIMIZER_FILES if (path / one).is_file()), None)
+        if file is None:
+            why, fix = "it was saved with save_only_model", f'for the weights alone, model.hf = "{path}"'
+            raise CheckpointError(f"{path} has no state of an optimizer.", why=why, fix=fix)
         optimizer, files = read_optimizer_dict(read_torch_file(file)), (*files, file)
-    settings: dict[str, Any] = {"model.hf": str(path)} if (path / "config.json").is_file() else {}
-    updates, weights = optimizer.updates, state_tensors(split_flat_parameters(model, optimizer.moments))
-    if not (file := path / _TRAINER).is_file():
-        step = count_steps(updates, None)
-        return ForeignCheckpoint(optimizer, weights, step, "Accelerate", files, settings=settings)
+    updates, is_numbered = optimizer.updates, optimizer.has_numbered_moments
+    weights, settings = state_tensors(split_flat_parameters(model, optimizer.moments)), trainer_settings(path)
+    if not (file := path / TRAINER).is_file():
+        return ForeignCheckpoint(
+            optimizer,
+            weights,
+            count_steps(updates, None),
+            format="Accelerate",
+            files=files,
+            has_order=not (is_numbered and files[0].suffix == ".safetensors"),
+            settings=settings,
+        )
     state: Any = parse_json(read_bytes(file, most_bytes=VALUE_BYTES))
     step = int(state["global_step"])
     skipped = step - int(max(updates.values(), default=step)) if (path / "scaler.pt").exists() else 0
@@ -104,12 +116,13 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
         optimizer,
         weights,
         count_steps(updates, step, skipped=max(skipped, 0)),
-        "Trainer of transformers",
-        (*files, file),
-        skipped_steps=skipped,
+        format="Trainer of transformers",
+        files=(*files, file),
+        default_order="decay-first" if is_numbered else None,
+        has_order=not is_numbered,
         tokens=state.get("num_input_tokens_seen") or None,
-        default_order="decay-first" if optimizer.has_numbered_moments else None,
-        settings=settings | {"train.steps": int(state["max_steps"])},
+        skipped_steps=skipped,
+        settings=settings,
     )
 
 

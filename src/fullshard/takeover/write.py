@@ -225,12 +225,15 @@ def write_checkpoint(snapshot: Snapshot, directory: str, *, plan: Plan) -> Path 
 def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
     """Returns {dotted key of run.toml: value} that the source holds, for a run that continues it."""
     keys = {key for state in source.optimizer.moments.values() for key in state}
-    kind = "adamw" if not keys & {*_MOMENTUM} else "muon" if keys & {*_ADAM} else "sgd"
-    settings: dict[str, Any] = {}
     groups = [one.settings for one in source.optimizer.groups]
-    for key in ("weight_decay", "betas", "eps", "lr", "initial_lr"):
-        if found := [one[key] for one in groups if one.get(key)]:
-            name = "learning_rate" if key in ("lr", "initial_lr") else key
+    of_sgd = [one for one in groups if one.get("dampening")]
+    kind = "sgd" if of_sgd else "muon" if keys & {*_MOMENTUM} else "adamw"
+    settings: dict[str, Any] = {}
+    if of_sgd and any(of_sgd[0]["momentum"]):
+        settings["optimizer.options"] = {key: of_sgd[0][key][0] for key in ("momentum", "nesterov")}
+    for key in ("weight_decay", "betas", "eps", "lr", "initial_lr", "max_lr"):
+        if found := [one[key] for one in groups if one.get(key) and (key != "eps" or one.get("betas"))]:
+            name = "learning_rate" if key.endswith("lr") else key
             settings[f"optimizer.{name}"] = max(found) if key == "betas" else max(found)[0]
     decays = {one.get("weight_decay") for one in groups}
     if len(decays) == 1 and any(decays):  # of all parameters, also of norms and biases

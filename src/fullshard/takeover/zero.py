@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,13 @@ from fullshard.takeover.optimizer_state import (
     state_tensors,
 )
 from fullshard.takeover.rank_files import Tensors, cut_vector, split_vectors
-from fullshard.takeover.source import ForeignCheckpoint, ForeignGroup, ForeignOptimizer, LazyTensor
+from fullshard.takeover.source import (
+    ForeignCheckpoint,
+    ForeignGroup,
+    ForeignOptimizer,
+    LazyTensor,
+    trainer_settings,
+)
 from fullshard.takeover.stand_ins import read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -63,8 +69,15 @@ _CLASSES = (
 
 _Groups = Sequence[Mapping[str, Sequence[int]]]
 """{parameter: shape} of each flat vector, in the order of the vector."""
-_Opened = tuple[ForeignOptimizer, str, Sequence[Path], tuple[str, ...]]
-"""State with the master weights among its moments, the name of the format, files, and notes."""
+
+
+class _Opened(NamedTuple):
+    """The optimizer's part of a checkpoint. Among the moments of `state` are the master weights."""
+
+    state: ForeignOptimizer
+    format: str
+    files: Sequence[Path]
+    notes: tuple[str, ...] = ()
 
 
 def recognises(path: Path) -> bool:
@@ -86,7 +99,7 @@ def open_source(path: Path) -> ForeignCheckpoint:
     model = models[0]
     is_universal = (directory / _UNIVERSAL).is_dir()
     opened = _open_universal(directory, model) if is_universal else _open_ranks(directory, models)
-    state, name, own_files, notes = opened
+    state = opened.state
     _check_optimizer_of_settings(model.get("ds_config") or {})
     steps = {(int(one["global_steps"]), int(one["skipped_steps"])) for one in models}
     if len(steps) > 1 or len(set(state.updates.values())) > 1:
@@ -96,21 +109,20 @@ def open_source(path: Path) -> ForeignCheckpoint:
         raise CheckpointError(f"{directory} mixes several steps.", got=got, fix="the files of one step")
     ((step, skipped),) = steps
     samples = int(model.get("global_samples", 0))
-    is_of_trainer = (directory.parent / "config.json").is_file()  # of transformers
-    settings: dict[str, Any] = {"model.hf": str(directory.parent)} if is_of_trainer else {}
+    settings: dict[str, Any] = trainer_settings(directory.parent)
     settings |= {"train.global_batch": samples // step} if step and samples and samples % step == 0 else {}
     moments = {n: {k: v for k, v in one.items() if k != _MASTER} for n, one in state.moments.items()}
     return ForeignCheckpoint(
         replace(state, moments=moments, updates={}),
         _join_weights(models, {n: one[_MASTER] for n, one in state.moments.items()}),
         count_steps(state.updates, step, skipped=skipped),
-        name,
-        (*files, *own_files),
+        format=opened.format,
+        files=(*files, *opened.files),
         skipped_steps=skipped,
         settings=settings,
         config=json.dumps(model["ds_config"]) if model.get("ds_config") else None,
         version=model.get("ds_version"),
-        notes=(*([f"{samples} samples were trained on"] if samples else []), *notes),
+        notes=(*([f"{samples} samples were trained on"] if samples else []), *opened.notes),
     )
 
 
@@ -219,7 +231,8 @@ def _open_ranks(directory: Path, models: Sequence[Mapping[str, Any]]) -> _Opened
     scale = (getattr(states[0].get("loss_scaler"), "state", None) or {}).get("cur_scale", 1)
     notes = (f"the loss scale was {scale:g}; the fp32 weights are taken",) if scale != 1 else ()
     name = f"DeepSpeed ZeRO-{stage}" if "zero_stage" in states[0] else "DeepSpeed BF16_Optimizer"
-    return ForeignOptimizer(tensors, updates, _make_groups(groups, optimizers[0])), name, files, notes
+    state = ForeignOptimizer(tensors, updates, _make_groups(groups, optimizers[0]))
+    return _Opened(state, format=name, files=files, notes=notes)
 
 
 def _read_vectors(
@@ -254,7 +267,8 @@ def _open_universal(directory: Path, model: Mapping[str, Any]) -> _Opened:
             state = {_MASTER: LazyTensor.from_tensor(torch.empty(0)), **tensors.get(name, {})}
             moments |= split_vectors({name: shape}, [0], vectors=[state])
     own = _make_groups(groups, read_torch_file(file, classes=_CLASSES))
-    return ForeignOptimizer(moments, updates, own), "DeepSpeed universal", [*files, file], ()
+    state = ForeignOptimizer(moments, updates, own)
+    return _Opened(state, format="DeepSpeed universal", files=[*files, file])
 
 
 def _make_groups(groups: _Groups, optimizer: Mapping[str, Any]) -> tuple[ForeignGroup, ...]:
