@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from fullshard.takeover.source import LazyTensor, SavedBox
 from fullshard.takeover.stand_ins import StandInTensor, read_torch_file
 
 _NAME = re.compile(r"(.*?rank[_-]?)(\d+)((?:\D.*)?\.(?:pt|pth|bin|ckpt))")
-_FLAT = "_flat_param"  # the name of a unit's in local state dicts of FSDP1
+_FLAT = "_flat_param"  # end of the name of a flat parameter, one per FSDP1 unit
 _SHARDED = "torch.distributed._shard"
 _TENSORS = [f"{_SHARDED}.sharded_tensor.api.ShardedTensor"]
 _CLASSES = [
@@ -113,8 +113,8 @@ def split_flat_parameters(
     """Returns `weights`, with those in flat parameters of local state dicts of FSDP1 by their names.
 
     A flat parameter has the parameters of a unit one after another. `FSDP.optim_state_dict` gives the moments
-    names and shapes, in this order. With use_orig_params, `weights` have the names in this order, and each
-    parameter begins at a multiple of 16 bytes. Raises CheckpointError without such moments.
+    names and shapes, in this order. With use_orig_params, `weights` have the names in this order.
+    Raises CheckpointError without such moments.
     """
     found = {name: one for name, one in weights.items() if not str(name).endswith(_FLAT)}
     names = [name for name in dict.fromkeys((*weights, *moments)) if name in moments]
@@ -124,11 +124,10 @@ def split_flat_parameters(
         names = [name for name in names if name not in own]
         shapes = {name: next(iter(moments[name].values())).shape for name in own}
         sizes = [math.prod(shape) for shape in shapes.values()]
-        paddings = [-one % (16 // vectors[0][""].dtype.itemsize) for one in sizes]
         size = sum(one[""].shape[0] for one in vectors)
-        if sum(sizes) == size:
-            paddings = [0] * len(sizes)
-        elif sum(sizes) + sum(paddings[:-1]) != size:
+        own_alignment = 16 // vectors[0][""].dtype.itemsize
+        paddings = _find_paddings(sizes, size, ranks=len(vectors), alignments={own_alignment, 4, 8})
+        if paddings is None:
             what = f"{flat} of a local state dict of FSDP1 cannot be divided into parameters."
             got, why = f"{size} elements, {sum(sizes)} in moments by name", "it has no names and no shapes"
             fix = "FSDP.optim_state_dict(model, optimizer) in the same file, or SHARDED_STATE_DICT"
@@ -138,14 +137,35 @@ def split_flat_parameters(
     return found
 
 
+def _find_paddings(
+    sizes: Sequence[int], size: int, *, ranks: int, alignments: Iterable[int]
+) -> Sequence[int] | None:
+    """Returns the number of elements after each parameter of a flat one; None if not one division fits.
+
+    With use_orig_params, each parameter begins at a multiple of 16 bytes of the compute dtype, and the end
+    is padded to a multiple of the ranks. `alignments`: 16 bytes of possible dtypes, in elements.
+    """
+    if sum(sizes) == size:
+        return [0] * len(sizes)
+    fitting: set[tuple[int, ...]] = set()
+    for alignment in alignments:
+        paddings = (*(-one % alignment for one in sizes[:-1]), 0)
+        least = sum(sizes) + sum(paddings)
+        if least + -least % ranks == size:
+            fitting.add(paddings)
+    return fitting.pop() if len(fitting) == 1 else None
+
+
 def split_vectors(
     shapes: Mapping[str, Sequence[int]], paddings: Sequence[int], *, vectors: Sequence[Tensors]
 ) -> dict[str, Tensors]:
-    """Returns tensors that lie one after another in a vector of each kind, cut into equal parts of ranks.
+    """Returns the tensors, by name and kind, that lie one after another in a vector.
+
+    Each rank has an equal part of the vector.
 
     paddings: number of elements after each tensor, for its alignment
 
-    Raises DamagedCheckpointError if parts lack.
+    Raises DamagedCheckpointError if parts are missing.
     """
     size = max(one.shape[0] for own in vectors for one in own.values())  # the last may lack padding
     found: dict[str, Tensors] = {}
