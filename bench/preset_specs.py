@@ -7,8 +7,9 @@ of processor time for each preset; with names, it describes these, and keeps the
 transformers is described for each kernel of attention, whose name is in its key. Of presets from 100B
 parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than
 sequences in a batch. The mixtures in DIVIDED are also described for each number of ranks, in nodes of 8, that
-may divide their experts, in a second file: three are traced, for minutes, and the others follow. The default run, whose name
-here is `default`, is described for CPU ranks, so that a first run there starts without a trace of 5 to 20 s.
+may divide their experts, in a second file: three are traced, for minutes, and the others follow. The default
+run, whose name here is `default`, is described for CPU ranks, so that a first run there starts without a
+trace of 5 to 20 s.
 """
 
 import lzma

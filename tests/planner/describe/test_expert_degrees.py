@@ -93,12 +93,17 @@ def test_two_recordings_or_other_operations_derive_nothing(tmp_path: Path) -> No
     assert derive_recording(known | {4: shorter}, 6) is None
 
 
-def test_a_process_traces_three_numbers_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It derives the spec of a fourth, without a forward."""
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_process_traces_three_numbers_of_ranks(
+    is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It derives the spec of a fourth, without a forward, unless experts are dequantised in chunks."""
     monkeypatch.setenv("FULLSHARD_CACHE", "off")
-    run, forwards = mixture_run(tmp_path, "decoder", "recompute.mode=none"), list[int]()
+    own = [f"adapter.base_dtype={'nf4' if is_packed else 'auto'}", f"adapter.rank={4 * is_packed}"]
+    own += [f"model.{one}=64" for one in ("d_model", "d_ff", "expert_d_ff")] if is_packed else []
+    run, forwards = mixture_run(tmp_path, "decoder", "recompute.mode=none", *own), list[int]()
     with register_module_forward_hook(lambda *_: forwards.append(1)):
         for degree in (2, 3, 4, 6):
             forwards.clear()
             describe_run(run.with_settings({"sharding": {"expert_parallel": degree}}), "cpu")
-            assert bool(forwards) is (degree < 6)
+            assert bool(forwards) is (degree < 6 or is_packed)

@@ -120,9 +120,8 @@ def find_kernel_launch(call: OpCall, result: Any) -> KernelLaunch | None:
     kind, axis, pieces = "elementwise", None, 1.0
     if name in _COLLECTIVES:
         kind, axis = _COLLECTIVES[name][0], call.arguments_by_name()["group"]
-        moved = max(
-            map(readable_tensor_bytes, (*read, written[0]))
-        )  # the row counts that an exchange reads are not sent
+        # The row counts that an exchange reads are not sent.
+        moved = max(map(readable_tensor_bytes, (*read, written[0])))
     if name == UNPACK:
         _, moved, pieces = unpacking_cost(result.numel(), call.arguments_by_name()["form"])
     received = name == EXCHANGE_ROWS and not call.arguments_by_name()["returns"]
