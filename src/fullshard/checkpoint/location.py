@@ -308,7 +308,6 @@ def _path_of_local_files(files: CheckpointFiles) -> Path:
 
 
 def _rmtree_or_warn(path: Path) -> None:
-    """Removes a directory, and logs a warning if a part of it remains."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be removed", path)

@@ -360,7 +360,6 @@ def _verify_and_parse_manifest(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _replace_last_json_string(text: bytes, *, before: str, after: str) -> bytes:
-    """Returns `text` with the last JSON string `before` in it replaced by `after`."""
     head, found, tail = text.rpartition(f'"{before}"'.encode())
     return head + f'"{after}"'.encode() + tail if found else text
 

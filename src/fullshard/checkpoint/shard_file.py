@@ -298,7 +298,6 @@ def _altered_bytes_error(file: BinaryIO, *, got: str) -> DamagedCheckpointError:
 
 
 def _read_until_full_or_end(file: BinaryIO, target: memoryview) -> int:
-    """Reads until `target` is full or the file ends. Returns the number of bytes read."""
     done, read_into = 0, file.readinto  # pyright: ignore[reportAttributeAccessIssue]
     while done < target.nbytes and (count := read_into(target[done:])):
         done += count

@@ -78,7 +78,6 @@ def _convert_zero_stage(state: ConversionState) -> None:
 
 
 def _convert_precision(state: ConversionState) -> None:
-    """Sets `precision.mode` from `bf16.enabled`, `fp16.enabled` and the dtype of communicated gradients."""
     modes = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
     on = [key for key in modes if is_true_yes_on(state.get(key))]
     if len(on) > 1:
@@ -110,7 +109,6 @@ def _convert_precision(state: ConversionState) -> None:
 
 
 def _convert_autocast_if_on(state: ConversionState) -> bool:
-    """Sets `precision.mode` from torch_autocast. Returns True if it is on."""
     switch, dtype = "torch_autocast.enabled", "torch_autocast.dtype"
     if not is_true_yes_on(state.get(switch)):
         return False
@@ -179,7 +177,6 @@ def _convert_optimizer(state: ConversionState) -> None:
 
 
 def _convert_schedule(state: ConversionState) -> None:
-    """Converts WarmupLR, WarmupDecayLR and WarmupCosineLR; other types are not supported."""
     key = "scheduler.type"
     kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
     kind = kinds.get(str(state.get(key)).lower())

@@ -463,7 +463,6 @@ def strategy_for_zero_stage(stage: Any) -> str | None:
 
 
 def _parse_adapter_targets(value: Any) -> Any:
-    """Returns modules from a list, or a text with commas; "all-linear" for a text that begins with `all`."""
     if isinstance(value, str):
         return "all-linear" if value.startswith("all") else [one.strip() for one in value.split(",")]
     return value if isinstance(value, list) and value else None

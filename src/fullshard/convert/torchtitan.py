@@ -53,7 +53,6 @@ def convert_torchtitan(state: ConversionState) -> None:
 
 
 def _convert_data_parallel_degrees(state: ConversionState) -> None:
-    """Sets strategy and shard degree from the data-parallel degrees and `fsdp_reshard_after_forward`."""
     replicate_key = "parallelism.data_parallel_replicate_degree"
     shard_key = "parallelism.data_parallel_shard_degree"
     policy_key = "parallelism.fsdp_reshard_after_forward"
@@ -109,7 +108,6 @@ def _convert_batch_sizes(state: ConversionState) -> None:
 
 
 def _convert_model_flavor(state: ConversionState) -> None:
-    """Sets the sizes of the model if its name and flavor have a preset."""
     name, flavor = (str(state.get(f"model.{key}")).lower() for key in ("name", "flavor"))
     preset = preset_or_none(load_table("torchtitan", "presets").get(f"{name} {flavor}", ""))
     missing = (

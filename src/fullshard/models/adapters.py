@@ -236,7 +236,6 @@ def _names_adapted_in_layer(names: list[str], section: AdapterSection, *, layer:
 
 
 def _find_target_parameters(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the parameters that have adapters of their own. Raises SpecError."""
     parameters = [name for name, _ in model.named_parameters()]
     found = list[str]()
     for end in sorted(options.get(_PARAMETERS) or ()):
@@ -312,7 +311,6 @@ def warn_of_unexpected_adapter_targets(model: nn.Module, section: AdapterSection
 
 
 def _list_adapter_target_names(model: nn.Module, section: AdapterSection) -> list[str]:
-    """Returns the full names of the modules that get adapters. Raises SpecError if no module matches."""
     if section.targets != "all-linear":
         return _find_names_by_ending(model, section.targets, key="adapter.targets")
     linear = [

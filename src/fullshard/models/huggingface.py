@@ -225,7 +225,6 @@ def _merged_config_dict(data: Mapping[str, Any], section: HuggingFaceModel, *, c
 
 
 def _keys_of_per_layer_lists(data: Mapping[str, Any], layers: Any) -> set[str]:
-    """Returns the keys of lists with an entry for each of `layers` layers."""
     return {key for key, value in data.items() if isinstance(value, list) and len(value) == layers > 1}
 
 
@@ -240,7 +239,6 @@ def _cut_or_drop_per_layer_lists(data: Mapping[str, Any], *, before: int, now: i
 
 
 def _iterate_config_parts(config: Any) -> Iterable[Any]:
-    """Yields the config, and the configs of its parts, such as a text and an image model."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)

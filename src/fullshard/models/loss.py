@@ -101,7 +101,6 @@ def choose_loss(run: Run, model: nn.Module) -> Loss:
 def _loss_by_batch_kind(
     model: nn.Module, batch: Any, *, of_tokens: Loss
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor | int]:
-    """Returns the model's own loss for a batch of its own arguments, and `of_tokens` for any other batch."""
     is_own = isinstance(batch, Mapping) and "tokens" not in batch and "labels" in batch
     return model_computed_loss(model, batch) if is_own else of_tokens(model, batch)
 

@@ -133,7 +133,6 @@ class ConstructorTape(TorchDispatchMode):
             parameter.copy_(self._replay_tensor(place, device=parameter.device, seed=seed))
 
     def _replay_tensor(self, place: RecordedTensor, *, device: torch.device, seed: int) -> Tensor:
-        """Returns the tensor at `place`, by running the operations again that it depends on."""
         memories: dict[int, Tensor] = {}
 
         def tensor_at(one: RecordedTensor) -> Tensor:
@@ -159,7 +158,6 @@ class ConstructorTape(TorchDispatchMode):
         return tensor_at(place)
 
     def _numbers_of_needed_operations(self, memory: int) -> list[int]:
-        """Returns the numbers of the operations that the last value of a memory depends on, in order."""
         needed, left = set[int](), [(memory, len(self._operations))]
         while left:
             own, end = left.pop()

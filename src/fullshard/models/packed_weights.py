@@ -305,7 +305,6 @@ def _unpack_parameter(module: nn.Module, key: str, *, dtype: torch.dtype) -> Ten
 
 # Models #
 def _packed_by_key(module: nn.Module) -> dict[str, PackedWeight]:
-    """Returns the packed parameters of `module` itself, by their keys in it."""
     return vars(module).get(_ATTRIBUTE, {})
 
 

@@ -414,7 +414,6 @@ def _update_group(  # signature: bound arguments, and those of `state.Update`
 def _update_with_stochastic_rounding(
     job: _ParameterUpdateInputs, gradient: Tensor, *, state: MasterAndMoments, begin: int, factor: float
 ) -> None:
-    """Updates elements `begin` and following of a shard of which something is kept in bf16."""
     step, seed = int(job.step.item()), rounding.RoundingSeed(job.seed, begin)
     factors = rounding.UpdateFactors.from_numbers(step, job.options, grad_scale=1 / factor)
     rounding.adamw_with_stochastic_rounding(state, gradient, factors=factors, seed=seed)

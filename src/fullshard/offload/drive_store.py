@@ -244,7 +244,6 @@ class DriveStore:
         buffer.group = group
 
     def _wait_and_invalidate_buffers(self) -> None:
-        """Waits for the reads that were submitted, and marks the content of all buffers as invalid."""
         self._reader.submit(lambda: None).result()
         self._buffers.invalidate_all()
 
@@ -276,7 +275,6 @@ def check_generation_and_reset_store(store: DriveStore, generation: Generation) 
 def _read_parameter_part(
     generations: GenerationFiles, places: Sequence[_Place], *, part: int, file: int | None
 ) -> Tensor:
-    """Reads one part of a parameter's state, flat, from the data file of slot `file`."""
     if file is None:
         raise OffloadError(
             "there is no optimizer state on the drive.",

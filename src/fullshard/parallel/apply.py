@@ -192,7 +192,6 @@ def _check_batch_norm_dtypes_on_cpu(model: nn.Module, units: Sequence[Unit], *, 
 def _apply_recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
 ) -> list[block_compiler.CompiledForward]:
-    """Compiles, recomputes, offloads blocks by replacing their `forward`. Returns the compiled forwards."""
     section, compiled = plan.run.recompute, list[block_compiler.CompiledForward]()
     if plan.run.run.compile is True:
         compiled = _recompute_and_compile(blocks, units, section=section)
@@ -301,8 +300,6 @@ def explain_ungathered_parameters(what: str, *, why: str, fix: str) -> Generator
 
 
 def _wrap_forward_to_explain_ungathered(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `forward` so that a parameter that is not gathered raises ShardError, not torch's error."""
-
     @wraps(forward)
     def forward_explaining_ungathered(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
         with explain_ungathered_parameters(

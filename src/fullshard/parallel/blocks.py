@@ -122,7 +122,6 @@ def _is_stage_of_blocks(module: nn.Module) -> bool:
 
 
 def _topmost_called_modules(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the topmost called modules below `module`, which is not called, by name."""
     found: dict[str, nn.Module] = {}
     for key, child in _children_with_parameters(name, module).items():
         found |= {key: child} if has_forward(child) else _topmost_called_modules(key, child)

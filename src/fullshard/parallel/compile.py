@@ -136,7 +136,6 @@ class CompiledForward:
         return result
 
     def _note_failure_and_warn_once(self, reason: str) -> None:
-        """Warns, unless this was done for another block of the class, and notes the failure."""
         if self.kind not in self._failures:
             warnings.warn(f"{self.kind.__name__} runs eagerly: {reason}", EagerBlockWarning, stacklevel=2)
         self._failures[self.kind] = self.whole

@@ -39,7 +39,6 @@ def find_fused_matrices(names: list[str]) -> list[str]:
 
 
 def _matrices_of(module: nn.Module, parent: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the matrices of `module` itself. `parent`: the module that contains it."""
     own = dict(module.named_parameters(recurse=False))
     if is_experts(module):
         return {name: one for name, one in own.items() if one.ndim == 3}

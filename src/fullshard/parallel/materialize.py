@@ -348,7 +348,6 @@ class _ModelValueSetter:
                 raise self._lost_buffer_error(module, key, fix=fix)
 
     def _check_parametrizations_have_buffers(self, module: nn.Module) -> None:
-        """Raises ShardError if a parametrization computes with buffers that are on the meta device."""
         if parametrize.is_parametrized(module):
             for inner in cast(nn.ModuleDict, module.parametrizations).modules():
                 for key, buffer in inner.named_buffers(recurse=False):

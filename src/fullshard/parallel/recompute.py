@@ -144,7 +144,6 @@ class BufferSnapshot:
 
 
 def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """Returns the buffers of `block`, by the module that has each and its name there."""
     return {(owner, key): one for owner in block.modules() for key, one in owner.named_buffers(recurse=False)}
 
 

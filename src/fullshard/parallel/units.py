@@ -305,7 +305,6 @@ def _find_module_in_two_units(paths: NamedModules, owners: Mapping[str, Unit | N
 
 
 def _make_joined_unit(modules: set[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
-    """Makes one unit of `modules`, in the order of `names`."""
     ordered = {name: module for module, name in names.items() if module in modules}
     return Unit("+".join(ordered), tuple(ordered.values()))
 
@@ -363,7 +362,6 @@ def _sort_units_innermost_first(paths: NamedModules, units: Sequence[Unit]) -> l
 
 
 def _units_inside_each_unit(paths: NamedModules, units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
-    """Returns unit -> all units inside it, at any depth."""
     by_module = {module: unit for unit in units for module in unit.modules}
     inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
     around: dict[str, frozenset[Unit]] = {}

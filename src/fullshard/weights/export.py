@@ -257,7 +257,6 @@ def _build_writer(
     dtype: torch.dtype | None,
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
-    """Returns the writer. Raises CheckpointError without tensors, or for a dtype that safetensors lacks."""
     metadata = {"format": "pt", **(tied_parameter_aliases(manifest.values) if naming is None else {})}
     source = open_source(storage.build_reader(files, manifest))
     saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}

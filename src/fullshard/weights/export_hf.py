@@ -145,7 +145,6 @@ def export_hf(
 
 
 def _check_options(directory: Path, *, dtype: str | None, shard_bytes: int) -> None:
-    """Raises SpecError for an unknown dtype or file size, CheckpointError if there are weights already."""
     export.check_shard_bytes(shard_bytes)
     if dtype is not None and dtype not in _DTYPES:
         raise SpecError(
@@ -394,7 +393,6 @@ def add_end_tokens(config: dict[str, Any], beside: dict[str, bytes], *, ends: Ma
 
 
 def _list_files_to_copy(run: Run | None) -> dict[str, Path]:
-    """Returns the paths of the tokenizer files and the generation config that still exist, by file name."""
     if run is None:
         return {}
     model: Path | None = None

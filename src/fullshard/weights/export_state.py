@@ -97,7 +97,6 @@ def export_state(
 def _build_layout(
     manifest: Manifest, tensors: Mapping[str, Tensor], *, form: StateFormat, optimizer: bool
 ) -> dict[str, dict[str, Any]]:
-    """Returns the dict of each file or directory of the layout, by its path in the target."""
     plain = names_without_wrappers(manifest.model_tensors)
     model: dict[str, Any] = {one: tensors[name] for name, one in plain.items()}
     model |= {alias: model[name] for alias, name in tied_parameter_aliases(manifest.values).items()}

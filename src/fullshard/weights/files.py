@@ -255,7 +255,6 @@ _Piece = tuple[StridedCopy, Tensor, int]  # a copy, its elements, and the number
 
 
 def _compute_pieces(moves: Sequence[StridedCopy], files: PretrainedFiles) -> Iterator[_Piece]:
-    """Yields pieces of the `moves` of computed sources, with their elements."""
     for move in moves:
         tensor = files.tensors[move.source]
         if isinstance(tensor, ComputedTensor):
@@ -309,7 +308,6 @@ def read_range(directory: Path, tensor: FileTensor, *, dim: int, begin: int, end
 
 
 def _read_fully(opened: io.BufferedReader, path: Path, *, begin: int, into: Tensor) -> None:
-    """Fills `into` with the bytes of the file from `begin` on."""
     opened.seek(begin)
     # Python's buffer is passed by: bytes that it would not hold go straight into the target.
     if opened.readinto(cast(bytearray, into.numpy())) < into.nbytes:

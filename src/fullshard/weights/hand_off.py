@@ -166,7 +166,6 @@ class _GatheredTensors:
             self._whole.pop(name, None)
 
     def _gather(self, name: str) -> Tensor:
-        """Returns a tensor whole and contiguous, with its adapter merged."""
         if name not in self._whole:
             saved = self._saved[name]
             whole = _gather_whole(self._tensors[saved])

@@ -303,7 +303,6 @@ def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAss
 
 
 def _check_tensors_are_loadable(reading: _TensorAssignments) -> None:
-    """Raises CheckpointError for tensors without memory, and for quantised weights."""
     for name, tensor in reading.filled.items():
         if tensor.is_meta:
             raise CheckpointError(

@@ -72,7 +72,6 @@ def _edit_dims(tensor: TracedTensor, edit: Callable[[Sequence[int]], Shape]) -> 
 
 
 def _narrow(tensor: TracedTensor, dim: int, *, begin: int, length: int) -> TracedTensor:
-    """Returns elements `begin` to `begin` + `length` along `dim`."""
     parts: list[BoxCopy] = []
     for p in tensor.parts:
         low, high = max(p.at[dim], begin), min(p.at[dim] + p.shape[dim], begin + length)
@@ -211,7 +210,6 @@ def _reshape_part(part: BoxCopy, old: Shape, *, new: Shape) -> list[BoxCopy]:
 
 
 def _count_equal_leading_dims(one: Shape, other: Shape) -> int:
-    """Returns the number of leading dims that are equal in both shapes."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 

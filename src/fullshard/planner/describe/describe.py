@@ -260,7 +260,6 @@ def _trace_error(model: nn.Module, error: Exception, *, given_batch: bool) -> Tr
 
 
 def _error_text(error: Exception) -> str:
-    """Returns the error's class and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 

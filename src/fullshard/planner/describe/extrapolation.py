@@ -309,7 +309,6 @@ def _line_over_microbatch(low: float, high: float, *, low_microbatch: int) -> Li
 def _running_memory_totals(
     state: LiveTensorBytes, *, low: PhaseRecord, high: PhaseRecord, low_microbatch: int
 ) -> list[LiveTensorBytes]:
-    """Returns the bytes alive before the first change and after each change."""
     totals = [state]
     for (kind, a), (_, b) in zip(low.changes, high.changes, strict=True):
         old, change = getattr(state, kind), _line_over_microbatch(a, b, low_microbatch=low_microbatch)

@@ -474,7 +474,6 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _storage_serial_number(tensor: Tensor, blocks: Mapping[int, _LiveStorage]) -> int:
-    """Returns the serial number of the tensor's storage; -1 if it is not tracked."""
     block = blocks.get(storage_key(tensor))
     return -1 if block is None else block.serial
 

@@ -300,7 +300,6 @@ class SettingsRecorder:
 
 
 def _find_units_inside(units: Sequence[Unit], blocks: Collection[nn.Module]) -> frozenset[int]:
-    """Returns the indices of the units of which all modules are in `blocks`."""
     inside = {module for block in blocks for module in block.modules()}
     return frozenset(i for i, unit in enumerate(units) if inside.issuperset(unit.modules))
 
@@ -370,7 +369,6 @@ def divided_dims(
 
 
 def _replace_parameters_by_parts(twin: nn.Module, divided: Mapping[str, int | None], *, plan: Plan) -> None:
-    """Replaces divided parameters by the first rank's part."""
     for holder, module in twin.named_modules():
         ranks = plan.expert_parallel if is_experts(module) else plan.tensor_parallel
         for key, parameter in module.named_parameters(recurse=False):

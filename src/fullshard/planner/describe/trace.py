@@ -344,7 +344,6 @@ class _NotifyWhenInputGradientsComplete(torch.autograd.Function):
 
 
 def _cast_floating_tensors(values: Any, dtype: torch.dtype | None) -> Any:
-    """Returns `values` with floating-point tensors cast to `dtype`; unchanged if `dtype` is None."""
     if dtype is None:
         return values
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
