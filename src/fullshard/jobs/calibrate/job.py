@@ -18,7 +18,6 @@ from fullshard.observe.clock import measure_matmul_peak
 from fullshard.parallel.mesh import RankInfo, build_mesh_of_axes, process_group
 from fullshard.spec.machine import hardware
 from fullshard.spec.machine.catalog import find_catalog_entry_of_chip, round_to_four_digits
-from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
 _LEAST_CORE_SHARE = 0.97  # of ranks on an idle machine, 0.99; with a busy program for each core, 0.89 to 0.95
@@ -35,21 +34,13 @@ Collective = Callable[[Tensor], object]
 
 
 def run_calibration(
-    run: Run,
-    *,
-    resume: bool,
-    plan: Plan | None,
-    command_started: float,
-    seconds: float,
-    out: str,
-    drive: str | None = None,
-) -> None:
+    run: Run, *, seconds: float, out: str, drive: str | None = None, **_: object
+) -> None:  # signature: a job's, see `LaunchRequest`
     """Runs this rank's part of `fullshard calibrate`. Rank 0 writes the hardware.toml `out`.
 
     seconds: approximate measuring time, excluding the start of the ranks
     drive: a directory on the drive to measure, a path that is valid on every rank; None for no drive
     """
-    del resume, plan, command_started
     with process_group(run.run.device) as ranks:
         on_cpu = ranks.device.type == "cpu"
         operation_seconds = seconds * (1 - _STEP_SHARE) if on_cpu else seconds

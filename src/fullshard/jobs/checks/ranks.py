@@ -46,9 +46,8 @@ _SGD = OptimizerSection(name="sgd", learning_rate=_RATE, weight_decay=0.0, clip_
 _CONSTANT_RATE = ScheduleSection(kind="constant", warmup_steps=0)
 
 
-def run_rank_checks(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+def run_rank_checks(run: Run, **_: object) -> None:  # signature: a job's, see `LaunchRequest`
     """Makes the checks of ranks, and writes the findings into `run.run.dir` on rank 0."""
-    del resume, plan, command_started
     with process_group(run.run.device, timeout_seconds=_TIMEOUT_SECONDS) as ranks:
         report = CheckReport(findings=run_checks_on_ranks(run, ranks=ranks))
         if ranks.rank == 0:
