@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.batches import IGNORED_LABEL, MicrobatchPrefetcher
+from fullshard.data.batches import MicrobatchPrefetcher
 from fullshard.data.build import build_packed_data
 from fullshard.data.packed import PackedData
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 from tests.data.samples import plan_of, run_of
 
 S = 7

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.data.batches import IGNORED_LABEL
 from fullshard.data.build import build_packed_data
 from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 from fullshard.spec.settings.run_checks import unused_setting_notes
 from tests.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fullshard.models.loss import IGNORED_LABEL
 from fullshard.spec.plan import Plan
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 
 
 def global_batch(step: int, *, sequences: int, length: int, vocabulary: int) -> dict[str, Tensor]:

@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from fullshard.distributed.host import make_device_thread
 from fullshard.spec.plan import Plan
 
-IGNORED_LABEL = -100
-"""Label of a position that the loss ignores."""
-
 
 class MicrobatchSource(Protocol):
     """A source of microbatches that keeps no position: a step's samples depend only on its number."""

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fullshard.data.batches import IGNORED_LABEL, microbatch_sample_numbers
+from fullshard.data.batches import microbatch_sample_numbers
 from fullshard.data.packing import GAP, NO_LABEL, Int64, Piece, Rows, SourceInterleaving, shuffled_rows_at
 from fullshard.data.token_store import TokenStore, TokenStream, cache_key
 from fullshard.data.tokenizer import Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 from fullshard.system.terminal import escape_to_single_line
 
 _MOSTLY_PADDING = "more than half of the token positions are padding; try a shorter data.sequence_length"

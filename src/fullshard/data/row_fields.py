@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fullshard.errors import DataError
 from fullshard.quantities import join_names
-from fullshard.spec.settings.data_section import DataSourceFields
+from fullshard.spec.settings.data_section import IGNORED_LABEL, DataSourceFields
 from fullshard.system.small_files import parse_json
 
 ABSENT = object()
@@ -30,8 +30,6 @@ TOKEN_LIMIT = 1 << 32
 """Number of different tokens that a token store can hold."""
 
 Numbers = NDArray[Any]
-
-IGNORED_LABEL = -100
 
 SHAREGPT_LINES = (
     'role_field = "from"',

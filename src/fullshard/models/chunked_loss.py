@@ -30,8 +30,8 @@ from torch.autograd.graph import get_gradient_edge
 from fullshard.distributed.sequence_parts import reduce_over_ranks
 from fullshard.errors import TrainError
 from fullshard.models import deferred_logits
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 
-IGNORED_LABEL = -100
 AUTO_ROWS = 2048
 """Rows of a chunk by default: with fewer, reading the head's weights takes longer than the matmuls."""
 _WORTHWHILE_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.agreement import rank
 from fullshard.distributed.sequence_parts import positions_within_documents
 from fullshard.errors import SpecError, TrainError
-from fullshard.models.chunked_loss import IGNORED_LABEL, Rows, chunked_cross_entropy
+from fullshard.models.chunked_loss import Rows, chunked_cross_entropy
 from fullshard.models.document_attention import (
     disable_cudnn_attention_with_nan_gradients,
     document_bounds_if_supported,
@@ -23,6 +23,7 @@ from fullshard.models.document_attention import (
 )
 from fullshard.models.huggingface import balance_loss_factor, is_causal_lm
 from fullshard.spec.run import Run
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.system.dotted import import_callable
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from fullshard.distributed.agreement import ErrorCapture, all_gather_object, rank, world_size
 from fullshard.errors import TrainError
-from fullshard.models.chunked_loss import IGNORED_LABEL
 from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.fp8 import make_scale_reuse_context
 from fullshard.spec.plan import Plan
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 from fullshard.spec.settings.evaluate_section import METRIC
 from fullshard.training.between_steps import evaluation_mode
 from fullshard.training.step import move_batch_to_device

@@ -14,7 +14,7 @@ from fullshard.data.build import build_data
 from fullshard.data.tokenizer import TOKENIZER_FILE
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError
-from fullshard.jobs.checks.model_trial import IGNORED, make_eager_fp32_cpu_run
+from fullshard.jobs.checks.model_trial import make_eager_fp32_cpu_run
 from fullshard.jobs.evaluations import build_evaluations
 from fullshard.models.build import count_vocabulary_rows
 from fullshard.quantities import count_text
@@ -22,6 +22,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 from fullshard.spec.settings.model_section import HuggingFaceModel
 from fullshard.torch_private.tensors import tree_leaves
 
@@ -134,7 +135,7 @@ def check_vocabulary_range(trial: DataTrial) -> Finding:
             "batches are not tokens" if not batches else "the model's vocabulary is not known"
         )
     tensors = [one for batch in batches for one in (batch["tokens"], batch.get("labels")) if one is not None]
-    valid = [one[one != IGNORED] for one in tensors]
+    valid = [one[one != IGNORED_LABEL] for one in tensors]
     largest, least = (
         int(f(torch.stack([f(one) for one in valid if one.numel()]))) for f in (torch.max, torch.min)
     )
@@ -153,7 +154,7 @@ def check_labels(trial: DataTrial) -> Finding:
     if not batches:
         return Finding.skipped("batches are not tokens with labels")
     tokens, labels = (torch.cat([one[name] for one in batches]) for name in ("tokens", "labels"))
-    counted = labels != IGNORED
+    counted = labels != IGNORED_LABEL
     masked = 1 - float(counted.float().mean())
     empty = float((counted.flatten(1).sum(1) == 0).float().mean())
     if masked == 1:

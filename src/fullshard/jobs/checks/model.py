@@ -5,10 +5,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fullshard.jobs.checks.model_trial import IGNORED, ModelTrial
+from fullshard.jobs.checks.model_trial import ModelTrial
 from fullshard.models.loss import next_token_loss
 from fullshard.quantities import join_names
 from fullshard.spec.records.finding import Finding
+from fullshard.spec.settings.data_section import IGNORED_LABEL
 from fullshard.torch_private.tensors import BatchNorm
 
 # Bounds on the first loss as a multiple of ln(vocabulary), for labels drawn at random. Logits of standard
@@ -70,7 +71,7 @@ def check_sees_future(trial: ModelTrial) -> Finding:
     if (reason := trial.reason_masked_labels_matter(model)) is not None:
         return Finding.skipped(reason)
     place = batch["tokens"].shape[1] // 2
-    labels = torch.full_like(batch["labels"], IGNORED)
+    labels = torch.full_like(batch["labels"], IGNORED_LABEL)
     labels[:, place] = batch["labels"][:, place].clamp(min=0)
     changed = batch["tokens"].clone()
     changed[:, place + 1 :] = changed.roll(1, 0)[:, place + 1 :].flip(1)
@@ -95,7 +96,7 @@ def check_row_independence(trial: ModelTrial) -> Finding:
         return Finding.skipped("its batches are not rows with integer labels")
     if (reason := trial.reason_masked_labels_matter(model)) is not None:
         return Finding.skipped(reason)
-    labels = torch.full_like(batch["labels"], IGNORED)
+    labels = torch.full_like(batch["labels"], IGNORED_LABEL)
     labels[0] = batch["labels"][0]
     if not _loss_leaves_out_masked_labels(trial, model, batch={**batch, "labels": labels}):
         return Finding.skipped("the loss counts labels of -100")
@@ -135,7 +136,7 @@ def _loss_leaves_out_masked_labels(trial: ModelTrial, model: nn.Module, *, batch
         result = trial.loss(model, batch)
     if not isinstance(result, tuple):
         return bool(result.isfinite())
-    return float(result[1]) <= int((batch["labels"] != IGNORED).sum())
+    return float(result[1]) <= int((batch["labels"] != IGNORED_LABEL).sum())
 
 
 def _relative_loss_change(trial: ModelTrial, model: nn.Module, *, batches: list[dict[str, Tensor]]) -> float:
@@ -209,7 +210,7 @@ def check_microbatches(trial: ModelTrial) -> Finding:
         return Finding.skipped(reason)
     labels = batch["labels"].clone()
     if labels.ndim > 1 and labels.shape[1] > 3:
-        labels[0, 3:] = IGNORED  # rows of unequal weight
+        labels[0, 3:] = IGNORED_LABEL  # rows of unequal weight
     batch = {**batch, "labels": labels}
     whole = _step_gradient(trial, model, batches=[batch])
     half = len(labels) // 2

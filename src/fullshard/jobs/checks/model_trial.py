@@ -21,7 +21,6 @@ from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 
-IGNORED = -100
 _ROWS, _LENGTH = 4, 32
 # A larger copy would take a minute on two cores.
 _MOST_PARAMETERS = 150_000_000

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 
 from fullshard.spec import value
 
+IGNORED_LABEL = -100
+"""Label of a position that the loss ignores."""
 TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 
