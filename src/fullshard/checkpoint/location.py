@@ -55,9 +55,7 @@ class CheckpointLocation(Protocol):
 
     def __str__(self) -> str: ...
 
-    def exists(self) -> bool:
-        """Returns whether the directory exists."""
-        ...
+    def exists(self) -> bool: ...
 
     def root_as_checkpoint(self) -> CheckpointFiles:
         """Returns the location itself as the files of one checkpoint."""
@@ -278,7 +276,6 @@ def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[
 
 
 def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> bool:
-    """Returns whether the checkpoint `files` is still in `place`."""
     return any(one.name == files.name for _, one in place.list_checkpoints())
 
 

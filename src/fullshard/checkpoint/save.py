@@ -174,9 +174,8 @@ class CheckpointSaver:
                 )
                 draft = run_on_rank_zero(replace, doing=doing, group=group)
             try:
-                write = partial(self._write_own_shards, mine, own, plan=plan, draft=draft)
                 with raise_on_all_ranks(doing, group=group):
-                    part = write()
+                    part = self._write_own_shards(mine, own, plan=plan, draft=draft)
                 written = all_gather_object(part, group=group)
                 commit = partial(self._commit, mine, draft, plan=plan, written=written)
                 return run_on_rank_zero(commit, doing=doing, group=group)
@@ -317,8 +316,6 @@ class CheckpointSaver:
 
 
 class _SavedStep(NamedTuple):
-    """A complete checkpoint of the step that is to be saved."""
-
     files: CheckpointFiles
     manifest: Manifest
 

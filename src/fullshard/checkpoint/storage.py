@@ -278,7 +278,6 @@ class CheckpointReader:
                     self.read_part_into(file, piece, offsets=offsets, target=target)
 
     def read_table(self, name: str) -> shard_file.ShardFileTable:
-        """Returns the table of a data file."""
         if name not in self._tables:
             beside = f"{name}{shard_file.SUFFIX}"
             file = beside if beside in self.manifest.files else name

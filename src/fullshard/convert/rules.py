@@ -120,7 +120,6 @@ class ConversionState:
         self.original_names: dict[str, str] = {}
 
     def get(self, key: str) -> Any:
-        """Returns the value of `key`, or None if it is absent."""
         return self.leaves.get(key)
 
     def rename_keys(self, names: Mapping[str, str]) -> None:
@@ -133,7 +132,6 @@ class ConversionState:
                 self.original_names[name] = key
 
     def keys_without_verdict(self) -> list[str]:
-        """Returns the keys without a verdict."""
         return [key for key in self.leaves if key not in self.key_results]
 
     def checked_positive_integer(self, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:

@@ -188,7 +188,9 @@ def _convert_precision(state: ConversionState) -> None:
     if pure and compute != "float32":
         mode, why = "bf16_pure", "with updates rounded stochastically"
         state.record_setting("training.dtype", "precision.mode", value=mode, why=why)
-    if _uses_float8(state) and mode == "bf16":
+    named: Any = state.get("model.converters")
+    is_float8 = isinstance(named, list) and named and all(one in _FLOAT8 for one in cast(list[Any], named))
+    if is_float8 and mode == "bf16":
         recipe = next(
             (state.get(f"{one}.recipe_name") for one in _FLOAT8 if state.get(f"{one}.recipe_name")), None
         )
@@ -198,12 +200,6 @@ def _convert_precision(state: ConversionState) -> None:
         state.record_setting(key, "precision.mode", value=mode)
     if not given:
         state.set_default_of_other_tool("precision.mode", mode, why="torchtitan's default")
-
-
-def _uses_float8(state: ConversionState) -> bool:
-    """Returns True if all of `model.converters` are float8 for linear modules."""
-    named: Any = state.get("model.converters")
-    return isinstance(named, list) and bool(named) and all(one in _FLOAT8 for one in cast(list[Any], named))
 
 
 def _convert_save_and_validation_intervals(state: ConversionState) -> None:

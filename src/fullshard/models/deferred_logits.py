@@ -48,12 +48,10 @@ class VocabularyPart:
 
     @property
     def first_token(self) -> int:
-        """This rank's first token."""
         return self.rank * self.largest_size
 
     @property
     def tokens(self) -> range:
-        """This rank's tokens."""
         return range(self.first_token, min(self.first_token + self.largest_size, self.vocabulary_size))
 
     def local_rows_and_mask(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,6 @@ class WorkStream:
             memory.record_stream(self._stream)
 
     def synchronize(self) -> None:
-        """Waits until all enqueued functions have run."""
         if self._stream is not None:
             self._stream.synchronize()
 

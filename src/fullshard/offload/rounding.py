@@ -5,7 +5,6 @@ does not depend on the device, on the kernel that computes it, or on how many ot
 replicas round alike, and so do a whole shard and its pieces.
 """
 
-from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
+_HAS_TRITON = find_spec("triton") is not None
 
 
 class RoundingSeed(NamedTuple):
@@ -77,8 +77,6 @@ _DEVICE_CHUNK_ELEMENTS = 1 << 20
 
 
 class AdamOptions(NamedTuple):
-    """Hyperparameters of AdamW for one update."""
-
     lr: float
     beta1: float
     beta2: float
@@ -143,7 +141,7 @@ def adamw_with_stochastic_rounding(
     tensors = (*state, gradient)
     if (
         gradient.is_cuda
-        and _has_triton()
+        and _HAS_TRITON
         and seed.begin % 2 == 0
         and all(one.dtype in (torch.bfloat16, torch.float32) and one.is_contiguous() for one in tensors)
     ):
@@ -202,11 +200,6 @@ def round_stochastically(exact: Tensor, *, out: Tensor, halfwords: Tensor) -> No
         return
     bits = halfwords.add(exact.view(torch.int32)).bitwise_and_(-(1 << 16))
     out.copy_(torch.where(exact.isfinite(), bits.view(torch.float32), exact))
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def shard_index(parameter: Tensor) -> int:

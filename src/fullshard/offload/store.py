@@ -41,7 +41,6 @@ class GroupLayout:
         self.size_bytes = sum(sizes)
 
     def part_views(self, buffer: Tensor) -> MasterAndMoments:
-        """Returns the group's parts as views of a buffer."""
         numel, pairs = self.group.numel_with_gaps, zip(self.begins, self.dtypes, strict=True)
         views = (buffer[begin : begin + numel * dtype.itemsize].view(dtype) for begin, dtype in pairs)
         return MasterAndMoments(*views)

@@ -209,7 +209,6 @@ class SavedStorage:
     overwritten: bool = False  # whether it was changed in place after it was saved
 
     def set_overwritten_if_changed(self) -> None:
-        """Sets `overwritten` if the source was changed in place after it was saved."""
         if self.source is not None and version(self.source) != self.version:
             self.overwritten = True
 
@@ -235,7 +234,6 @@ class BlockForwardCall:
     is_in_backward: bool = False
 
     def keeps_on_device(self, tensor: Tensor) -> bool:
-        """Returns True if `tensor` stays on the device."""
         if self.smallest_bytes is None or tensor.device != self.device or tensor.layout is not torch.strided:
             return True
         if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():

@@ -82,7 +82,6 @@ class PreparedSharding:
     split: SplitDims  # of all parameters over `tp`, or of experts over `ep`; empty if the mesh has neither
 
     def mesh_of_unit(self, unit: Unit) -> DeviceMesh:
-        """Returns the mesh of a unit's parameters."""
         return self.meshes[_MeshKind.of_unit(unit, self.plan)]
 
 
@@ -230,6 +229,11 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
     settings = unit.settings(plan)
     dtypes, modules = settings.precision, list(unit.modules)
     engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
+
+    def place(parameter: nn.Parameter) -> Shard:
+        shape, is_packed = tuple(local_tensor(parameter).shape), parameter.dtype == torch.uint8
+        return Shard(expert_shard_dim(shape, settings.shard_degree, keeps_rows=is_packed))
+
     try:
         engine(
             modules if len(modules) > 1 else modules[0],
@@ -241,9 +245,7 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
                 cast_forward_inputs=dtypes.cast_inputs,
             ),
             ignored_params=scalars or None,
-            shard_placement_fn=partial(_expert_placement, degree=settings.shard_degree)
-            if settings.shards_any_dim
-            else None,
+            shard_placement_fn=place if settings.shards_any_dim else None,
         )
     except RuntimeError as error:
         integers = {one.dtype for m in modules for one in m.parameters() if not one.is_floating_point()}
@@ -266,12 +268,6 @@ def _fully_shard_unit(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[
         engine_module.set_unshard_in_backward(False)
     if plan.device == "cpu":
         replace_gloo_collectives(engine_module)
-
-
-def _expert_placement(parameter: nn.Parameter, *, degree: int) -> Shard:
-    """Returns the placement of stacked experts over `degree` ranks."""
-    keeps_rows = parameter.dtype == torch.uint8  # packed
-    return Shard(expert_shard_dim(tuple(local_tensor(parameter).shape), degree, keeps_rows=keeps_rows))
 
 
 def _reduce_unreached_experts_as_zeros(unit: Unit) -> None:

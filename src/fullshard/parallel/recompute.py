@@ -80,7 +80,9 @@ def apply_recompute(
         is_random = not all(type(one).__module__.startswith(_WITHOUT_RANDOMNESS) for one in block.modules())
         options = {"use_reentrant": False, "preserve_rng_state": is_random}
         recomputed = partial(_run_torch_checkpoint_keeping_buffers, block, block.forward, **options)
-        if section.mode == "selective" and not _overwrites_matmul_results(block):
+        # A recurrent layer writes into the results of its matmuls. Torch would save these, and not notice.
+        is_recurrent = any(isinstance(one, nn.RNNBase | nn.RNNCellBase) for one in block.modules())
+        if section.mode == "selective" and not is_recurrent:
             # The compiler reads torch's contexts, and must see all operations.
             own = partial(_selective_recompute_contexts, section.save_matmuls, compiled=block in compiled)
             recomputed = partial(recomputed, context_fn=own)
@@ -208,14 +210,6 @@ def check_recomputed_block_count(section: RecomputeSection, blocks: int) -> None
             got=f"recompute.blocks = {section.blocks}",
             fix=f"recompute.blocks = {blocks} or fewer, or leave it out to recompute all" if blocks else "",
         )
-
-
-def _overwrites_matmul_results(block: nn.Module) -> bool:
-    """Returns whether a recurrent layer in `block` writes into the results of its matmuls.
-
-    Such a result cannot be saved, and torch does not notice. The whole block is recomputed then.
-    """
-    return any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in block.modules())
 
 
 def block_recompute_policy(section: RecomputeSection) -> OperationPolicy | None:

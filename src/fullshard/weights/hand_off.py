@@ -141,12 +141,7 @@ class _GatheredTensors:
         self._adapters = lora_adapters_by_base(tensors, merging) if merging else {}
         merged = {name_in_base(name): name for name in tensors if ADDED not in name}
         self._saved = {name: name for name in tensors} if has_own_names else merged
-        self._whole: dict[str, Tensor] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """The names, in the order of the model."""
-        return list(self._saved)
+        self.names, self._whole = list(self._saved), dict[str, Tensor]()  # in the order of the model
 
     def dtype(self, name: str) -> torch.dtype:
         saved = self._saved[name]
@@ -161,7 +156,6 @@ class _GatheredTensors:
         return target
 
     def release(self, names: Iterable[str]) -> None:
-        """Frees whole tensors that are not used again."""
         for name in names:
             self._whole.pop(name, None)
 

@@ -262,10 +262,6 @@ class _TensorAssignments:
                     fix="model.options = {tie_word_embeddings = false}, or files with one of them",
                 )
 
-    def source_dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype that the model's tensor `name` has in the files."""
-        return self.files.tensors[self.map.parts[name][0].source].dtype
-
     def count_dtype_conversions(self) -> Mapping[str, int]:
         """Returns the number of tensors per conversion of dtype, such as "bfloat16 → float32"."""
         sources = {name: self.files.tensors[self.map.parts[name][0].source] for name in self.filled}
@@ -311,7 +307,7 @@ def _check_tensors_are_loadable(reading: _TensorAssignments) -> None:
                 fix='shard(model, plan, init="none") before; '
                 'or model.to_empty(device="cpu"), for a plain one',
             )
-        dtype = reading.source_dtype(name)
+        dtype = reading.files.tensors[reading.map.parts[name][0].source].dtype
         is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
         is_cast = tensor.is_floating_point() and dtype != tensor.dtype
         if is_code and (is_cast or name in reading.packed):

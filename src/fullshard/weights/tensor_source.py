@@ -72,7 +72,6 @@ class SavedModelTensors:
         self._places = {name: reader.find_pieces(saved) for name, (saved, _) in selected.items()}
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
-        """Fills `target`, see `TensorSource.read_into`. Raises DamagedCheckpointError, CheckpointError."""
         if not target.numel():
             return
         shape = self.tensors[name].shape or (1,)
@@ -118,7 +117,6 @@ class DequantisedModelTensors:
         }
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
-        """Fills `target`, see `TensorSource.read_into`."""
         weight = self._packed.get(name)
         if weight is None:
             self._source.read_into(target, name, begin=begin)

@@ -222,7 +222,6 @@ class SpecKey(FrozenModel):
 
     @property
     def file_name(self) -> str:
-        """The name of the cache entry's file."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32] + ".json"
 
 

@@ -285,19 +285,13 @@ class _GraphForward:
         run = partial(_run_with_tensors_replaced, self.forward, tree=(rest, structure), where=where)
         run = partial(run, holders=[(module, list(one)) for module, one in zip(modules, held, strict=True)])
         policy = block_recompute_policy(self.section)
-        key = (_operations_key(run, tensors), _recompute_policy_key(self.section), torch.is_grad_enabled())
+        saved = self.section.save_matmuls if self.section.mode == "selective" else str(policy is None)
+        key = (_operations_key(run, tensors), saved, torch.is_grad_enabled())
         program = self.blocks.programs.find_or_trace_program(key, run, tensors=tensors, policy=policy)
         if program is not None:
             return program(*tensors)
         self.blocks.failed.add(self.block)
         return self.eager(*args, **kwargs)
-
-
-def _recompute_policy_key(section: RecomputeSection) -> Hashable:
-    """Returns a key that is equal for settings under which a recomputed block saves the same results."""
-    if block_recompute_policy(section) is None:
-        return None
-    return (section.mode, section.save_matmuls) if section.mode == "selective" else "full"
 
 
 def _run_with_tensors_replaced(

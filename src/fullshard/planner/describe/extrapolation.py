@@ -50,7 +50,6 @@ class BlockTruncation:
     recomputed: int | None = None  # remaining ones of `recompute.blocks`; None if there is no such limit
 
     def recompute_of_remaining_blocks(self, section: RecomputeSection) -> RecomputeSection:
-        """Returns `section` for the remaining blocks."""
         if self.recomputed is None:
             return section
         return section.model_copy(update={"blocks": self.recomputed})

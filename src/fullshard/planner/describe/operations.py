@@ -51,8 +51,6 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 class OpCall(NamedTuple):
-    """An operation with its arguments."""
-
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -280,8 +278,6 @@ def distinct_storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass
 class PhaseRecord:
-    """Record of one phase."""
-
     event: Event  # the FSDP2 event that opens the phase
     unit: int  # index of its unit; -1 if the event belongs to none
     # (kind, bytes) of each allocation (positive) and release (negative), in order
@@ -382,7 +378,6 @@ class AllocationRecorder(TorchDispatchMode):
             self._record_change(kind, block.size)
 
     def start_phase(self, event: Event, unit: int) -> None:
-        """Closes the current phase and opens the next."""
         self.record_fused_launch()
         self.recorded.append(PhaseRecord(event, unit))
 
@@ -398,14 +393,6 @@ class AllocationRecorder(TorchDispatchMode):
     def record_kernels_as_backward(self) -> AbstractContextManager[None]:
         """While active, records kernels as those of a backward."""
         return _replace_attribute_between_kernels(self, "_is_backward", value=True)
-
-    def record_host_copy(self, way: Way, size: int) -> None:
-        """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
-        self.recorded[-1].copies.append((way, size))
-
-    def assign_changes_to_phase_start(self) -> None:
-        """Attributes all changes since the phase opened to the event that opened it."""
-        self.recorded[-1].event_change_count = len(self.recorded[-1].changes)
 
     def _record_launch_eager_and_fused(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
         factor = self._work_factor

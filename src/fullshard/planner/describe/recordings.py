@@ -169,7 +169,7 @@ class SettingsRecorder:
         try:
             found = self._record_setting(recompute, compiled=compiled)
         except NEEDS_VALUES:
-            if self.keep_integers or not trace.has_integer_values(self.batch):
+            if self.keep_integers or not any(map(trace.is_integer_with_values, list_tensors(self.batch))):
                 raise
             self.keep_integers = True
             found = self._record_setting(recompute, compiled=compiled)
@@ -254,7 +254,7 @@ class SettingsRecorder:
             )
             self.programs.fuse = lambda: tracer.allocations.count_memory_as_compiled()
             if isinstance(copier, FakeReportingCopier):
-                copier.report = lambda way, size: tracer.allocations.record_host_copy(way, size)
+                copier.report = lambda way, size: tracer.allocations.recorded[-1].copies.append((way, size))
             batch = self._make_rank_batch(plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.trace_microbatch(self.loss, batch), list[PhaseRecord]()
             self.loss_chunk = tracer.allocations.loss_chunk
@@ -381,7 +381,6 @@ def _replace_parameters_by_parts(twin: nn.Module, divided: Mapping[str, int | No
 
 
 def ids_of_parameters_gathered_in_fp8(fp8: Fp8Choice | None) -> set[int]:
-    """Returns the `id` of each parameter that is gathered in fp8."""
     if fp8 is None or fp8.scaling != "tensorwise":
         return set()
     return {id(module.weight) for module in fp8.linears.values()}

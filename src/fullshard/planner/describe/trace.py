@@ -56,11 +56,6 @@ def count_batch_rows(batch: Any, plan: Plan) -> int | None:
     return None
 
 
-def has_integer_values(batch: Any) -> bool:
-    """Returns whether the batch has integers or booleans with values, not on the meta device."""
-    return any(_is_integer_with_values(tensor) for tensor in list_tensors(batch))
-
-
 def make_fake_batch(
     batch: Any,
     plan: Plan,
@@ -79,7 +74,7 @@ def make_fake_batch(
     is_resized = count_batch_rows(batch, plan) not in (None, microbatch)
 
     def make_fake_tensor(tensor: Tensor) -> Tensor:
-        if keep_integers and _is_integer_with_values(tensor):
+        if keep_integers and is_integer_with_values(tensor):
             with fake_tensors.unset_fake_temporarily():
                 rows = torch.arange(microbatch) % tensor.shape[0] if is_resized else slice(None)
                 return tensor.cpu()[rows].clone() if tensor.ndim else tensor.cpu().clone()
@@ -140,7 +135,8 @@ def _has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, fake_tensors.FakeTensor))
 
 
-def _is_integer_with_values(tensor: Tensor) -> bool:
+def is_integer_with_values(tensor: Tensor) -> bool:
+    """Returns whether a tensor has integers or booleans, not on the meta device."""
     return _has_values(tensor) and not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -159,7 +155,7 @@ def _with_indices_for_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments of an indexing of fake tensors, with masks of known values as indices."""
     indices: list[Tensor | None] = []
     for index in args[1]:
-        if index is not None and index.dtype is torch.bool and _is_integer_with_values(index):
+        if index is not None and index.dtype is torch.bool and is_integer_with_values(index):
             with fake_tensors.unset_fake_temporarily():
                 indices += index.nonzero(as_tuple=True)
         else:
@@ -320,7 +316,8 @@ class MicrobatchTracer:
         self.allocations.start_phase("post_backward", index)
         for parameter in self.units[index].parameters.values():
             parameter.grad = None
-        self.allocations.assign_changes_to_phase_start()
+        phase = self.allocations.recorded[-1]
+        phase.event_change_count = len(phase.changes)
 
     def _units_without_post_backward(self) -> list[int]:
         """Returns the units whose backward no input gradient has ended, in the order of their modules."""
