@@ -110,7 +110,7 @@ class BackgroundSaver:
     @property
     def staged_bytes(self) -> int:
         """Host memory of this rank's copies of shards, in bytes."""
-        return self._staging.total_bytes
+        return 0 if self._staging.memory is None else self._staging.memory.nbytes
 
     @property
     def is_idle(self) -> bool:
@@ -212,14 +212,10 @@ class _StagingBuffers:
     """This rank's shards during a save, and reusable host memory for their copies."""
 
     def __init__(self) -> None:
-        self._memory: Tensor | None = None
+        self.memory: Tensor | None = None
         self._sources: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self.leaves_some = False  # whether some shards are not copied: see [Note: not copied at all]
-
-    @property
-    def total_bytes(self) -> int:
-        return 0 if self._memory is None else self._memory.nbytes
 
     def copy_all_but_shards(self, mine: Snapshot) -> Snapshot:
         """Returns the snapshot to save, whose shards `copy_shards` copies.
@@ -246,13 +242,13 @@ class _StagingBuffers:
         order = sorted(self._sources.items(), key=lambda item: -item[1].nbytes)
         sizes = [source.nbytes for _, source in order]
         *begins, total = accumulate((_aligned_bytes(size) for size in sizes), initial=0)
-        if self._memory is None or self._memory.nbytes < total:
-            self._memory = None  # freed before the new memory is allocated
+        if self.memory is None or self.memory.nbytes < total:
+            self.memory = None  # freed before the new memory is allocated
             pinned = any(source.is_cuda for source in self._sources.values())
-            self._memory = allocate_host_memory(total, pinned=pinned)
+            self.memory = allocate_host_memory(total, pinned=pinned)
         with torch.cuda.stream(self._stream):  # for None it does nothing
             for (name, source), begin in zip(order, begins, strict=True):
-                copy = self._memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
+                copy = self.memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
                 copy.copy_(source, non_blocking=True)
                 mine.tensors[name] = dtensor_from_local_part(cast(DTensor, mine.tensors[name]), copy)
         self._sources = {}

@@ -332,7 +332,6 @@ def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[D
 
 
 def _damage_text_in_error(error: CheckpointError, name: str) -> str:
-    """Returns the description of the damage in an error, without the file name at its start."""
     return str(error.got or error.what).removeprefix(f"{name}: ")
 
 

@@ -188,7 +188,6 @@ def _is_settled(below: PrefixListing) -> bool:
 
 
 def _committed_attempt(files: ObjectFiles) -> str | None:
-    """Returns the attempt in the manifest of a step, or None if there is no manifest or no attempt in it."""
     try:
         return attempt_id_in_manifest(files.store.read_object(f"{files.url}/{MANIFEST}"))
     except FileNotFoundError:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +46,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
+from fullshard.system.process import installed_version
 
 # Upper bound of the overhead per shard: zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its record.
 _ENVELOPE_BYTES = 2560
@@ -285,7 +285,7 @@ class CheckpointSaver:
             files=dict(sorted(files.items())),
             world_size=world_size(),
             torch_version=torch.__version__,
-            fullshard_version=_fullshard_version(),
+            fullshard_version=installed_version("fullshard") or "unknown",
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
             unusable=next((one for _, one in written if one is not None), None),
         )
@@ -409,10 +409,3 @@ def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mi
         logger.warning("%s exists and is kept, although these values changed: %s", there, ", ".join(changed))
     else:
         logger.info("%s exists already", there)
-
-
-def _fullshard_version() -> str:
-    try:
-        return version("fullshard")
-    except PackageNotFoundError:
-        return "unknown"

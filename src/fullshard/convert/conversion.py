@@ -242,7 +242,6 @@ def _load_yaml(text: str) -> Any:
 
 
 def _recognize_mapping_format(tree: Any, format: rules.ConfigFormat | None) -> ParsedConfig | None:
-    """Returns a config of `format`, or of the format that its keys belong to; None for neither."""
     if not isinstance(tree, Mapping) or not tree:
         return None
     keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}
@@ -304,7 +303,6 @@ def _try_parse_torchtitan_toml(text: str, format: rules.ConfigFormat | None) -> 
 
 
 def _parser_error_text(text: str, name: str) -> str | None:
-    """Returns the parser's error if `text` is not what the suffix of `name` says; else None."""
     parsers = {".json": _load_json_with_comments, ".toml": small_files.parse_toml}
     parse = (parsers | dict.fromkeys((".yaml", ".yml"), _load_yaml)).get(Path(name).suffix)
     try:

@@ -150,7 +150,6 @@ def _convert_replicas(state: ConversionState, keys: list[str]) -> bool:
 
 
 def _convert_strategy(state: ConversionState, key: str, *, ranks_per_node: int | None) -> None:
-    """Sets `sharding.strategy`, and for a hybrid one the shard degree: the ranks per node, if known."""
     value = state.get(key)
     strategy = None if value is None else _STRATEGIES.get(last_dotted_part_lower(value))
     if value is None:
@@ -374,7 +373,6 @@ def _convert_batch_sizes(state: ConversionState, *, default: int) -> None:
 
 
 def _convert_trainer_strategy(state: ConversionState) -> None:
-    """Sets the strategy from `fsdp`, `fsdp_config`, and axolotl's degrees of parallelism."""
     has_replicas = _convert_replicas(state, ["dp_replicate_size", "dp_shard_size", "context_parallel_size"])
     value: Any = state.get("fsdp")
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")

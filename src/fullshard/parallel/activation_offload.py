@@ -248,8 +248,6 @@ class BlockForwardCall:
 
 
 class TensorKeptOnDevice(NamedTuple):
-    """A saved tensor that stays on the device, and its version when it was saved."""
-
     call: BlockForwardCall
     tensor: Tensor
     version: int

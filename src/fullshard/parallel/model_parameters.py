@@ -285,8 +285,6 @@ def warn_of_missing_weights(model: nn.Module, values: Rank0Values, *, stacklevel
 
 @dataclass(frozen=True)
 class _TensorProperties:
-    """Properties of a rank's tensor, for comparison with rank 0's."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_real: bool

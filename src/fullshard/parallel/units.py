@@ -295,7 +295,6 @@ def _make_units_disjoint(paths: NamedModules, units: list[Unit]) -> None:
 
 
 def _find_module_in_two_units(paths: NamedModules, owners: Mapping[str, Unit | None]) -> nn.Module | None:
-    """Returns the first called module that occurs in two units, one of which may be the root, or None."""
     seen: dict[nn.Module, Unit | None] = {}
     for name, module in paths.items():
         apart = seen.setdefault(module, owners[name]) is not owners[name]

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +18,14 @@ from fullshard.errors import TrainError
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The environment variables that configure torch's allocators. The first is the present name."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is absent."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def pid_namespace() -> str:

@@ -129,7 +129,6 @@ def _make_checked_peft_config(run: Run, model: nn.Module, *, base: nn.Module) ->
 
 
 def _check_all_trained_are_saved(model: nn.Module, trained: set[str], *, saved: set[str]) -> None:
-    """Raises CheckpointError for a trained parameter of `model` that the checkpoint does not have."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)

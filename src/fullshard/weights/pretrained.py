@@ -275,7 +275,6 @@ class _TensorAssignments:
 
 
 def _assign_file_tensors(model: nn.Module, files: PretrainedFiles) -> _TensorAssignments:
-    """Assigns the tensors of `files` to those of `model`. Raises CheckpointError if they do not fit."""
     reshard_unsharded_units(model)
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     found = map_file_tensors_to_model(model, {name: tensor.shape for name, tensor in files.tensors.items()})

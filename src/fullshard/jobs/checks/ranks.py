@@ -1,7 +1,6 @@
 """The checks that the ranks of `fullshard check` make together: of settings and a sharded step."""
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -25,6 +24,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.train_section import OptimizerSection, ScheduleSection
 from fullshard.system.dotted import append_working_directory_to_path
 from fullshard.system.files import write_file_atomically
+from fullshard.system.process import installed_version
 from fullshard.torch_private.tensors import tree_leaves
 from fullshard.training.extra_state import seed_generators
 from fullshard.training.loop import train
@@ -88,10 +88,7 @@ def _rank_settings(run: Run, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the versions, code and environment variables that must be equal on all ranks."""
     found = {"python": platform.python_version(), "code of fullshard": _digest_of_code("fullshard")}
     for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
+        found[package] = installed_version(package) or "absent"
     dotted = [getattr(run.model, "python", None), run.train.loss, run.data.factory]
     for name in filter(None, dotted):
         found[f"code of {name}"] = _digest_of_code(name.partition(":")[0])

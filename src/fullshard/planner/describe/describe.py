@@ -337,7 +337,6 @@ def _flops_and_parameters_per_token(
 
 
 def _forward_phases_with_counts(trace: MicrobatchTrace) -> Iterator[tuple[TracePhase, int]]:
-    """Yields each phase of forward with the number of times it occurs in the model."""
     for phase in trace.phases:
         if phase.event in ("end_forward", "pre_backward"):
             return

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.value import FrozenModel
 from fullshard.system.files import open_regular_file, write_file_atomically
+from fullshard.system.process import installed_version
 from fullshard.system.small_files import VALUE_BYTES, read_bytes
 from fullshard.system.terminal import escape_to_single_line, is_live_terminal
 
@@ -238,18 +238,18 @@ def build_spec_key(
     """
     run = plan.run if isinstance(plan, Plan) else plan
     outside = run.train.loss is not None or run.data.source == "python"
-    torch = _installed_version("torch")
+    torch = installed_version("torch")
     if outside or torch is None or not isinstance(run.model, DecoderConfig | HuggingFaceModel):
         return None
     made_by = {
-        "fullshard": _installed_version("fullshard") or "",
+        "fullshard": installed_version("fullshard") or "",
         "sources": _digest_of_own_sources(),
         "machine": platform.machine(),
     }
     if isinstance(run.model, HuggingFaceModel) or run.adapter.rank:
         if isinstance(run.model, HuggingFaceModel) and run.model.trust_remote_code:
             return None
-        made_by |= {name: _installed_version(name) or "" for name in _LIBRARIES}
+        made_by |= {name: installed_version(name) or "" for name in _LIBRARIES}
     settings = {
         "device": device,
         "model": _model_key(run.model),
@@ -366,14 +366,6 @@ def _model_key(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read.", got=error.strerror) from error
     chosen = section.model_dump(mode="json", include={"architecture", "attention", "options"})
     return {"config": hashlib.sha256(config).hexdigest(), **chosen}
-
-
-@cache
-def _installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @cache

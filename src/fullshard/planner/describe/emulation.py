@@ -341,8 +341,6 @@ def _mark_operations_to_save_or_recompute(graph: fx.Graph, policy: OperationPoli
 
 
 class _OperationLog(fake_tensors.TorchDispatchMode):
-    """Records operations with the numbers of their tensors, in the order of first use."""
-
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.operations: list[Hashable] = []

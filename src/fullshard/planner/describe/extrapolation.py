@@ -32,7 +32,6 @@ from fullshard.spec.model import (
     TracePhase,
 )
 from fullshard.spec.plan import Plan
-from fullshard.spec.settings.train_section import RecomputeSection
 from fullshard.torch_private.tensors import registered_modules
 
 _LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6
@@ -48,11 +47,6 @@ class BlockTruncation:
     repeats: tuple[RepeatedUnits, ...] = ()  # the periods that represent them, as unit indices of the trace
     border: int | None = None  # see `MicrobatchTrace.border`
     recomputed: int | None = None  # remaining ones of `recompute.blocks`; None if there is no such limit
-
-    def recompute_of_remaining_blocks(self, section: RecomputeSection) -> RecomputeSection:
-        if self.recomputed is None:
-            return section
-        return section.model_copy(update={"blocks": self.recomputed})
 
 
 @dataclass(frozen=True)

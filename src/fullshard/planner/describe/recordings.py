@@ -239,7 +239,9 @@ class SettingsRecorder:
         graphs = CompiledBlocks(self.programs)
         copier = FakeReportingCopier() if self.device == "cuda" else CpuHostCopier()
         repeated = find_recompute_and_compile_blocks(twin, units=found)
-        of_blocks = shortened.recompute_of_remaining_blocks(plan.run.recompute)
+        of_blocks = plan.run.recompute
+        if shortened.recomputed is not None:
+            of_blocks = of_blocks.model_copy(update={"blocks": shortened.recomputed})
         pieces = find_blocks_with_units_inside(repeated, found)
         eager = pieces if of_blocks.mode == "selective" else set[nn.Module]()  # also if compiled
         if plan.run.run.compile is True:
