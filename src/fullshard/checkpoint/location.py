@@ -276,6 +276,7 @@ def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[
 
 
 def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> bool:
+    """Returns whether the checkpoint `files` is still in `place`."""
     return any(one.name == files.name for _, one in place.list_checkpoints())
 
 
