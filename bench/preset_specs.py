@@ -2,7 +2,8 @@
 
     python bench/preset_specs.py [NAME …]
 
-Run it after a change of what `describe` finds, and for a new version of torch. It takes about half a minute
+Run it after a change of what `describe` finds. The first line of a file names the version of torch that it
+ran with; add others with which `test_a_shipped_spec_equals_a_fresh_one` passes. It takes about half a minute
 of processor time for each preset; with names, it describes these, and keeps the others' specs. A model of
 transformers is described for each kernel of attention, whose name is in its key. Of presets from 100B
 parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than

@@ -151,7 +151,7 @@ def _read_groups(manifest: Manifest, plain: Mapping[str, str], *, form: StateFor
     elif optimizer == "MuonAdamW" and not muon:
         why = "its [optimizer.muon] is not recorded: a save without a plan"
     elif not isinstance(saved, list):
-        why = "its groups are not recorded: a save before a step, or by an earlier version of fullshard"
+        why = "its groups are not recorded: an import, a save before a step, or one of an earlier version"
         fix = f"{fix}, or a checkpoint of a later step"
     if why is not None:
         raise CheckpointError(

@@ -236,9 +236,10 @@ def test_the_default_run_is_shipped_as_this_code_describes_it() -> None:
     assert describe_run(run, "cpu").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"
 
 
-def test_shipped_specs_are_for_one_torch(tmp_path: Path) -> None:
+def test_shipped_specs_are_for_the_versions_of_torch_that_their_file_names(tmp_path: Path) -> None:
     path = tmp_path / "specs.xz"
-    path.write_bytes(lzma.compress(f"2.12.1\n{{}}\n{SPEC.model_dump_json()}".encode()))
-    assert read_shipped_specs(path, torch="2.12.1") == {"{}": SPEC.model_dump_json()}
+    path.write_bytes(lzma.compress(f"2.12.1 2.14.0\n{{}}\n{SPEC.model_dump_json()}".encode()))
+    for one in ("2.12.1", "2.14.0"):
+        assert read_shipped_specs(path, torch=one) == {"{}": SPEC.model_dump_json()}
     assert read_shipped_specs(path, torch="2.12.2") == {}
     assert read_shipped_specs(tmp_path / "none", torch="2.12.1") == {}

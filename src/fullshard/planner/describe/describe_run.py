@@ -7,8 +7,9 @@ not match its digest is ignored, and written anew.
 
 The specs of presets are shipped with the package in `preset_specs.xz`, which `bench/preset_specs.py` writes,
 as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
-length up to 8,192. They are valid for one version of torch, regardless of its build (`+cpu`, `+cu130`). The
-file is LZMA over lines of UTF-8: the version of torch, then each preset's `SpecKey.settings` and spec.
+length up to 8,192. They are valid for the versions of torch that were seen to give them, regardless of the
+build (`+cpu`, `+cu130`). The file is LZMA over lines of UTF-8: these versions, then each preset's
+`SpecKey.settings` and spec.
 `preset_expert_specs.xz` has those of DeepSeek-V3 and Mixtral 8x7B for each number of ranks that may divide
 experts, in the same format.
 """
@@ -379,15 +380,15 @@ def _digest_of_own_sources() -> str:
 
 @cache
 def read_shipped_specs(path: Path, *, torch: str) -> Mapping[str, str]:
-    """Reads shipped specs, as JSON by `SpecKey.settings`; none if they are for another version of torch."""
+    """Reads shipped specs, as JSON by `SpecKey.settings`; none if they are for other versions of torch."""
     try:
         import lzma  # Python may be built without it
 
         data = read_bytes(path, most_bytes=VALUE_BYTES)
     except (ImportError, OSError):
         return {}
-    made_with, *lines = lzma.decompress(data).decode().splitlines()
-    return dict(zip(lines[::2], lines[1::2], strict=True)) if made_with == torch else {}
+    versions, *lines = lzma.decompress(data).decode().splitlines()
+    return dict(zip(lines[::2], lines[1::2], strict=True)) if torch in versions.split() else {}
 
 
 def version_without_build(version: str) -> str:
