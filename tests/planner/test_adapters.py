@@ -39,4 +39,6 @@ def test_adapters_take_the_predicted_bytes(
     parts = max(ranks(2).run(measured, plan), key=lambda one: sum(one.values()))
     assert terms.parameter_shards == parts["parameter_shards"]
     assert terms.optimizer_state == parts["optimizer_state"]
-    assert terms.total == pytest.approx(sum(parts.values()), rel=0.01)
+    # On CPUs that multiply in bf16, oneDNN copies operands of up to this size, which no plan counts.
+    copies = (48 << 10) * (plan.run.precision.mode == "bf16")
+    assert terms.total == pytest.approx(sum(parts.values()), rel=0.01, abs=copies)
