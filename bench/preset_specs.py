@@ -7,10 +7,10 @@ ran with; add others with which `test_a_shipped_spec_equals_a_fresh_one` passes.
 of processor time for each preset; with names, it describes these, and keeps the others' specs. A model of
 transformers is described for each kernel of attention, whose name is in its key. Of presets from 100B
 parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than
-sequences in a batch. The mixtures in DIVIDED are also described for each number of ranks, in nodes of 8, that
-may divide their experts, in a second file: three are traced, for minutes, and the others follow. The default
-run, whose name here is `default`, is described for CPU ranks, so that a first run there starts without a
-trace of 5 to 20 s.
+sequences in a batch. A mixture is also described for each number of ranks, in nodes of 8, that may divide
+their experts, in a second file: three are traced, for minutes, and the others follow. The default run, whose
+name here is `default`, is described for CPU ranks, so that a first run there starts without a trace of 5 to
+20 s.
 """
 
 import lzma
@@ -41,7 +41,6 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, can_decoder_be_split
 
 PER_NODE, LARGE = 8, 1e11
-DIVIDED = ("deepseek-v3", "mixtral-8x7b")
 torch = version_without_build(version("torch"))
 os.environ[VARIABLE] = OFF  # nothing is read from the cache
 kept = {path: read_shipped_specs(path, torch=torch) for path in (SHIPPED_FILE, SHIPPED_EXPERTS_FILE)}
@@ -80,7 +79,7 @@ for preset in read_presets():
         specs = {kernel: add_spec(preset.name, run, "cuda", kernel=kernel) for kernel in kernels}
         spec = specs["flash"]
         assert spec is not None, "every preset is shipped with whole experts"
-        for kernel in kernels if ranks == 1 and preset.name in DIVIDED else ():
+        for kernel in kernels if ranks == 1 else ():
             add_specs_of_divided_experts(preset.name, run, spec, kernel=kernel)
         can_be_split = isinstance(preset.model, DecoderConfig) and can_decoder_be_split(
             preset.model, PER_NODE

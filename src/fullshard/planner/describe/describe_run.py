@@ -10,8 +10,8 @@ as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at 
 length up to 8,192. They are valid for the versions of torch that were seen to give them, regardless of the
 build (`+cpu`, `+cu130`). The file is LZMA over lines of UTF-8: these versions, then each preset's
 `SpecKey.settings` and spec.
-`preset_expert_specs.xz` has those of DeepSeek-V3 and Mixtral 8x7B for each number of ranks that may divide
-experts, in the same format.
+`preset_expert_specs.xz` has those of mixtures for each number of ranks that may divide their experts, in the
+same format.
 """
 
 import hashlib
