@@ -14,7 +14,8 @@ from fullshard.spec.dealing import (
     deal_matrices,
     newton_schulz_flops,
 )
-from fullshard.spec.shard_layout import Box, RankMesh, Shape
+from fullshard.spec.shard_layout import Box, RankMesh
+from fullshard.spec.weight_map import Shape
 
 COST = partial(newton_schulz_flops, steps=5)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import escape_control_characters, print_to_stderr
 
 if TYPE_CHECKING:
     from fullshard.convert.conversion import Conversion
@@ -67,15 +67,15 @@ def _report_key_verdicts(conversion: "Conversion") -> None:
     from fullshard.report.table import show_labelled_lines
 
     for decision in conversion.decisions:
-        print(f"decide: {escape_control_characters(decision)}", file=sys.stderr)
+        print_to_stderr(f"decide: {decision}")
     lost_first = sorted(conversion.key_results, key=lambda one: not one.is_lost)
     show_labelled_lines(((one.key, one.verdict_text) for one in lost_first), file=sys.stderr)
     for note in conversion.notes:
-        print(f"note: {escape_control_characters(note)}", file=sys.stderr)
+        print_to_stderr(f"note: {note}")
     number = Counter(one.verdict for one in conversion.key_results)
     counts = ", ".join(f"{number[verdict]} {verdict}" for verdict in KeyVerdict if number[verdict])
     head = f"{conversion.name} ({conversion.format}): {count_text(len(conversion.key_results), 'key')}"
-    print(escape_control_characters(f"{head}: {counts}"), file=sys.stderr)
+    print_to_stderr(f"{head}: {counts}")
     if conversion.lost_keys:
         lost = escape_control_characters(", ".join(conversion.lost_keys))
         print(f"run.toml does not train as these keys request: {lost}", file=sys.stderr)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import escape_control_characters, print_to_stderr
 
 if TYPE_CHECKING:
     from fullshard.takeover.names import MatchedCheckpoint
@@ -91,7 +91,7 @@ def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: s
         every = offered | converted.settings | dict(found.settings)
         offered = {key: one for key, one in every.items() if not (is_other and key.startswith("schedule."))}
         for key in converted.lost_keys:
-            print(f"not in this run.toml: {key} of the source's settings", file=sys.stderr)
+            print_to_stderr(f"not in this run.toml: {key} of the source's settings")
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
     settings = nested_tables({"run.dir": directory} | offered)
     typer.echo(escape_control_characters(toml_text(settings, head=head, comment=lambda _: None)), nl=False)

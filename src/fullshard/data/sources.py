@@ -1,7 +1,6 @@
 """Opens the sources of a run as token stores, and tokenizes those that are not cached yet."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -29,7 +28,7 @@ from fullshard.spec.settings.data_section import DataSection, DataSource, DataSo
 from fullshard.system.files import open_new_file
 from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.process import count_usable_cores
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import print_to_stderr
 
 IN_MEMORY_BYTES = 64 << 20
 """Without a tokenizer, uncompressed texts of at most this size together are encoded in memory, not cached."""
@@ -329,4 +328,4 @@ class _TokenizationProgress:
         end = f", {format_seconds(left)} left" if left >= 1 else ""
         text = f"{self._name}: {format_count(self._tokens)} tokens from {of}, {rate}{end}"
         with suppress(OSError):
-            print(escape_control_characters(text), file=sys.stderr, flush=True)
+            print_to_stderr(text)

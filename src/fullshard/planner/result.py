@@ -1,6 +1,5 @@
 """A planning question, and its answer: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.run_checks import check_own_model_has_data, count_groups, unused_setting_notes
 from fullshard.system.targets import check_output_file, convert_write_errors, make_load_predicate
-from fullshard.system.terminal import escape_control_characters
+from fullshard.system.terminal import print_to_stderr
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class PlanOptions(NamedTuple):
         notes += [f"planned as the reference decoder: {text}" for text in subject.differs]
         notes += unused_setting_notes(asked)
         for note in () if quiet else filter(None, notes):
-            print(f"note: {escape_control_characters(note)}", file=sys.stderr)
+            print_to_stderr(f"note: {note}")
         degree = asked.sharding.tensor_degree  # before the trace, which would fail without its name
         count_groups(hardware.world_size, degree, key="tensor_parallel", shared="the matmuls")
         sharding = asked.sharding

@@ -19,7 +19,8 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
-from fullshard.spec.shard_layout import Box, Cuts, RankMesh, Shape, cut_box, uncut_axes
+from fullshard.spec.shard_layout import Box, Cuts, RankMesh, cut_box, uncut_axes
+from fullshard.spec.weight_map import Shape
 
 WAVE_ELEMENTS = 1 << 24
 """Elements of whole matrices that an owner has at once, at least one matrix. It bounds temporary memory."""

@@ -1,4 +1,4 @@
-"""How meshes of ranks cut tensors into shards. Pure functions of shapes.
+"""Rules by which meshes of ranks cut tensors into shards, computed from shapes alone.
 
 [Note: nested cuts] If several axes of a mesh cut one dim, each cuts what the one before left, as
 `torch.chunk` does: the last parts may be shorter or empty. FSDP2 cuts last (`_StridedShard`), over the outer
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
-Shape = tuple[int, ...]
+from fullshard.spec.weight_map import Shape
+
 Cuts = tuple[tuple[NonNegativeInt, ...], ...]
 """Per dim, the mesh axes that cut it, in this order."""
 

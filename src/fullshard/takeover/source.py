@@ -184,9 +184,10 @@ def change_names(tensors: Mapping[str, T], new_names: Mapping[str, str], *, fix:
     return {new: tensors[old] for new, old in old_names.items()}
 
 
-def trainer_settings(directory: Path) -> dict[str, Any]:
-    """Returns the settings of a run that the files of transformers in the `directory` hold, if any."""
+def read_trainer_files(directory: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns the settings of a run that files of transformers hold, and the content of Trainer's, if any."""
     settings: dict[str, Any] = {"model.hf": str(directory)} if (directory / "config.json").is_file() else {}
-    if (file := directory / TRAINER).is_file():
-        settings["train.steps"] = int(parse_json(read_bytes(file, most_bytes=VALUE_BYTES))["max_steps"])
-    return settings
+    if not (file := directory / TRAINER).is_file():
+        return settings, None
+    state: Any = parse_json(read_bytes(file, most_bytes=VALUE_BYTES))
+    return settings | {"train.steps": int(state["max_steps"])}, state

@@ -9,7 +9,6 @@ from safetensors import safe_open
 
 from fullshard.errors import CheckpointError
 from fullshard.quantities import join_names
-from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.takeover import dcp
 from fullshard.takeover.optimizer_state import (
     LIGHTNING,
@@ -22,7 +21,7 @@ from fullshard.takeover.optimizer_state import (
     state_tensors,
 )
 from fullshard.takeover.rank_files import find_files, join_files, split_flat_parameters
-from fullshard.takeover.source import TRAINER, ForeignCheckpoint, LazyTensor, trainer_settings
+from fullshard.takeover.source import TRAINER, ForeignCheckpoint, LazyTensor, read_trainer_files
 from fullshard.takeover.stand_ins import read_torch_file
 from fullshard.weights.files import FileTensor, find_weights_file, open_pretrained_files
 
@@ -98,8 +97,9 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
             raise CheckpointError(f"{path} has no state of an optimizer.", why=why, fix=fix)
         optimizer, files = read_optimizer_dict(read_torch_file(file)), (*files, file)
     updates, is_numbered = optimizer.updates, optimizer.has_numbered_moments
-    weights, settings = state_tensors(split_flat_parameters(model, optimizer.moments)), trainer_settings(path)
-    if not (file := path / TRAINER).is_file():
+    weights = state_tensors(split_flat_parameters(model, optimizer.moments))
+    settings, state = read_trainer_files(path)
+    if state is None:
         return ForeignCheckpoint(
             optimizer,
             weights,
@@ -109,7 +109,6 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
             has_order=not (is_numbered and files[0].suffix == ".safetensors"),
             settings=settings,
         )
-    state: Any = parse_json(read_bytes(file, most_bytes=VALUE_BYTES))
     step = int(state["global_step"])
     skipped = step - int(max(updates.values(), default=step)) if (path / "scaler.pt").exists() else 0
     return ForeignCheckpoint(
@@ -117,7 +116,7 @@ def _open_directory(path: Path) -> ForeignCheckpoint:
         weights,
         count_steps(updates, step, skipped=max(skipped, 0)),
         format="Trainer of transformers",
-        files=(*files, file),
+        files=(*files, path / TRAINER),
         default_order="decay-first" if is_numbered else None,
         has_order=not is_numbered,
         tokens=state.get("num_input_tokens_seen") or None,

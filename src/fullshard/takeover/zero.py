@@ -51,7 +51,7 @@ from fullshard.takeover.source import (
     ForeignGroup,
     ForeignOptimizer,
     LazyTensor,
-    trainer_settings,
+    read_trainer_files,
 )
 from fullshard.takeover.stand_ins import read_torch_file
 
@@ -109,7 +109,7 @@ def open_source(path: Path) -> ForeignCheckpoint:
         raise CheckpointError(f"{directory} mixes several steps.", got=got, fix="the files of one step")
     ((step, skipped),) = steps
     samples = int(model.get("global_samples", 0))
-    settings: dict[str, Any] = trainer_settings(directory.parent)
+    settings, _ = read_trainer_files(directory.parent)
     settings |= {"train.global_batch": samples // step} if step and samples and samples % step == 0 else {}
     moments = {n: {k: v for k, v in one.items() if k != _MASTER} for n, one in state.moments.items()}
     return ForeignCheckpoint(

@@ -136,10 +136,10 @@ def build_spec(recorder: recordings.SettingsRecorder, found: RunRecording) -> Mo
     model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
     table = KernelIndex()
     traces = [one.build_trace(table) for one in found.settings]
-    buffers = [
+    buffers = (  # as in the traced copy, where each has a storage of its own
         torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
         for one in model.buffers()
-    ]
+    )
     flops, active = _flops_and_parameters_per_token(
         traces[0],
         table.kernels,
@@ -155,7 +155,7 @@ def build_spec(recorder: recordings.SettingsRecorder, found: RunRecording) -> Mo
         precision=plan.precision,
         units=tuple(_unit_and_parameter_specs(recorder.given, model, fp8=fp8, divided=recorder.divided)),
         scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
-        buffer_bytes=recordings.distinct_storage_bytes(buffers),
+        buffer_bytes=sum(one.untyped_storage().nbytes() for one in buffers),
         loss_chunk=found.loss_chunk,
         context_parallel=plan.context_parallel,
         tensor_parallel=plan.tensor_parallel,

@@ -35,7 +35,8 @@ from fullshard.spec.machine.hardware import Hardware, interpolate_rate
 from fullshard.spec.model import ModelSpec, ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Dtype, MergedUnitSettings, Plan
 from fullshard.spec.settings.model_section import expert_shard_dim
-from fullshard.spec.shard_layout import RankMesh, Shape
+from fullshard.spec.shard_layout import RankMesh
+from fullshard.spec.weight_map import Shape
 
 _ACCESSES = 14  # of each element: scaling, momentum, direction, what is sent, decay and update
 _MATMULS, _SOAP_MATMULS = 3, 8  # of an iteration of Newton–Schulz; of a step
