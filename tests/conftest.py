@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 os.environ["OMP_NUM_THREADS"] = "1"
 # Runs of tests are planned alike on every machine, and none is measured before.
 os.environ["FULLSHARD_CALIBRATION"] = "off"
+os.environ.pop("COLUMNS", None)
 
 import pytest
 import torch

@@ -53,6 +53,7 @@ def test_invalid_bytes_are_refused(text):
         (format_count(12_345_678), "12.3M"),
         (format_count(999_999), "1.00M"),
         (format_count(-7_000), "-7.00k"),
+        (format_count(8_030_000_000), "8.03B"),
         (format_seconds(0.0123), "12.3 ms"),
         (format_seconds(1), "1.0 s"),
         (format_seconds(93), "1 min 33 s"),

@@ -34,7 +34,12 @@ def parse_bytes(text: str) -> int:
 
 
 def format_count(count: float) -> str:
-    """Returns a readable count of parameters, tokens or FLOP: `12_345_678` -> `12.3M`."""
+    """Returns a readable count of parameters or tokens: `12_345_678` -> `12.3M`, and billions as `8.03B`."""
+    return format_decimal(count).replace("G", "B")
+
+
+def format_decimal(count: float) -> str:
+    """Returns a readable number of FLOP or bytes, without the unit: `8_030_000_000` -> `8.03G`."""
     sign, count = ("-", -count) if count < 0 else ("", count)
     power = 0
     while count >= 999.5 and power < len(_DECIMAL) - 1:

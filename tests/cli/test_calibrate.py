@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.cli.main import main
-from fullshard.quantities import format_count
+from fullshard.quantities import format_decimal
 from fullshard.spec.machine.hardware import Hardware
 
 
@@ -15,7 +15,7 @@ def test_the_best_rates_of_the_file_are_printed(tmp_path: Path, capfd: Any):
     out, err = capfd.readouterr()
     found = Hardware.load(path)
     best = max(found.rates.matmul["fp32"], key=lambda point: point.rate)
-    assert f"{format_count(best.rate)}FLOP/s" in out
+    assert f"{format_decimal(best.rate)}FLOP/s" in out
     assert found.world_size == 1
     assert str(path) in err
     assert "measuring for about 0.1 s" in err

@@ -76,6 +76,11 @@ UNDIVIDED = ("--set", "sharding.tensor_parallel=1", "--set", "sharding.context_p
         ([PRESET, "--on", "8xH100", "--ranks", "12"], SpecError, "a multiple of 8"),
         ([PRESET, "--on", "8xH100", "--fewest-gpus-in-days", "2"], SpecError, "--budget 15T"),
         ([PRESET, "--on", "8xH100", "--budget", "lots"], SpecError, "not a count"),
+        (
+            [PRESET, "--set", "run.device=cpu", "--budget", "1B", "--fewest-gpus-in-days", "2"],
+            SpecError,
+            "counts GPUs",
+        ),
         ([PRESET, "--on", "8xH100", "--tokens-per-step", "100"], PlanError, "too few for 8 ranks"),
         ([PRESET, "--on", "8xH100", "--save", "absent/plan.json"], SpecError, "cannot be written"),
         ([PRESET, "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
@@ -135,7 +140,7 @@ def test_the_fewest_gpus_are_planned_and_named_in_the_first_line(capsys: Any) ->
     asked += ["--budget", "100B", "--fewest-gpus-in-days", "2"]
     assert main(["plan", *asked]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    found = re.match(r"plan +(\d+) GPUs are the fewest for 2 days; fits; .* tokens in (.*)", first)
+    found = re.match(r"plan +fewest for 2 days: (\d+) GPUs?; fits; .* tokens in (.*)", first)
     assert found is not None, first
     assert int(found[1]) in (1, 2, 4, 8)
 

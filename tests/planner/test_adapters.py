@@ -38,6 +38,7 @@ def test_adapters_take_the_predicted_bytes(
     terms = predicted(plan)
     parts = max(ranks(2).run(measured, plan), key=lambda one: sum(one.values()))
     assert terms.parameter_shards == parts["parameter_shards"]
+    assert terms.frozen_shards == parts["frozen_shards"] > 0
     assert terms.optimizer_state == parts["optimizer_state"]
     # On CPUs that multiply in bf16, oneDNN copies operands of up to this size, which no plan counts.
     copies = (48 << 10) * (plan.run.precision.mode == "bf16")

@@ -1,5 +1,6 @@
 """The fewest GPUs for a deadline are those of a search over every number of nodes."""
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -95,7 +96,7 @@ def test_fewest_gpus_are_those_of_every_number_of_nodes(case: str):
         budget=TrainingBudget(tokens=TOKENS),
     )
     assert found.best.world_size == expected
-    assert found.answer.startswith(f"{expected} GPUs are the fewest for ")
+    assert re.fullmatch(f"fewest for .* days: {expected} GPUs?", found.answer)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -106,6 +107,16 @@ def test_kernels_alone_take_no_longer_than_any_plan(name: str):
         assert best is not None
         seconds = best.world_size / require_prediction(best).tokens_per_second
         assert 0.3 * seconds < least_rank_seconds_per_token(question.spec, question.hardware) <= seconds
+
+
+def test_too_little_memory_for_any_number_is_named():
+    def build(*, size: tuple[int, int] = (1, NODE), quiet: bool = False) -> PlanRequest:
+        asked = request("small", *size, batch=96, scale=1.0)
+        chip = asked.hardware.chip.model_copy(update={"memory_bytes": 2**20})
+        return replace(asked, hardware=asked.hardware.model_copy(update={"chip": chip, "across": None}))
+
+    with pytest.raises(PlanError, match="the quickest that fits: none(.|\n)*more memory"):
+        plan_fewest_gpus(build, days=1000, budget=TrainingBudget(tokens=TOKENS))
 
 
 def test_a_deadline_that_no_number_meets_names_the_quickest():

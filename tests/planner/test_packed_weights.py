@@ -33,7 +33,9 @@ def test_a_step_allocates_what_is_predicted(ranks: Callable[[int], Any], case: t
     batch = f"train.global_batch={2 * data}"
     plan = plan_of(count, "adapter.rank=4", f"adapter.base_dtype={form}", batch, *settings)
     for rank, parts in enumerate(ranks(count).run(measured, plan)):
-        assert predicted(plan, rank=rank).total == pytest.approx(sum(parts.values()), rel=0.01)
+        terms = predicted(plan, rank=rank)
+        assert terms.total == pytest.approx(sum(parts.values()), rel=0.01)
+        assert terms.frozen_shards == pytest.approx(parts["frozen_shards"], rel=0.01)
 
 
 def test_experts_keep_no_matrices_until_backward() -> None:

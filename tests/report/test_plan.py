@@ -15,7 +15,7 @@ from fullshard.report.plan import (
     show_plan_table,
     term_label,
 )
-from fullshard.report.table import format_table_lines, show_labelled_lines
+from fullshard.report.table import format_table_lines, labelled_lines, show_labelled_lines, show_table
 from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationOffloadTerms, OffloadTerms, TimeTerms
@@ -90,6 +90,18 @@ def test_checkpoints_in_the_background_take_host_memory():
     assert prediction is not None
     staged = prediction.memory.parameter_shards + prediction.memory.optimizer_state
     assert format_bytes(staged) in rows(plan.model_copy(update={"run": run}))["checkpoints"]
+
+
+@pytest.mark.parametrize(("save", "staged"), [("all", 19 * GIB), ("adapters", 12 * GIB)])
+def test_a_frozen_base_has_its_own_line_and_is_staged_if_it_is_saved(save: str, staged: int):
+    own = ("adapter.rank=4", "adapter.base_dtype=nf4", f"adapter.save={save}")
+    plan = predicted(*own, "checkpoint.mode=async")
+    assert plan.prediction is not None
+    memory = plan.prediction.memory.model_copy(update={"frozen_shards": 7 * GIB})
+    text = rows(with_prediction(plan, memory=memory))
+    assert text["adapter"] == "rank 4; the base is frozen, packed in nf4"
+    assert text["frozen shards"].split()[:2] == ["7.00", "GiB"]
+    assert text["checkpoints"].startswith(format_bytes(staged))
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much():
@@ -181,6 +193,28 @@ def test_long_text_wraps_in_its_column():
     show_labelled_lines([("label", "word " * 30), ("other", "text")], file=out)
     first, second, other = out.getvalue().splitlines()
     assert (first[:12], second[:9], other) == ("label  word ", " " * 9, "other  text")
+
+
+@pytest.mark.parametrize(("variable", "columns"), [("60", 60), ("140", 140), (None, 100)])
+def test_lines_into_a_pipe_are_as_wide_as_the_environment_says(
+    variable: str | None, columns: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("COLUMNS", variable)
+    for show in (
+        lambda out: show_labelled_lines([("label", "word " * 60)], file=out),
+        lambda out: show_table(["", "a column"], [["", "word " * 60]], file=out),
+    ):
+        out = io.StringIO()
+        show(out)
+        assert columns - 8 < max(map(len, out.getvalue().splitlines())) <= columns
+
+
+@pytest.mark.parametrize("quantity", ["12 %", "1.50 GiB", "640 B", "18.0 ms", "18 h", "41 days"])
+def test_a_number_and_its_unit_are_on_one_line(quantity: str):
+    for length in range(40):
+        assert quantity in "\n".join(labelled_lines([("", "x" * length + f" {quantity}, more")], columns=40))
 
 
 def test_strategies_are_ordered_by_speed_and_lack():

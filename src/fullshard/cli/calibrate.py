@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fullshard.cli.options import require_positive_number
-from fullshard.quantities import count_text, format_count
+from fullshard.quantities import count_text, format_decimal
 from fullshard.system.terminal import escape_to_single_line
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ def calibration_rows(hardware: "Hardware") -> Iterator[tuple[str, str]]:
             if rate.curve is not None:
                 yield f"{kind.replace('_', '-')} {axis}", _best_rate_text(rate.curve, unit="B")
     if hardware.disk_bytes_per_second is not None:
-        yield "drive, reading and writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
+        yield "drive, reading and writing", f"{format_decimal(hardware.disk_bytes_per_second)}B/s"
 
 
 def _best_rate_text(curve: "Curve", *, unit: str) -> str:
     best = max(curve, key=lambda point: point.rate)
-    return f"{format_count(best.rate)}{unit}/s at {format_count(best.size)}{unit} a launch"
+    return f"{format_decimal(best.rate)}{unit}/s at {format_decimal(best.size)}{unit} a launch"

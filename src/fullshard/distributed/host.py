@@ -12,7 +12,7 @@ from fullshard.errors import OffloadError
 from fullshard.quantities import format_bytes
 from fullshard.spec.groups import page_aligned_bytes
 
-_FIX = 'a smaller offload.sub_group_parameters, an nvme tier, checkpoint.mode = "sync", or more ranks'
+_FIX = 'a smaller offload.sub_group_parameters, an nvme tier, checkpoint.mode = "sync", or more machines'
 
 
 def allocate_host_memory(size_bytes: int, *, pinned: bool) -> Tensor:

@@ -71,7 +71,7 @@ class OutOfMemoryReporter:
         what = f"rank {rank} ran out of memory in {self._where.phase} of step {step}."
         got = f"{asked}while it held {format_bytes(held_bytes)} of tensors"
         why = f"{user_code_location_text(error)}: {_first_line(error)}"
-        fix = 'a smaller train.microbatch, recompute.mode = "full", or more ranks'
+        fix = 'a smaller train.microbatch, recompute.mode = "full", or more GPUs or machines'
         if self.directory is not None:
             path = self.directory / OUT_OF_MEMORY / f"step-{step:08}-rank-{rank:05}.txt"
             prediction = None if self.plan is None else self.plan.prediction

@@ -104,7 +104,8 @@ def storages_by_part(
     copies: Iterable[Tensor] = getattr(optimizer, "device_shard_copies", ())
     passing: Iterable[Tensor] = getattr(optimizer, "device_buffers", ())
     tensors = {
-        "parameter_shards": [*model.parameters(), *copies],
+        "parameter_shards": [*(p for p in model.parameters() if p.requires_grad), *copies],
+        "frozen_shards": (p for p in model.parameters() if not p.requires_grad),
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
         "optimizer_state": [*own, *passing],
         "parameter_averages": averages,

@@ -14,6 +14,7 @@ from fullshard.errors import PlanError, SpecError
 from fullshard.planner.predict.phases import nearest_dtype_rate_curve
 from fullshard.planner.result import PlanRequest, PlanResult, search_and_explain, search_degrees
 from fullshard.planner.search.candidates import require_prediction
+from fullshard.quantities import count_text
 from fullshard.report.plan import TrainingBudget, format_duration
 from fullshard.spec.machine.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -34,12 +35,16 @@ def plan_fewest_gpus(
     """
     if budget is None or (tokens := budget.tokens) is None:
         raise SpecError("--fewest-gpus-in-days needs a number of tokens.", fix="add --budget 15T")
-    ranks_per_node = build_request(quiet=True).hardware.ranks_per_node
+    hardware = build_request(quiet=True).hardware
+    if hardware.device == "cpu":
+        raise SpecError("--fewest-gpus-in-days counts GPUs.", got=hardware.name, fix="add --on 8xH100")
+    ranks_per_node = hardware.ranks_per_node
     deadline, least, fastest = days * 86400, 0.0, (float("inf"), 0)
     parts = ((1, part) for part in divisors(ranks_per_node))
     for nodes, each in chain(parts, ((nodes, ranks_per_node) for nodes in count(2))):
         ranks = nodes * each
-        if nodes > MOST_TIMES * max(least / ranks_per_node, FIRST_NODES):
+        is_beyond_link = nodes > 1 and hardware.across is None
+        if is_beyond_link or nodes > MOST_TIMES * max(least / ranks_per_node, FIRST_NODES):
             break
         try:
             question = build_request(size=(nodes, each), quiet=True)
@@ -53,12 +58,12 @@ def plan_fewest_gpus(
         if seconds <= deadline:
             return replace(search_and_explain(build_request(size=(nodes, each))), fewest_for_days=days)
         fastest = min(fastest, (seconds, ranks))
-    found = f"{format_duration(fastest[0])} on {fastest[1]:,} GPUs" if fastest[1] else "nothing fits"
+    found = f"{format_duration(fastest[0])} on {count_text(fastest[1], 'GPU')}" if fastest[1] else "none"
     raise PlanError(
         f"no number of GPUs that was tried is done in {days:g} days.",
-        got=f"the quickest: {found}",
+        got=f"the quickest that fits: {found}",
         why=f"tried up to {MOST_TIMES} times what kernels need, at least {MOST_TIMES * FIRST_NODES} nodes",
-        fix="more days, or more tokens a step (--tokens-per-step), which more GPUs can share",
+        fix="more days, a larger --tokens-per-step, which more GPUs can share, or GPUs with more memory",
     )
 
 

@@ -10,7 +10,7 @@ from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planner.search.search import SearchResult, require_best
 from fullshard.planner.target import ModelToPlan, choose_global_batch, choose_hardware, resolve_model_to_plan
-from fullshard.quantities import format_bytes, format_count, parse_count
+from fullshard.quantities import count_text, format_bytes, format_count, parse_count
 from fullshard.report.plan import PlanReport, TrainingBudget, plan_rows, show_plan_table
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.machine.certainty import speed_deviation_of_plan
@@ -40,10 +40,13 @@ class PlanRequest:
     def model_summary(self) -> str:
         spec = self.spec
         blocks = sum(unit.is_block for unit in spec.units)
-        text = f"{self.subject.name}: {_format_parameter_count(spec.numel)} parameters"
+        text = f"{self.subject.name}: {format_count(spec.numel)} parameters"
+        if (trained := spec.numel - spec.frozen_numel) < spec.numel:
+            packed = f", {format_count(spec.packed_numel)} packed" if spec.packed_numel else ""
+            text += f" ({format_count(trained)} trained{packed})"
         # Active parameters are shown for sparse experts only, as an embedding lookup is not worth a mention.
         if spec.active_numel is not None and spec.active_numel < 0.7 * spec.numel:
-            text += f", {_format_parameter_count(spec.active_numel)} of them for each token"
+            text += f", {format_count(spec.active_numel)} of them for each token"
         return f"{text}, {blocks} blocks" if blocks else text
 
     @property
@@ -143,7 +146,7 @@ class PlanResult:
     def answer(self) -> str:
         """The answer to a question beyond the plan, with which the page begins; empty without one."""
         days, ranks = self.fewest_for_days, self.best.world_size
-        return "" if days is None else f"{ranks:,} GPUs are the fewest for {days:g} days"
+        return "" if days is None else f"fewest for {days:g} days: {count_text(ranks, 'GPU')}"
 
     def print_report(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies."""
@@ -174,8 +177,9 @@ class PlanResult:
     def json_record(self, budget: TrainingBudget | None) -> dict[str, object]:
         """Returns the result as JSON values. `best` is the plan that --save writes."""
         best, spec, hardware = self.best, self.question.spec, self.question.hardware
+        counts = {"parameters": spec.numel, "frozen": spec.frozen_numel, "packed": spec.packed_numel}
         data: dict[str, object] = {
-            "model": {"name": self.question.subject.name, "parameters": spec.numel},
+            "model": {"name": self.question.subject.name, **counts},
             "hardware": {"name": hardware.name, "ranks": hardware.world_size, "source": hardware.source},
             "best": best.model_dump(mode="json"),
         }
@@ -221,8 +225,3 @@ def search_degrees(question: PlanRequest) -> DegreeSearch:
         asked,
         hardware=hardware,
     )
-
-
-def _format_parameter_count(count: int) -> str:
-    """Formats a number of parameters as in `8.03B`: billions are customary here, not giga."""
-    return format_count(count).replace("G", "B")

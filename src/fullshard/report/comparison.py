@@ -26,6 +26,7 @@ from fullshard.quantities import (
     count_text,
     format_bytes,
     format_count,
+    format_decimal,
     format_seconds,
     format_trained_token_share,
 )
@@ -357,5 +358,5 @@ def _speed_rows(m: Measurement) -> Iterator[tuple[str, str]]:
 
 def _format_flop_count(count: float) -> str:
     """Returns a FLOP count with its unit: `1.02e11` -> `102 GFLOP`."""
-    text = format_count(count)
+    text = format_decimal(count)
     return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"

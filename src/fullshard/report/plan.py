@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO, cast
 
-from fullshard.quantities import count_text, format_bytes, format_count, format_seconds
+from fullshard.quantities import count_text, format_bytes, format_count, format_decimal, format_seconds
 from fullshard.report.table import labelled_lines, show_table
 from fullshard.spec.machine.certainty import SpeedDeviation
 from fullshard.spec.plan import Plan
@@ -68,7 +68,7 @@ class TrainingBudget(FrozenModel):
         record = cast(dict[str, float], self.json_record(plan, prediction))
         if self.tokens:
             dollars = f" for ${format_amount(record['dollars'])}" if self.price_per_hour else ""
-            yield f"{_tokens_text(self.tokens)} in {format_duration(record['seconds'])}{dollars}"
+            yield f"{format_count(self.tokens)} tokens in {format_duration(record['seconds'])}{dollars}"
         elif self.price_per_hour:
             yield f"${format_amount(record['dollars_per_hour'])} an hour"
             yield f"${format_amount(record['dollars_per_billion_tokens'])} per billion tokens"
@@ -116,7 +116,7 @@ def plan_rows(page: PlanReport) -> Iterator[tuple[str, str]]:
         return
     yield from _memory_rows(prediction, margin=page.asked.memory_margin)
     if plan.run.checkpoint.mode == "async":
-        staged = format_bytes(prediction.memory.staged_checkpoint_bytes)
+        staged = format_bytes(prediction.memory.checkpoint_bytes(plan.run.adapter))
         yield "checkpoints", f"{staged} more host memory per rank, for the copy that is written"
     if prediction.offload is not None:
         yield from _offload_rows(prediction)
@@ -236,6 +236,9 @@ def settings_rows(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     run, precision = plan.run, plan.precision
     yield "strategy", mark_as_asked(sharding_text(plan), pinned=asked.sharding.strategy != "auto")
     yield from _model_parallel_rows(plan)
+    if run.adapter.rank:
+        packed = f", packed in {form}" if (form := run.adapter.packed_format) else ""
+        yield "adapter", f"rank {run.adapter.rank}; the base is frozen{packed}"
     if run.offload.tier != "none":
         there = ", updated in the device's memory" if run.offload.update == "device" else ""
         yield "offload", run.offload.tier + there
@@ -301,7 +304,7 @@ def _offload_rows(prediction: Prediction) -> Iterator[tuple[str, str]]:
         wear = "what is written wears it"
         if prediction.has_complete_step_time:
             a_day = terms.disk_written_bytes / prediction.time.total * 86_400
-            wear += f" by {format_count(a_day)}B a day for each rank"
+            wear += f" by {format_decimal(a_day)}B a day for each rank"
         yield "", wear
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
     each = ", ".join(f"{HOST_WORK[name]} {format_seconds(value)}" for name, value in seconds.items() if value)
@@ -362,15 +365,10 @@ def _speed_rows(
 def _budget_rows(budget: TrainingBudget, plan: Plan, *, prediction: Prediction) -> Iterator[tuple[str, str]]:
     kind, record = "GPU" if plan.device == "cuda" else "rank", budget.json_record(plan, prediction)
     if budget.tokens and (hours := record["rank_hours"]):
-        yield _tokens_text(budget.tokens), f"{format_amount(hours)} {kind} hours"
+        yield f"{format_count(budget.tokens)} tokens", f"{format_amount(hours)} {kind} hours"
     if price := budget.price_per_hour:
         each = format_amount(record["dollars_per_billion_tokens"] or 0.0)
         yield "price", f"${format_amount(price)} for a {kind} hour, ${each} per billion tokens"
-
-
-def _tokens_text(count: int) -> str:
-    """Returns `100B tokens`: billions are customary here, not giga."""
-    return f"{format_count(count).replace('G', 'B')} tokens"
 
 
 def format_duration(seconds: float) -> str:

@@ -1,9 +1,11 @@
-"""Prints (label, text) lines and tables, fitted to a terminal, or else plain and 100 columns wide.
+"""Prints (label, text) lines and tables: fitted to a terminal or to $COLUMNS, or else 100 columns wide.
 
 Also makes tables of HTML. Everything in a run's records may come from a stranger, so all texts are escaped.
 """
 
 import html
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -18,6 +20,7 @@ from fullshard.system.terminal import escape_control_characters, escape_to_singl
 
 PLAIN_COLUMNS = 100
 LEAST_COLUMNS = 12  # of a text that is wrapped
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(%|[kMGTP]i?B|B|h|min|m?s|days)(?!\w))")
 
 
 def show_labelled_lines(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
@@ -25,13 +28,19 @@ def show_labelled_lines(rows: Iterable[tuple[str, str]], *, file: TextIO | None 
     out: TextIO = file or sys.stdout
     rows = [(escape_control_characters(label), text) for label, text in rows]
     width = max((len(label) for label, _ in rows), default=0)
+    lines = labelled_lines(rows, columns=_output_columns(out))
     if not out.isatty():
-        return print("\n".join(labelled_lines(rows, columns=PLAIN_COLUMNS)), file=out)
+        return print("\n".join(lines), file=out)
     console = Console(file=out, highlight=False, soft_wrap=True)
-    for line in labelled_lines(rows, columns=console.width):
+    for line in lines:
         style = "dim" if line.startswith(" ") else "bold"
         console.print(Text.assemble((line[:width], style), line[width:]))
     return None
+
+
+def _output_columns(out: TextIO) -> int:
+    """Returns the columns of $COLUMNS if it is set, else of the terminal, or PLAIN_COLUMNS without one."""
+    return Console(file=out).width if out.isatty() or os.environ.get("COLUMNS") else PLAIN_COLUMNS
 
 
 def labelled_lines(rows: Iterable[tuple[str, str]], *, columns: int | None = None) -> Iterator[str]:
@@ -50,9 +59,9 @@ def labelled_lines(rows: Iterable[tuple[str, str]], *, columns: int | None = Non
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
     """Prints a table with the first column left-aligned and the others right-aligned, as wide as fits."""
     out: TextIO = file or sys.stdout
-    console = Console(file=out, highlight=False, soft_wrap=True)
-    lines = list(format_table_lines(header, rows, columns=console.width if out.isatty() else PLAIN_COLUMNS))
+    lines = list(format_table_lines(header, rows, columns=_output_columns(out)))
     if out.isatty():
+        console = Console(file=out, highlight=False, soft_wrap=True)
         console.print(Text(lines[0], style="bold"))
         lines = lines[1:]
     print("\n".join(lines), file=out)
@@ -117,6 +126,6 @@ def _wrap_text(text: str, columns: int, *, indent: str = "  ") -> list[str]:
         return [text]
     width = max(columns, LEAST_COLUMNS)
     long = not indent  # a cell never leaves its column
-    joined = text.replace(" %", "\N{NO-BREAK SPACE}%")  # a number and its unit stay together
+    joined = _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)  # a number and its unit stay together
     lines = wrap(joined, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=long)
-    return [line.replace("\N{NO-BREAK SPACE}%", " %") for line in lines] or [""]
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines] or [""]

@@ -338,6 +338,14 @@ class ModelSpec(FrozenModel):
         return sum(unit.numel for unit in self.units) + self.scalars
 
     @property
+    def frozen_numel(self) -> int:
+        return sum(p.numel for unit in self.units for p in unit.parameters if not p.requires_grad)
+
+    @property
+    def packed_numel(self) -> int:
+        return sum(p.numel for unit in self.units for p in unit.parameters if p.packed_columns is not None)
+
+    @property
     def expert_count_gcd(self) -> int:
         """Greatest common divisor of the layers' experts; 0 if experts are no units of their own."""
         counts = [p.shape[0] for unit in self.units if unit.has_experts for p in unit.parameters]

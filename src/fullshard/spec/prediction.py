@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from fullshard.spec.settings.train_section import AdapterSection
 from fullshard.spec.value import FrozenModel, Large, NonNegativeFloat, PositiveFloat, PositiveInt
 
 # Rates were not measured on this hardware ("none"), or were ("idle"). Earlier versions also wrote "busy".
@@ -17,7 +18,8 @@ class MemoryTerms(FrozenModel):
 
     P: parameters; N: shards; master: bytes per element of a shard. Shards are padded so that N divides dim 0.
 
-    parameter_shards     P · master / N
+    parameter_shards     of trained parameters: P · master / N
+    frozen_shards        of frozen parameters, in their own dtype; of packed weights, the packed bytes
     gradients            P · master / N once all units are reduced; less during backward
     optimizer_state      optimizer state of the rank's shards: 2 · P · master / N for AdamW. For an offload
                          target with updates on the device: the buffers that state passes through
@@ -38,6 +40,7 @@ class MemoryTerms(FrozenModel):
 
     moment: str
     parameter_shards: int
+    frozen_shards: int = 0
     gradients: int = 0
     optimizer_state: int
     parameter_averages: int = 0
@@ -56,10 +59,10 @@ class MemoryTerms(FrozenModel):
     def total(self) -> int:
         return sum(self.terms().values())
 
-    @property
-    def staged_checkpoint_bytes(self) -> int:
-        """Bytes of host memory of the copy from which a background checkpoint is written."""
-        return self.parameter_shards + self.optimizer_state + self.parameter_averages
+    def checkpoint_bytes(self, adapter: AdapterSection) -> int:
+        """Returns the device bytes that a checkpoint holds: those of the copy for the background."""
+        frozen = 0 if adapter.saves_only_adapters else self.frozen_shards
+        return self.parameter_shards + frozen + self.optimizer_state + self.parameter_averages
 
     def terms(self) -> dict[str, int]:
         """Returns the terms by name, in the order of the fields."""

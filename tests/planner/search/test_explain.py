@@ -7,7 +7,7 @@ import pytest
 from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.explain import NOTABLE, PlanExplanation, explain_plan
 from fullshard.planner.search.search import search
-from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware import MOST_RANKS, Hardware
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import LLAMA_8B, LLAMA_405B, MODES, Shape, decoder_spec, run_for
 
@@ -49,6 +49,10 @@ def test_the_cost_that_is_named_is_the_largest():
         costs |= {"memory": 1 - speeds[0] / speeds[1], "computing": NOTABLE}
         said = explain_plan(found, hardware, spec=spec, run=run)
         assert said.binds == max(costs, key=lambda name: costs[name])
+
+
+def test_no_more_ranks_are_tried_than_a_machine_may_have():
+    explained(hardware_of(MOST_RANKS // 8, 8, gib=4000), batch=MOST_RANKS)
 
 
 def test_a_slow_host_is_the_largest_cost_beside_quick_kernels():

@@ -1,5 +1,6 @@
 """The search gives what predicting every candidate gives, and says why where nothing fits."""
 
+import re
 from typing import NamedTuple
 
 import pytest
@@ -199,6 +200,16 @@ def test_more_ranks_are_advised_where_no_pin_is_to_blame():
     spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8")
     with pytest.raises(PlanError, match="try: 8 ranks: full_shard"):
         plan(spec, hardware_of(1, 2, gib=48), run)
+
+
+def test_cpu_ranks_of_one_machine_are_not_advised_to_be_more():
+    """They share its memory, so that each of more ranks has less."""
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8")
+    machine = cpu_of(2).model_copy(update={"across": None})
+    small = machine.chip.model_copy(update={"memory_bytes": 48 * 2**30})
+    with pytest.raises(PlanError, match="or fewer ranks") as raised:
+        plan(spec, machine.model_copy(update={"chip": small}), run)
+    assert not re.search(r"\d ranks: ", str(raised.value))
 
 
 @pytest.mark.parametrize(("nodes", "gib"), [(1, 2e-9), (MOST_RANKS // 8, 1)])

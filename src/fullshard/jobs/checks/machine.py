@@ -75,11 +75,11 @@ class RunContext:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """Predicted bytes of one checkpoint: parameters and optimizer state; None without a prediction."""
+        """Predicted bytes of one checkpoint: parameters and state; None without a prediction."""
         prediction = self.plan.prediction
         if prediction is None:
             return None
-        per_rank, offload = prediction.memory.staged_checkpoint_bytes, prediction.offload
+        per_rank, offload = prediction.memory.checkpoint_bytes(self.run.adapter), prediction.offload
         if offload is not None:
             per_rank += max(offload.host_bytes, offload.disk_bytes)
         return per_rank * self.plan.world_size // self.plan.replicate_degree

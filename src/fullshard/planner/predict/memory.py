@@ -147,7 +147,8 @@ class _StepMemoryReplay:
         optimizer = {kind: optimizer_state_bytes(size, self.plan) for kind, size in sizes.items()}
         below_adamw = state_bytes_below_adamw(self.spec, self.plan, rank=self.rank)
         lasting = {
-            "parameter_shards": sum(sizes[kind].shards for kind in kinds),
+            "parameter_shards": sum(sizes[kind].shards - sizes[kind].frozen_shards for kind in kinds),
+            "frozen_shards": sum(sizes[kind].frozen_shards for kind in kinds),
             "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing - below_adamw,
             "parameter_averages": sum(parameter_average_bytes(sizes[kind], self.plan) for kind in kinds),
             "buffers": self.spec.buffer_bytes,

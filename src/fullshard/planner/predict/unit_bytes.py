@@ -27,6 +27,7 @@ class UnitBytes:
     reshards: bool  # parameters are resharded after forward
     gathers_in_backward: bool  # parameters that were resharded are gathered again for backward
     shards: int  # own shards on the device, in the master dtype unless offloaded, padded
+    frozen_shards: int  # the part of `shards` that is frozen
     own_shards: int  # trained own shards in the compute dtype, wherever they are stored
     on_drive: int  # `own_shards` in a file, where each shard starts at a page boundary
     frozen: int  # frozen own shards in their own dtype, wherever they are stored
@@ -74,7 +75,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     def padded_shard_numel(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree) // degree
 
-    shards, casts, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
+    shards, frozen_shards, casts, uncast = _shard_and_cast_bytes(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     frozen = [p for p in unit.parameters if not p.requires_grad]
     chunk = sum(padded_shard_numel(p) for p in trained)
@@ -92,6 +93,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         reshards=settings.reshard_after_forward,
         gathers_in_backward=settings.gathers_in_backward,
         shards=shards,
+        frozen_shards=frozen_shards,
         own_shards=sum(padded_shard_numel(p) * _itemsize_in_computation(p, settings) for p in trained),
         on_drive=sum(
             page_aligned_bytes(padded_shard_numel(p), _itemsize_in_computation(p, settings)) for p in trained
@@ -167,10 +169,11 @@ def _cpu_reduce_copy_bytes(trained: Sequence[ParamSpec], settings: MergedUnitSet
 
 def _shard_and_cast_bytes(
     unit: UnitSpec, plan: Plan, *, settings: MergedUnitSettings
-) -> tuple[int, list[int], int]:
-    """Returns bytes on the device as (shards, casts, uncast).
+) -> tuple[int, int, list[int], int]:
+    """Returns bytes on the device as (shards, frozen, casts, uncast).
 
     shards: bytes of the own shards.
+    frozen: bytes of those that are not trained.
     casts: bytes of each shard that is cast or copied in for an all-gather.
     uncast: bytes of the largest shard that is copied in and then cast.
     """
@@ -178,7 +181,7 @@ def _shard_and_cast_bytes(
     master = ITEMSIZE[settings.precision.master]
     # On the CPU, host memory is device memory: masters are the shards, unless they are on the drive.
     is_master = not tier.offloads_optimizer or (on_cpu and not tier.is_on_drive)
-    shards, casts, uncast = 0, list[int](), 0
+    shards, frozen, casts, uncast = 0, 0, list[int](), 0
     for parameter in unit.parameters:
         elements = padded_numel(parameter.shape, degree) // degree
         is_trained = parameter.requires_grad and parameter.is_floating
@@ -191,12 +194,13 @@ def _shard_and_cast_bytes(
         of_tier = tier.offloads_optimizer if is_trained else tier.offloads_parameters and not is_master
         is_elsewhere = of_tier and (tier.offloads_parameters or is_master)
         shards += 0 if is_elsewhere else elements * kept
+        frozen += 0 if is_elsewhere or is_trained else elements * kept
         # A shard copied in from the host occupies device memory like a shard that is cast.
         if used != kept or (is_elsewhere and not on_cpu):
             casts.append(elements * used)
             if used != kept and is_elsewhere and not on_cpu:
                 uncast = max(uncast, elements * kept)
-    return shards, casts, uncast
+    return shards, frozen, casts, uncast
 
 
 def _eight_bit_moment_bytes(numel: int, itemsize: int) -> int:

@@ -8,7 +8,7 @@ from fullshard.planner.search.candidates import require_prediction
 from fullshard.planner.search.search import SearchResult, iterate_runs_with_setting_unpinned, search
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.report.plan import HOST_WORK, recompute_text
-from fullshard.spec.machine.hardware import Hardware
+from fullshard.spec.machine.hardware import MOST_RANKS, Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Tier
@@ -203,8 +203,8 @@ def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Ch
         yield "run.compile = true", run.with_settings({"run": {"compile": True}}), hardware
     twice = run.with_settings({"train": {"global_batch": 2 * run.train.global_batch}})
     yield f"{2 * run.tokens_per_step:,} tokens a step, twice as many", twice, hardware
-    if plan.device == "cuda" and (hardware.across is not None or hardware.nodes == 1):
-        spread = hardware.across is not None
+    spread = hardware.across is not None
+    if plan.device == "cuda" and (spread or hardware.nodes == 1) and 2 * hardware.world_size <= MOST_RANKS:
         more = hardware.with_rank_counts(
             nodes=hardware.nodes * (2 if spread else 1),
             ranks_per_node=hardware.ranks_per_node * (1 if spread else 2),

@@ -223,11 +223,14 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
         )
     largest, count = max(prediction.memory.terms().items(), key=lambda term: term[1])
     changes = chain(iterate_runs_with_setting_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
+    shares = hardware.device == "cpu" and hardware.ranks_per_node > 1
+    fewer = ", or fewer ranks, among which the machine's memory is divided" if shares else ""
+    smaller = f"a shorter data.sequence_length, or a smaller model{fewer}"
     no_margin = run.with_settings({"plan": {"memory_margin": 0.0}})
     without_margin = [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
     ways = [
         _first_fitting_change_text(spec, without_margin),
-        _first_fitting_change_text(spec, changes) or "a shorter data.sequence_length, or a smaller model",
+        _first_fitting_change_text(spec, changes) or smaller,
         _suggest_offload_target(spec, hardware, run=run),
     ]
     free = f" with {100 * run.memory_margin:g} % of it left free" if run.memory_margin else ""
@@ -273,7 +276,7 @@ def _iterate_changes_to_fit_host_memory(plan: Plan) -> Iterator[str]:
     if prediction.offload is not None:
         if section.is_on_drive:
             yield f"offload.sub_group_parameters below {section.sub_group_parameters}"
-        yield 'offload.tier = "none" or another, or more ranks'
+        yield 'offload.tier = "none" or another, or more machines'
     if prediction.activations is not None:
         yield 'recompute.mode = "full", or a smaller train.microbatch'
 
@@ -311,6 +314,8 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
             return
         more = hardware.with_rank_counts(nodes=nodes * factor, ranks_per_node=per_node)
         if more.across is None:  # without a link between nodes, add ranks to the one node
+            if hardware.device == "cpu":  # which share its memory
+                return
             more = hardware.with_rank_counts(nodes=1, ranks_per_node=per_node * factor)
         ranks = more.world_size // run.sharding.ranks_per_sequence
         batch = -(-run.train.global_batch // ranks) * ranks

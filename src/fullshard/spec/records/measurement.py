@@ -192,13 +192,14 @@ class StepSeconds(SecondsByCause):
 class MemoryParts(FrozenModel):
     """Bytes of live tensors on one rank at the peak, by kind.
 
-    parameter_shards, gradients, optimizer_state, parameter_averages: those of the rank's shards
+    parameter_shards (trained), frozen_shards, gradients, optimizer_state, parameter_averages: the rank's own
     units_in_flight: unsharded parameters and the buffers of collectives; in `rest` on CUDA, whose allocator
         does not distinguish them
     rest: batch, activations, unreduced gradients of a unit, temporaries
     """
 
     parameter_shards: NonNegativeInt
+    frozen_shards: NonNegativeInt = 0
     gradients: NonNegativeInt
     optimizer_state: NonNegativeInt
     parameter_averages: NonNegativeInt = 0
