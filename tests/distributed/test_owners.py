@@ -1,14 +1,19 @@
 """Each rank knows which part of a tensor every rank has, without a message."""
 
+from math import prod
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.distributed.agreement import all_gather_object
-from fullshard.distributed.owners import find_layouts
+from fullshard.distributed.owners import Wave, find_layouts
 from fullshard.distributed.tensors import local_tensor, shard_offsets, zeros_sharded_like
+from fullshard.spec.dealing import build_tensor_layout, deal_matrices
+from fullshard.spec.shard_layout import RankMesh
 from tests.checkpoint.states import sharded
 
 
@@ -44,3 +49,20 @@ def compared_with_what_ranks_hold() -> tuple[int, list[str]]:
 
 def test_layouts_are_what_the_ranks_hold(ranks):
     assert ranks(4).run(compared_with_what_ranks_hold) == [(9, [])] * 4
+
+
+def copies_of_owner(ranks: int) -> int:
+    """Returns how many copies rank 0 makes of a matrix of 512 rows over `ranks` ranks, when it gathers it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
+    layout = build_tensor_layout((512, 4), ((0,), ()), mesh=RankMesh((ranks,), tuple(range(ranks))))
+    wave = Wave(deal_matrices([layout], rank=0, cost=prod)[0])
+    rows = torch.arange(2048.0)
+    places = [place.clone() for _, _, place in wave._iterate_pieces(rows)]
+    assert torch.equal(torch.cat(places).flatten(), rows)
+    return len(places)
+
+
+def test_an_owner_copies_rows_that_follow_each_other_at_once(ranks):
+    assert ranks(1).run(copies_of_owner, 2) == ranks(1).run(copies_of_owner, 256) == [1]

@@ -27,7 +27,7 @@ def agreed() -> tuple[list[str], list[bool], int]:
     texts = all_gather_object(f"{rank}" * 1000 * rank)  # of different sizes; one is empty
     group: Any = dist.group.WORLD
     before = group._get_backend(group._device_types[0])._get_sequence_number_for_group()
-    alone = [all_ranks_have(rank != odd, device="cpu") for odd in range(ranks + 1)]
+    alone = [all_ranks_have(rank != odd) for odd in range(ranks + 1)]
     counted = group._get_backend(group._device_types[0])._get_sequence_number_for_group() - before
     return texts, alone, counted
 
@@ -79,7 +79,7 @@ def requests_of_agreement(path: Path) -> tuple[int, int]:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         for _ in range(2):
             all_gather_object(rank)
-            all_ranks_have(True, device="cpu")
+            all_ranks_have(True)
             run_on_rank_zero(lambda: rank, doing="x")
         descriptors = len(os.listdir("/proc/self/fd")) - before
         dist.destroy_process_group()

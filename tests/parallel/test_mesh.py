@@ -165,7 +165,7 @@ def build_under_another_default_device() -> tuple[list[float], list[int], bool]:
     numbers = torch.tensor([1.0, 2.0])
     with torch.device("meta"):  # in place of a GPU, of which programs make the default
         mesh = build_mesh(plan_of(2, "sharding.tensor_parallel=2"))
-        return HostCopy(numbers).read(), mesh.mesh.flatten().tolist(), all_ranks_have(True, device="cpu")
+        return HostCopy(numbers).read(), mesh.mesh.flatten().tolist(), all_ranks_have(True)
 
 
 def test_the_default_device_of_a_program_does_not_matter(ranks: Any) -> None:

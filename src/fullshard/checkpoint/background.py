@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.location import CheckpointLocation, location_of
 from fullshard.checkpoint.manifest import Checkpointable
 from fullshard.checkpoint.save import CheckpointSaver, Snapshot, take_snapshot
-from fullshard.distributed.agreement import Group, all_gather_object, is_distributed, raise_on_all_ranks
+from fullshard.distributed.agreement import Group, all_ranks_have, is_distributed, raise_on_all_ranks
 from fullshard.distributed.host import allocate_host_memory, make_device_thread
 from fullshard.distributed.tensors import detached_local_tensor, dtensor_from_local_part
 from fullshard.errors import CheckpointError
@@ -126,7 +126,7 @@ class BackgroundSaver:
         """
         started = time.perf_counter()
         self.wait()
-        if any(all_gather_object(self._has_lost_connection)):
+        if not all_ranks_have(not self._has_lost_connection):
             self._close_group()
             self._group, self._has_lost_connection = _connect_ranks(), False
         with raise_on_all_ranks("taking the state to save"):
@@ -204,7 +204,7 @@ def _connect_ranks() -> Group:
         return None
     group = cast(Group, dist.new_group(backend="gloo", timeout=find_default_timeout()))
     # Connects the ranks now: one that was not connected yet would be waited for, not missed, if it is lost.
-    all_gather_object(None, group=group)
+    all_ranks_have(True, group=group)
     return group
 
 

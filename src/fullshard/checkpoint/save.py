@@ -36,6 +36,7 @@ from fullshard.checkpoint.storage import WrittenShards, write_own_shards
 from fullshard.distributed.agreement import (
     Group,
     all_gather_object,
+    all_ranks_have,
     raise_on_all_ranks,
     rank,
     run_on_rank_zero,
@@ -256,14 +257,15 @@ class CheckpointSaver:
             unusable.append(f"{found:g} in {name}")
 
         try:
-            draft.read_file(WRITER)
+            written = write_own_shards(own, plan, draft=draft, check=check, dcp_shards=self.dcp_shards)
         except FileNotFoundError as error:
+            if WRITER in draft.file_sizes_bytes():
+                raise
             raise CheckpointError(
                 "the directory of checkpoints is not the same on all ranks.",
                 got=f"no {draft} there, which rank 0 has just made",
                 fix="a directory on a file system that all machines share, or an object store (s3://…)",
             ) from error
-        written = write_own_shards(own, plan, draft=draft, check=check, dcp_shards=self.dcp_shards)
         return written, next(iter(unusable), None)
 
     def _commit(
@@ -333,7 +335,7 @@ class _SavedStep(NamedTuple):
         with raise_on_all_ranks(f"comparing with {self.files}", group=group):
             storage.build_reader(self.files, self.manifest).read_tensors({name: saved})
         same = torch.equal(detached_local_tensor(saved), detached_local_tensor(own))
-        return all(all_gather_object(same, group=group))
+        return all_ranks_have(same, group=group)
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:

@@ -82,26 +82,25 @@ def all_gather_object(value: T, *, group: Group = None) -> list[T]:
     return values
 
 
-def largest_over_ranks(own: Sequence[float]) -> list[float]:
+def largest_over_ranks(own: Sequence[float], *, group: Group = None) -> list[float]:
     """Returns the largest of the lists of all ranks, as Python compares lists of equal length. Collective."""
-    if not is_distributed() or not has_backend("cpu"):
-        return max(all_gather_object(list(own)))
+    if not is_distributed():
+        return [*own]
     with TimedRange("agreement"):
-        return all_reduce_largest(own)
+        if group is not None or has_backend("cpu"):
+            return all_reduce_largest(own, group=group)
+    return max(all_gather_object([*own]))
 
 
-def all_ranks_have(value: bool, *, device: str) -> bool:
-    """Returns whether `value` is true on every rank. Collective.
+def all_ranks_have(value: bool, *, group: Group = None) -> bool:
+    """Returns whether `value` is true on every rank. Collective over `group` (None: all ranks).
 
-    device: type of the ranks' device, used if the default group cannot reduce CPU tensors; only then does
-        the host wait for the device
+    The host waits for the device only if the default group is of NCCL alone.
     """
-    if world_size() == 1:
-        return value
+    if not is_distributed() or has_backend("cpu") or group is not None:
+        return largest_over_ranks([not value], group=group) == [False]
+    least = torch.tensor([value], dtype=torch.uint8, device="cuda")
     with TimedRange("agreement"):
-        if has_backend("cpu"):
-            return all_reduce_largest([not value]) == [False]
-        least = torch.tensor([value], dtype=torch.uint8, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return bool(least.item())
 
@@ -118,10 +117,11 @@ def raise_on_all_ranks(doing: str, *, group: Group = None) -> Generator[None]:
     attempt = ErrorCapture()
     with attempt:
         yield
+    if all_ranks_have(attempt.error is None, group=group):
+        return
     gathered = all_gather_object(_make_rank_failure(attempt, doing), group=group)
-    if failures := [one for one in gathered if one is not None]:
-        named = _choose_failure_to_report(failures)
-        raise named.as_checkpoint_error() from attempt.error or named.offload
+    named = _choose_failure_to_report([one for one in gathered if one is not None])
+    raise named.as_checkpoint_error() from attempt.error or named.offload
 
 
 def run_on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:

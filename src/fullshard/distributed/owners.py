@@ -44,9 +44,16 @@ class Wave:
         self._sent, self._received = [0] * world_size(), [0] * world_size()
         for one in self.given:
             self._sent[one.owner] += one.parts[own].numel
-        for one in self.owned:
-            for source, part in one.parts.items():
-                self._received[source] += part.numel
+        arriving = [(source, i, box) for i, one in enumerate(self.owned) for source, box in one.parts.items()]
+        # (index of an owned matrix, part of it), in the order of ranks. The rows of many ranks are one part.
+        self._pieces = list[tuple[int, Box]]()
+        for source, number, box in sorted(arriving):
+            self._received[source] += box.numel
+            last, (begin, size) = self._pieces[-1] if self._pieces else (-1, box)
+            if last == number and (begin[0] + size[0], begin[1], size[1]) == (*box.begin, box.size[1]):
+                del self._pieces[-1]
+                box = Box(begin, (size[0] + box.size[0], size[1]))
+            self._pieces.append((number, box))
 
     def gather(self, parts: Iterable[Tensor], *, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """Returns the matrices that this rank owns, in `dtype`. Collective.
@@ -83,13 +90,10 @@ class Wave:
         return [piece.view(box.size) for piece, box in zip(pieces, boxes, strict=True)]
 
     def _iterate_pieces(self, flat: Tensor) -> Iterator[tuple[int, Box, Tensor]]:
-        """Yields (index of an owned matrix, a part of it, its place in `flat`), in the order of ranks."""
-        end = 0
-        for source in range(world_size()):
-            for number, one in enumerate(self.owned):
-                if (box := one.parts.get(source)) is not None:
-                    begin, end = end, end + box.numel
-                    yield number, box, flat[begin:end].view(box.size)
+        """Yields (index of an owned matrix, a part of it, its place in `flat`)."""
+        places = flat.split([box.numel for _, box in self._pieces]) if self._pieces else ()
+        for (number, box), place in zip(self._pieces, places, strict=True):
+            yield number, box, place.view(box.size)
 
 
 def _exchange(flat: Tensor, sent: list[int], *, received: list[int]) -> Tensor:

@@ -35,11 +35,11 @@ def all_gather_pickled(value: T, *, group: dist.ProcessGroup | None) -> list[T]:
     return [pickle.loads(one) for one in known[ranks - place :] + known[: ranks - place]]
 
 
-def all_reduce_largest(own: Sequence[float]) -> list[float]:
+def all_reduce_largest(own: Sequence[float], *, group: dist.ProcessGroup | None) -> list[float]:
     """Returns the largest of the lists of all ranks, as Python compares lists of equal length. Collective."""
     largest = torch.tensor(own, dtype=torch.float64, device="cpu")
-    for distance in _distances(dist.get_world_size()):
-        other = _swap(largest, torch.empty_like(largest), distance=distance, group=None)
+    for distance in _distances(dist.get_world_size(group)):
+        other = _swap(largest, torch.empty_like(largest), distance=distance, group=group)
         largest = max(largest, other, key=Tensor.tolist)
     return largest.tolist()
 

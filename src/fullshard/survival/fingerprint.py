@@ -20,7 +20,7 @@ import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import all_gather_object
+from fullshard.distributed.agreement import all_gather_object, all_ranks_have
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitEvents
 from fullshard.errors import TrainError
@@ -273,15 +273,15 @@ class ReplicaCheck:
         if self._world_size == 1 or not self._every or step % self._every:
             return
         where.enter(RunPhase.REDUCE)
-        own = _checksums_by_holders(model, tensors())
-        # Two groups of replicas never have the same two first ranks and the same length.
-        digests = all_gather_object(
-            {(*ranks[:2], len(ranks)): _digest(found.values()) for ranks, found in own.items()}
-        )
-        counts = Counter(key for key, _ in {item for one in digests for item in one.items()})
-        differing = {key for key, count in counts.items() if count > 1}
-        if differing:
-            named = {ranks: found for ranks, found in own.items() if (*ranks[:2], len(ranks)) in differing}
+        own, differing = _checksums_by_group(model, tensors()), list[Any]()
+        for group, found in own.items():  # in one order on all ranks: that of the first tensor of each axis
+            number = int.from_bytes(hashlib.blake2b(repr([*found.values()]).encode(), digest_size=7).digest())
+            ends = torch.tensor([number, -number], device=next(model.parameters()).device)
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+            if ends.sum():  # the largest of the group's ranks is not the least
+                differing.append(group)
+        if not all_ranks_have(not differing):
+            named = {tuple(dist.get_process_group_ranks(group)): own[group] for group in differing}
             raise _replica_mismatch_error(step, all_gather_object(named))
 
 
@@ -302,27 +302,20 @@ def local_tensor_checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _checksums_by_holders(
-    model: nn.Module, tensors: Mapping[str, Tensor]
-) -> dict[tuple[int, ...], dict[str, int]]:
-    """Returns the checksums of replicated tensors by the ranks that hold the same part, and by name."""
+def _checksums_by_group(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[Any, dict[str, int]]:
+    """Returns checksums of replicated tensors, by the group whose ranks hold the same part, and by name."""
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}
     device = next(model.parameters()).device
-    found: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    found: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name not in parameters and not name.startswith("optimizer."):
             continue  # buffers and random states are each rank's own
         for group in _replicating_process_groups(tensor):
-            ranks = tuple(dist.get_process_group_ranks(group))
-            found.setdefault(ranks, {})[name] = local_tensor_checksum(tensor).to(device)
+            found.setdefault(group, {})[name] = local_tensor_checksum(tensor).to(device)
     return {
-        ranks: dict(zip(sums, cast(list[int], torch.stack([*sums.values()]).tolist()), strict=True))
-        for ranks, sums in found.items()
+        group: dict(zip(sums, cast(list[int], torch.stack([*sums.values()]).tolist()), strict=True))
+        for group, sums in found.items()
     }
-
-
-def _digest(checksums: Iterable[int]) -> str:
-    return hashlib.blake2b(repr([*checksums]).encode(), digest_size=16).hexdigest()
 
 
 def _replicating_process_groups(tensor: Tensor) -> list[Any]:

@@ -8,17 +8,23 @@ wait forever. So the ranks agree on how many batches follow, and a rank that has
 which counts for nothing.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.distributed.agreement import ErrorCapture, all_gather_object, rank, world_size
+from fullshard.distributed.agreement import (
+    ErrorCapture,
+    all_gather_object,
+    largest_over_ranks,
+    rank,
+    world_size,
+)
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, loss_sum_and_count
 from fullshard.parallel.fp8 import make_scale_reuse_context
@@ -97,17 +103,16 @@ def metrics_of_function(
 def _iterate_equally_many(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Yields (batch, whether it counts), equally often on all ranks. See [Note: equally many batches]."""
     own, last = iter(batches), list[Any]()
-    while True:
-        held = list(islice(own, _AGREED_BATCHES))
+    for turn in itertools.count():
+        held = list(itertools.islice(own, _AGREED_BATCHES))
         last = held[-1:] or last
-        by_rank = all_gather_object((len(held), bool(last)))
-        most = max(count for count, _ in by_rank)
+        most = int(largest_over_ranks([len(held)])[0])
         if not most:
             return
-        if without := [number for number, (_, has_any) in enumerate(by_rank) if not has_any]:
+        if turn == 0 and (first := abs(largest_over_ranks([-math.inf if held else -rank()])[0])) < math.inf:
             raise TrainError(
                 "a rank has no batch to evaluate on, and others have some.",
-                got=f"none on rank {without[0]}, {most} or more on another rank",
+                got=f"none on rank {first:.0f}, {most} or more on another rank",
                 why="a rank that does not compute with the others would let them wait forever",
                 fix="at least one batch for each rank; its labels may all be -100",
             )

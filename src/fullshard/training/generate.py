@@ -58,7 +58,7 @@ def generate(
         raise failed
     groups = _group_by_length(prompts, batch)
     device, answers = next(model.parameters()).device, dict[int, list[int]]()
-    keeps = all_ranks_have(gathered_bytes(model) <= _FREE_SHARE * _free_bytes(device), device=device.type)
+    keeps = all_ranks_have(gathered_bytes(model) <= _FREE_SHARE * _free_bytes(device))
     with evaluation_mode(model), keep_gathered_after_forward(model) if keeps else nullcontext():
         for turn in range(int(largest_over_ranks([len(groups)])[0])):
             # See [Note: generation in step].
@@ -142,7 +142,7 @@ def _generate_greedily(
         following = getattr(output, "logits", output)[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, following], dim=1)
         ended |= following[:, 0] == end_token if end_token is not None else False
-        if end_token is not None and all_ranks_have(bool(ended.all()), device=device.type):
+        if end_token is not None and all_ranks_have(bool(ended.all())):
             break
     return tokens[:, length:]
 

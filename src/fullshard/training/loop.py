@@ -309,7 +309,7 @@ def _take_microbatches(state: TrainState, plan: Plan, *, begun_at: int | None) -
     """
     own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
     # Ranks whose iterables differ in length would wait for each other forever, so they agree first.
-    if all_ranks_have(len(own) == plan.accumulation, device=plan.device):
+    if all_ranks_have(len(own) == plan.accumulation):
         return own
     state.iterator = None
     left = all_gather_object(len(own))

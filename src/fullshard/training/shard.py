@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from fullshard.distributed.agreement import all_gather_object, rank
+from fullshard.distributed.agreement import all_gather_object, all_ranks_have, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload import adamw, directories
 from fullshard.offload.drive import SYSTEM, DriveCounters, DriveSystemCalls
@@ -264,7 +264,7 @@ def _keep_newest_common_generation(store: DriveStore) -> None:
     while True:
         own = {one.step: one for one in generations.list_complete_generations()}
         common = max(set[int].intersection(*all_gather_object(set(own))), default=None)
-        if common is None or all(all_gather_object(_is_generation_usable(store, own[common]))):
+        if common is None or all_ranks_have(_is_generation_usable(store, own[common])):
             break
         generations.invalidate_generation(own[common].slot)
     for step, one in own.items():
