@@ -55,11 +55,15 @@ def main(overrides: list[str]) -> None:
     with fs.process_group() as ranks:
         with torch.device("meta"):
             both = Both(fs.DecoderModel(run.decoder_config), fs.DecoderModel(teacher))
-        spec = fs.describe(both, run, loss=loss_of, device_type=ranks.device.type)
-        hardware = fs.detect_hardware(
-            ranks.device.type, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size
-        )
-        plan = fs.plan(spec, hardware, run)
+
+        def make_plan() -> fs.Plan:
+            spec = fs.describe(both, run, loss=loss_of, device_type=ranks.device.type)
+            hardware = fs.detect_hardware(
+                ranks.device.type, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size
+            )
+            return fs.plan(spec, hardware, run)
+
+        plan = fs.call_on_rank_zero(make_plan)
         fs.shard(both, plan)
         optimizer = fs.build_optimizer(both, plan)
         state = fs.TrainState(both, optimizer, data=fs.build_data(run), saved="trained")

@@ -2,8 +2,7 @@
 
     run = fullshard.Run.load("run.toml")
     with fullshard.process_group() as ranks:
-        spec = fullshard.describe(model, run, loss=loss, device_type=ranks.device.type)
-        plan = fullshard.plan(spec, fullshard.detect_hardware(), run)
+        plan = fullshard.call_on_rank_zero(make_plan)  # by fullshard.describe and fullshard.plan
         model = fullshard.shard(model, plan)
         state = fullshard.TrainState(model, fullshard.build_optimizer(model, plan), data=data)
         for step in fullshard.train(state, plan):
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import save as save
     from fullshard.data.build import build_data as build_data
     from fullshard.data.build import resolve_epochs as resolve_epochs
+    from fullshard.distributed.agreement import call_on_rank_zero as call_on_rank_zero
     from fullshard.distributed.sequence_parts import cut_sequences as cut_sequences
     from fullshard.errors import FullshardError as FullshardError
     from fullshard.launch.detect import detect_hardware as detect_hardware
@@ -68,6 +68,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "checkpoint": "BackgroundSaver latest_checkpoint load location_of save",
     "data.build": "build_data resolve_epochs",
+    "distributed.agreement": "call_on_rank_zero",
     "distributed.sequence_parts": "cut_sequences",
     "errors": "FullshardError",
     "launch.detect": "detect_hardware",

@@ -5,11 +5,12 @@ import torch.distributed as dist
 
 from fullshard.distributed.agreement import (
     all_gather_object,
+    call_on_rank_zero,
     run_on_all_ranks,
     run_on_rank_zero,
     run_raising_checkpoint_error,
 )
-from fullshard.errors import CheckpointError, DataError
+from fullshard.errors import CheckpointError, DataError, LaunchError, PlanError
 
 
 def ranks_and_first() -> tuple[int, int, list[int]]:
@@ -39,6 +40,30 @@ def fail_on(failing: list[int]) -> str:
 def test_the_first_failing_rank_is_named_on_all(ranks):
     message = "rank 1: reading failed.\n  got: rank 1 has no data.\n  why: none\n  try: get some"
     assert ranks(3).run(fail_on, [1, 2]) == [message] * 3
+
+
+def call_twice_and_fail() -> list[str]:
+    def act() -> int:
+        assert dist.get_rank() == 0, "rank 0 alone calls it"
+        return 3
+
+    def fail(error: Exception) -> None:
+        assert dist.get_rank() == 0, "rank 0 alone calls it"
+        raise error
+
+    found = [str(call_on_rank_zero(act)), str(call_on_rank_zero(act))]
+    for error in (PlanError("no plan.", got=4, fix="5"), ZeroDivisionError("by 0")):
+        with pytest.raises((PlanError, LaunchError, ZeroDivisionError)) as raised:
+            call_on_rank_zero(lambda error=error: fail(error))
+        found.append(f"{type(raised.value).__name__}: {raised.value}")
+    return found
+
+
+def test_what_rank_zero_returns_or_raises_all_ranks_do(ranks):
+    first, *others = ranks(3).run(call_twice_and_fail)
+    assert first == ["3", "3", "PlanError: no plan.\n  got: 4\n  try: 5", "ZeroDivisionError: by 0"]
+    lost = "LaunchError: rank 0 has failed in work for all ranks.\n  got: ZeroDivisionError: by 0"
+    assert others == [[*first[:3], lost]] * 2
 
 
 def test_an_interrupt_is_raised_at_once():

@@ -107,6 +107,8 @@ def mean_of_means(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 class Batches:
     """Random tokens; `data.options.fault` names the fault."""
 
+    read = 0  # batches, in this process
+
     def __init__(self, run: Run) -> None:
         self.fault = run.data.options.get("fault", "none")
         self.calls = 0
@@ -119,6 +121,7 @@ class Batches:
 
     def _cut(self, samples: range, *, rank: int) -> dict[str, Tensor]:
         self.calls += 1
+        Batches.read += 1
         match self.fault:
             case "same on all ranks":
                 samples = range(samples.start - rank * len(samples), samples.stop - rank * len(samples))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # On the CPU, two ranks show what more ranks would show.
 _CPU_RANKS = 2
+_TIMEOUT_SECONDS = 120.0  # of ranks that wait for each other
 _PLURAL = {"warning": "warnings", "failure": "failures"}
 
 
@@ -37,20 +38,17 @@ def check(
     docs/check.md explains every check.
     """
     from fullshard.errors import CheckFailedError
-    from fullshard.spec.records.finding import CheckReport, Finding
+    from fullshard.spec.records.finding import CheckReport
     from fullshard.spec.run import Run
 
     started, run = time.monotonic(), Run.load(run_path, overrides=overrides or [])
-    is_first = os.environ.get("RANK", "0") == "0"
-    plan = _plan_or_failure(run)
-    if isinstance(plan, Finding):
-        found = [plan]
-        if is_first and not as_json:
-            _show_group("settings", found, verbose=verbose)
-    else:
-        found = _collect_and_show(plan, verbose=verbose, as_json=as_json, is_first=is_first)
-    if not is_first:
+    plan, found = _plan_and_check_ranks_of_launcher(run)
+    if os.environ.get("RANK", "0") != "0":
         raise typer.Exit(0)
+    if plan is not None:
+        found = _collect_and_show(plan, by_ranks=found, verbose=verbose, as_json=as_json)
+    elif not as_json:
+        _show_group("settings", found, verbose=verbose)
     seconds = time.monotonic() - started
     report = CheckReport(
         findings=tuple(found), seconds=round(seconds, 2), processor_seconds=round(sum(os.times()[:4]), 2)
@@ -59,33 +57,42 @@ def check(
         typer.echo(report.model_dump_json())
     else:
         typer.echo(_totals_text(report))
-        if isinstance(plan, Finding):
+        if plan is None:
             typer.echo(_checks_not_run_text())
     raise typer.Exit(CheckFailedError.exit_code if report.worst == "failure" else 0)
 
 
-def _plan_or_failure(run: "Run") -> "Plan | Finding":
-    """Returns the plan that `fullshard train` would run, or its error as a finding."""
+def _plan_and_check_ranks_of_launcher(run: "Run") -> "tuple[Plan | None, Sequence[Finding]]":
+    """Returns the plan that `fullshard train` would run, or None, and findings; the latter are rank 0's.
+
+    The findings are the error of the plan, or those of the ranks that torchrun or srun has started, which
+    would wait while rank 0 makes the other checks.
+    """
     from fullshard.errors import FullshardError
-    from fullshard.jobs.for_run import request_with_plan
+    from fullshard.jobs.for_run import planned_on_rank_zero, request_with_plan
+    from fullshard.launch.environment import is_started_by_launcher
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.records.finding import Finding
 
-    try:
-        plan = request_with_plan(LaunchRequest(run=run)).plan
-    except FullshardError as error:
-        return Finding.from_error(error, check="plan").model_copy(update={"group": "settings"})
-    assert plan is not None, "a request without a plan gets one"
-    return plan
+    request, failures = LaunchRequest(run=run), list[Finding]()
+
+    def plan_or_note_failure() -> LaunchRequest:
+        try:
+            return request_with_plan(request)
+        except FullshardError as error:
+            failures.append(Finding.from_error(error, check="plan").model_copy(update={"group": "settings"}))
+            return request
+
+    with planned_on_rank_zero(request, plan_or_note_failure, timeout_seconds=_TIMEOUT_SECONDS) as planned:
+        if planned.plan is None or not is_started_by_launcher():
+            return planned.plan, failures
+        return planned.plan, _run_rank_checks(planned.plan)
 
 
-def _collect_and_show(plan: "Plan", *, verbose: bool, as_json: bool, is_first: bool) -> "list[Finding]":
-    from fullshard.launch.environment import is_started_by_torchrun
-
-    # Ranks that torchrun started meet first: the others would wait for rank 0.
-    by_ranks = _run_rank_checks(plan) if is_started_by_torchrun() else None
-    if not is_first:
-        return []
+def _collect_and_show(
+    plan: "Plan", *, by_ranks: "Sequence[Finding]", verbose: bool, as_json: bool
+) -> "Sequence[Finding]":
+    """Returns and shows what all checks find. `by_ranks`: findings of the ranks, if those were checked."""
     from fullshard.jobs.checks.every_check import CHECKS, iterate_findings
 
     found: list[Finding] = []
@@ -93,7 +100,7 @@ def _collect_and_show(plan: "Plan", *, verbose: bool, as_json: bool, is_first: b
         if is_live_terminal(sys.stderr) and group in ("model", "data", "ranks"):
             print(f"checking the {group} …", file=sys.stderr, flush=True)
         if group == "ranks":
-            own = _run_rank_checks(plan) if by_ranks is None else by_ranks
+            own = by_ranks or _run_rank_checks(plan)
         else:
             own = list(iterate_findings(_build_input_of_checks(group, plan), group=group))
         if not as_json:
@@ -131,7 +138,8 @@ def _run_rank_checks(plan: "Plan") -> "Sequence[Finding]":
     with temporary_private_directory() as directory:
         own = {"dir": directory, "ranks": ranks, "restarts": 0, "device": plan.device}
         run = plan.run.with_settings({"run": own})
-        exit_code = perform_request(LaunchRequest(run=run, job="fullshard.jobs.checks.ranks:run_rank_checks"))
+        job, arguments = "fullshard.jobs.checks.ranks:run_rank_checks", {"timeout_seconds": _TIMEOUT_SECONDS}
+        exit_code = perform_request(LaunchRequest(run=run, job=job, arguments=arguments))
         path = Path(directory, FILE_NAME)
         if exit_code == 0 and path.exists():
             return CheckReport.read_json(path, what="the findings of the ranks").findings

@@ -139,14 +139,13 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
 def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: float) -> None:
     """Prints the settings that would have fitted, and adds them to the reports of ranks without memory.
 
-    Does nothing if there are none since `since`. Under torchrun or srun, each rank reads only its own.
+    Does nothing if there are none since `since`. Under torchrun or srun, the first rank that failed plans.
 
     given: the run before the planner chose its open settings
     """
     from fullshard.launch.environment import is_started_by_launcher
     from fullshard.spec.records.event import read_events
 
-    alone = not is_started_by_launcher()
     try:
         events = read_events(Path(given.run.dir, EVENTS))
     except OSError:
@@ -156,10 +155,11 @@ def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: flo
         for one in events
         if one.event == "out_of_memory"
         and one.at.timestamp() >= since
-        and (alone or one.details.get("rank") == int(os.environ.get("RANK", "0")))
         and isinstance(one.details.get("held_bytes"), int)
     ]
     if not failures or plan is None:
+        return
+    if is_started_by_launcher() and os.environ["RANK"] != str(failures[0].details.get("rank")):
         return
     from fullshard.jobs.for_run import fitting_settings_text
 

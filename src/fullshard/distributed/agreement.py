@@ -146,17 +146,20 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
     return results[0]
 
 
-def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
-    """Runs `act()`, which may take hours, on rank 0, and returns its result on all ranks. Collective.
+def call_on_rank_zero(act: Callable[[], T]) -> T:
+    """Returns the result of `act()`, which rank 0 calls and may take hours. Collective.
 
-    If `act` raises, rank 0 raises its error, and the other ranks exit with its exit code: one text is shown.
-    `sys.exit` in `act` is a LaunchError.
+    If `act` raises, all ranks raise: its FullshardError, or else a LaunchError where rank 0 has the error.
+    `sys.exit` in `act` is a LaunchError. Without a process group, returns `act()`.
 
-    key: name of this call in the store of the ranks, where the others wait: a collective would time out. Each
-        call within a process group needs another
+    >>> fs.call_on_rank_zero(lambda: 3)  # such as a plan, which need not be made on each rank
+    3
     """
-    store, attempt, results = find_default_store(), ErrorCapture(), list[T]()
-    assert store is not None, "ranks of a launcher have a process group"
+    if (store := find_default_store()) is None:
+        return act()
+    attempt, results = ErrorCapture(), list[T]()
+    # The others wait in the store: a collective would time out. Each rank counts its calls, all alike.
+    key = f"fullshard/call/{store.add(f'fullshard/calls/{rank()}', 1)}"
     if rank() == 0:
         with attempt:
             try:
@@ -167,12 +170,17 @@ def call_on_rank_zero(act: Callable[[], T], *, key: str) -> T:
     while not store.check([key]):  # raises if the store has gone
         with suppress(RuntimeError):  # the time is over
             store.wait([key], timedelta(seconds=_WAIT_SECONDS))
-    answer: list[Any] = [(results, attempt.error and getattr(attempt.error, "exit_code", 1))]
+    error = attempt.error
+    if error is not None and not isinstance(error, FullshardError):
+        error = LaunchError(
+            "rank 0 has failed in work for all ranks.", got=f"{type(error).__name__}: {error}"
+        )
+    answer: list[Any] = [(results, error)]
     dist.broadcast_object_list(answer, src=0)
     attempt.raise_captured()
-    results, exit_code = answer[0]
-    if exit_code is not None:
-        raise SystemExit(exit_code)
+    results, error = answer[0]
+    if error is not None:
+        raise error
     return results[0]
 
 

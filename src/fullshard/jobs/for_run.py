@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.errors import PlanError, SpecError, TraceError
+from fullshard.errors import FullshardError, PlanError, SpecError, TraceError
 from fullshard.launch import environment
 from fullshard.launch.calibration import measure_unless_known
 from fullshard.launch.detect import detect_hardware
@@ -43,12 +43,15 @@ _PATHS_OF_NODE = ("offload.path", "data.cache", "data.paths", "data.validation_p
 
 @contextmanager
 def planned_on_rank_zero(
-    request: LaunchRequest, make_plan: Callable[[], LaunchRequest]
+    request: LaunchRequest, make_plan: Callable[[], LaunchRequest], *, timeout_seconds: float | None = None
 ) -> Generator[LaunchRequest]:
     """Context with the request that `make_plan()` returns. Collective under torchrun or srun.
 
-    There the ranks open the process group of `request` first, and `call_on_rank_zero` calls `make_plan`. A
-    rank with other settings than rank 0 keeps those of `_PATHS_OF_NODE`, and prints the others.
+    There the ranks open the process group of `request` first, and `call_on_rank_zero` calls `make_plan`. If
+    that fails, rank 0 raises its error, and the others exit with its exit code: one text is shown. A rank
+    with other settings than rank 0 keeps those of `_PATHS_OF_NODE`, and prints the others.
+
+    timeout_seconds: how long the ranks wait for each other; None for the run's time
     """
     if not environment.prepare_environment_if_started_as_rank():
         yield make_plan()
@@ -57,13 +60,16 @@ def planned_on_rank_zero(
     with freeze_imports_in_gc():
         from fullshard.distributed.agreement import call_on_rank_zero
         from fullshard.parallel.mesh import process_group
-    timeout_seconds = request.run.fault_tolerance.process_group_timeout_seconds
+    timeout_seconds = timeout_seconds or request.run.fault_tolerance.process_group_timeout_seconds
     with ExitStack() as stack:
         with OwnFaultRecorder(request.run.run.dir):
             stack.enter_context(process_group(request.run.run.device, timeout_seconds=timeout_seconds))
-            texts = call_on_rank_zero(
-                lambda: [one.model_dump_json() for one in (make_plan(), request)], key="plan"
-            )
+            try:
+                texts = call_on_rank_zero(lambda: [o.model_dump_json() for o in (make_plan(), request)])
+            except FullshardError as error:
+                if os.environ["RANK"] == "0":
+                    raise
+                raise SystemExit(error.exit_code) from error
         planned, first = map(LaunchRequest.model_validate_json, texts)
         yield _with_paths_of_node(planned, request, first=first)
 
@@ -84,8 +90,7 @@ def _with_paths_of_node(planned: LaunchRequest, own: LaunchRequest, *, first: La
         elif value != used:
             unused.append(f"{key} = {value} (used: {used})")
     if unused:
-        text = f"rank {os.environ['RANK']}: not used, because rank 0's hold: {', '.join(unused)}"
-        print_to_stderr(f"note: {text}")
+        _print_note(f"rank {os.environ['RANK']}: not used, because rank 0's hold: {', '.join(unused)}")
     plan = planned.plan and planned.plan.model_copy(update={"run": run})
     return planned.model_copy(update={"run": run, "plan": plan})
 
@@ -93,10 +98,10 @@ def _with_paths_of_node(planned: LaunchRequest, own: LaunchRequest, *, first: La
 def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -> LaunchRequest:
     """Returns `request` with the fastest plan that fits, and its prediction.
 
-    Every process that calls this for the same run on the same machine gets the same plan. If the planner
-    cannot decide (because it does not know the hardware or the optimizer, or cannot trace the model), the
-    plan has the run's plain defaults, and a note on standard error reports this. A plan in `request` only
-    gets a prediction, or stays as it is if torchrun now has another number of ranks.
+    Called on one rank: see `planned_on_rank_zero`. If the planner cannot decide (because it does not know the
+    hardware or the optimizer, or cannot trace the model), the plan has the run's plain defaults, and a note
+    on standard error reports this. A plan in `request` only gets a prediction, or stays as it is if torchrun
+    now has another number of ranks.
 
     plain_defaults: whether to plan nothing, and use the plain defaults
 
@@ -111,7 +116,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     run = _with_resolved_precision((request.plan or request).run, device)
     plain = Plan.from_run(run, world_size=ranks, device=device)
     for note in unused_setting_notes(run):
-        _print_on_rank_0(note)
+        _print_note(note)
     if run.checkpoint.dir is not None:
         from fullshard.checkpoint.location import location_of
 
@@ -120,7 +125,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
     with freeze_imports_in_gc() if _has_only_builtin_parts(run) else disable_gc():
         model = None
         if not _has_only_builtin_parts(run):
-            _print_on_rank_0("the model is built without weights first, to check and plan the run")
+            _print_note("the model is built without weights first, to check and plan the run")
             model = _build_and_check_model(run)
         if plain_defaults:
             _check_no_host_limit_if_unplanned(run, why="--no-plan was given", fix="leave out one of the two")
@@ -128,7 +133,7 @@ def request_with_plan(request: LaunchRequest, *, plain_defaults: bool = False) -
         else:
             plan = _choose_plan(run, chosen=request.plan, plain=plain, model=model)
     if plan.prediction is not None and not plan.prediction.has_complete_step_time:
-        _print_on_rank_0(
+        _print_note(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
@@ -146,7 +151,7 @@ def _with_resolved_epochs(request: LaunchRequest) -> LaunchRequest:
     data = build_data(run)
     step, rows = _newest_step_and_rows(run) if request.resume else (0, 0)
     resolved = resolve_epochs(run, data, step=step, rows=rows)
-    _print_on_rank_0(
+    _print_note(
         f"train.epochs = {run.train.epochs:g} of {data.training_sequences:,} sequences: "
         f"train.steps = {resolved.train.step_count:,}"
     )
@@ -173,9 +178,9 @@ def _rank_count_and_device_type(request: LaunchRequest) -> tuple[int, DeviceType
 
     ranks, asked = int(os.environ["WORLD_SIZE"]), request.run.run.ranks
     if asked not in (0, ranks):
-        _print_on_rank_0(f"run.ranks = {asked} is not used: the launcher has set WORLD_SIZE = {ranks}")
+        _print_note(f"run.ranks = {asked} is not used: the launcher has set WORLD_SIZE = {ranks}")
     if restarts := request.run.run.restarts:
-        _print_on_rank_0(f"run.restarts = {restarts} is not used: another launcher has started the ranks")
+        _print_note(f"run.restarts = {restarts} is not used: another launcher has started the ranks")
     return ranks, choose_device_type(request.run.run.device)
 
 
@@ -216,10 +221,10 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         _check_no_host_limit_if_unplanned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")
         got = f" ({error.got})" if isinstance(error, TraceError) else ""
         fix = f"\n  try: {error.fix}" if error.fix and not isinstance(error, TraceError) else ""
-        _print_on_rank_0(f"not planned, so with plain defaults: {error.what}{got}{fix}")
+        _print_note(f"not planned, so with plain defaults: {error.what}{got}{fix}")
         return chosen or plain
     for left_out in spec.untraced:
-        _print_on_rank_0(str(left_out))
+        _print_note(str(left_out))
     return require_best(found, spec=spec, hardware=hardware, run=run)
 
 
@@ -272,7 +277,7 @@ def _build_and_check_model(run: Run) -> "Module":
     model = build_model(run)
     options = run.model.options if isinstance(run.model, HuggingFaceModel) else {}
     if (note := unused_balance_loss_factor_note(model, options)) is not None:
-        _print_on_rank_0(note)
+        _print_note(note)
     check_sequence_length(model, run)
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data), model=model)
     choose_loss(run, model)
@@ -320,9 +325,8 @@ def _with_resolved_precision(run: Run, device: DeviceType) -> Run:
     return run.with_settings({"precision": {"mode": "bf16" if bf16 else "fp32"}})
 
 
-def _print_on_rank_0(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print_to_stderr(f"note: {text}")
+def _print_note(text: str) -> None:
+    print_to_stderr(f"note: {text}")
 
 
 def fitting_settings_text(run: Run, plan: Plan, *, failures: Sequence[RunEvent]) -> str | None:

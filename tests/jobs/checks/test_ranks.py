@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.jobs.checks.ranks import run_checks_on_ranks
+from fullshard.jobs.checks.ranks import run_checks_on_ranks, settings_with_few_shards
 from fullshard.parallel.mesh import RankInfo
+from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import Finding
 from fullshard.spec.run import Run
+from tests.fakes.broken import Batches as BrokenBatches
 
 BATCHES = ("data.source=python", "data.factory=tests.fakes.broken:Batches", "data.sequence_length=16")
 
@@ -31,6 +33,26 @@ def test_ranks_compare_their_settings_and_a_sharded_step(ranks: Any) -> None:
     assert first["sharded_step"] == other["sharded_step"]
     assert first["sharded_step"].status == "ok"
     assert "NCCL_ALGO: unset on rank 0, Ring on rank 1" in first["same_settings"].got
+
+
+def batches_of_rank(*settings: str) -> int:
+    before = BrokenBatches.read
+    assert found_on_ranks("none", *settings)["sharded_step"].status == "ok"
+    return BrokenBatches.read - before
+
+
+def test_a_rank_computes_as_many_batches_however_many_ranks_check(ranks: Any) -> None:
+    (two, _), (three, *_) = (ranks(n).run(batches_of_rank) for n in (2, 3))
+    assert two == three
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 12, 13, 64, 1000, 16384])
+def test_a_rank_exchanges_shards_of_the_check_with_few_others(ranks: int) -> None:
+    settings = [f"train.global_batch={ranks}", "sharding.strategy=full_shard"]
+    run = Run.load(overrides=[*settings, *settings_with_few_shards(ranks)])
+    degree = Plan.from_run(run, world_size=ranks).shard_degree
+    assert degree <= 16
+    assert ranks > 16 or degree == ranks, "as few ranks shard as a run would"
 
 
 def warnings_of_rank_checks(*settings: str) -> list[str]:

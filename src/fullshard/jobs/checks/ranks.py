@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import all_gather_object, raise_on_all_ranks
+from fullshard.distributed.agreement import all_gather_object, all_ranks_have, raise_on_all_ranks
+from fullshard.distributed.collectives import all_reduce_together
 from fullshard.errors import CheckpointError
 from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, make_eager_fp32_cpu_run
 from fullshard.models.build import build_model
@@ -38,17 +40,18 @@ _PACKAGES = ("torch", "transformers", "numpy", "torchao", "peft")
 _COMPARED = ("NCCL_", "TORCH_", "GLOO_", "CUDA_LAUNCH", "PYTORCH_", "OMP_NUM_THREADS", "FULLSHARD_")
 # These differ between ranks or hosts by design.
 _OWN = ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-_TIMEOUT_SECONDS = 120.0
-_STEPS, _RANDOM_STEPS, _RATE = 2, 4, 0.1
+_STEPS, _RANDOM_STEPS, _RATE, _MOST_SHARDS = 2, 4, 0.1, 16
 # fp32 sums of gradients in another order differ by 1e-6 of a parameter after two steps.
 _LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-3
 _SGD = OptimizerSection(name="sgd", learning_rate=_RATE, weight_decay=0.0, clip_norm=0.0)
 _CONSTANT_RATE = ScheduleSection(kind="constant", warmup_steps=0)
 
 
-def run_rank_checks(run: Run, **_: object) -> None:  # signature: a job's, see `LaunchRequest`
+def run_rank_checks(  # signature: a job's, see `LaunchRequest`
+    run: Run, *, timeout_seconds: float, **_: object
+) -> None:
     """Makes the checks of ranks, and writes the findings into `run.run.dir` on rank 0."""
-    with process_group(run.run.device, timeout_seconds=_TIMEOUT_SECONDS) as ranks:
+    with process_group(run.run.device, timeout_seconds=timeout_seconds) as ranks:
         report = CheckReport(findings=run_checks_on_ranks(run, ranks=ranks))
         if ranks.rank == 0:
             write_file_atomically(Path(run.run.dir, FILE_NAME), report.model_dump_json())
@@ -129,7 +132,7 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
             return Finding.skipped("its loss is random in evaluation mode too, or depends on the call")
         with raise_on_all_ranks("a sharded step"):
             plain = _keep_in_evaluation_mode(trial.build())
-            expected = list(_iterate_unsharded_losses(trial, plain, world_size=ranks.world_size))
+            expected = list(_iterate_unsharded_losses(trial, plain, ranks=ranks))
             model = _keep_in_evaluation_mode(build_model(trial.run))
             losses = _shard_and_train(trial, model, steps=_STEPS, ranks=ranks)
             errors = _relative_parameter_differences(model, plain)
@@ -171,6 +174,7 @@ def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: 
     lengths = [one.shape[1] for one in tensors if one.ndim == 2 and not one.is_floating_point()]
     length = [f"data.sequence_length={lengths[0]}"] if lengths else []
     settings = [*length, "fault_tolerance.on_spike=none", f"train.steps={steps}"]
+    settings += settings_with_few_shards(ranks.world_size)
     own = run.model_copy(update={"optimizer": _SGD, "schedule": _CONSTANT_RATE})
     plan = Plan.from_run(own.with_overrides(settings), world_size=ranks.world_size)
     seed_generators(plan)
@@ -180,18 +184,36 @@ def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: 
     return [step.loss for step in train(state, plan, loss=trial.loss)]
 
 
-def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, world_size: int) -> Iterator[float]:
-    """Trains `model` on all ranks' batches by torch alone, and yields the loss of each step."""
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=_RATE)
+def settings_with_few_shards(world_size: int) -> list[str]:
+    """Returns settings with which a rank exchanges shards with under 16 others, to which gloo connects it."""
+    degree = max(one for one in range(1, _MOST_SHARDS + 1) if world_size % one == 0)
+    is_hybrid = 1 < degree < world_size
+    return ["sharding.strategy=hybrid_shard", f"sharding.shard_degree={degree}"] if is_hybrid else []
+
+
+def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, ranks: RankInfo) -> Iterator[float]:
+    """Trains `model` by torch alone on the batches of all ranks. Yields the loss of each step. Collective.
+
+    A rank computes the batch of the rank after it, so that a loss that depends on the rank is another one.
+    """
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    optimizer, group = torch.optim.SGD(parameters, lr=_RATE), dist.group.WORLD
+    assert group is not None, "the ranks have met"
     for step in range(_STEPS):
-        results = [trial.loss(model, trial.batches(step * world_size + rank)) for rank in range(world_size)]
-        pairs = [one if isinstance(one, tuple) else (one, 1) for one in results]
-        mean = sum(value for value, _ in pairs) / sum(int(count) for _, count in pairs)
-        assert isinstance(mean, Tensor), "there is a batch for each rank"
-        mean.backward()
+        for one in parameters:
+            one.grad = torch.zeros_like(one)
+        with raise_on_all_ranks("an unsharded step"):
+            other = (ranks.rank + 1) % ranks.world_size
+            result = trial.loss(model, trial.batches(step * ranks.world_size + other))
+            value, count = result if isinstance(result, tuple) else (result, 1)
+            value.backward()
+        totals = torch.tensor([float(value.detach()), float(count)], dtype=torch.float64)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        all_reduce_together([totals, *gradients], group)
+        for one in gradients:
+            one.div_(totals[1])
         optimizer.step()
-        optimizer.zero_grad()
-        yield float(mean.detach())
+        yield float(totals[0] / totals[1])
 
 
 def _relative_parameter_differences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
@@ -217,4 +239,4 @@ def _is_deterministic_on_all_ranks(trial: ModelTrial) -> bool:
     model, batch = _keep_in_evaluation_mode(trial.build()), trial.batches(0)
     with torch.no_grad():
         first, second = (float(trial.mean_loss(model, batch)) for _ in range(2))
-    return all(all_gather_object(first == second))
+    return all_ranks_have(first == second)
