@@ -1,5 +1,6 @@
 """Every way out has an exit code and a message, and is read by another process."""
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,29 @@ def test_notes_of_an_unforeseen_error_are_in_its_message() -> None:
     failure = ending_of(error).failure
     assert failure is not None
     assert "ZeroDivisionError: no\n  in the evaluation 'quiz' on rank 1\n" in failure.message
+
+
+def test_an_error_that_ranks_of_a_node_share_is_printed_once_under_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("JOB_ID", "STEP_ID"):
+        monkeypatch.setenv(f"SLURM_{name}", "7")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
+
+    def printed(error: FullshardError, rank: int) -> str:
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        monkeypatch.setenv("SLURM_LOCALID", str(rank))
+        failure = ending_of(error).failure
+        assert failure is not None
+        failure.report_once_per_node(f"rank {rank}: {error}")
+        return capsys.readouterr().err
+
+    assert [printed(SpecError("no."), rank) for rank in range(3)] == ["rank 0: no.\n", "", ""]
+    assert printed(SpecError("another."), 1) == "rank 1: another.\n"
+    assert [printed(SpecError("no."), rank) for rank in (2, 0)] == ["rank 2: no.\n", ""], "a later command"
+    monkeypatch.setenv("SLURM_STEP_ID", "8")
+    assert printed(SpecError("no."), 1) == "rank 1: no.\n", "another step"
+    (tmp_path / "fullshard-srun-7-9-0").write_text("not a directory, as another user's may be")
+    monkeypatch.setenv("SLURM_STEP_ID", "9")
+    assert [printed(SpecError("no."), rank) for rank in (0, 1)] == ["rank 0: no.\n", "rank 1: no.\n"]

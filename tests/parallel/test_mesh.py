@@ -1,6 +1,7 @@
 """Ranks, and the meshes they are laid out in."""
 
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -297,5 +298,25 @@ def test_missing_rank_times_out(rank: int, asked: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
     if asked:
         server.set("fullshard/asks/1", asked)
-    with pytest.raises(LaunchError, match="did not meet"):
+    with pytest.raises(LaunchError, match="did not meet") as raised:
         agree_on_store_prefix(server, rank=rank, world_size=2, timeout=timedelta(seconds=0.2))
+    assert "torchrun" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("rank", "text"), [(0, "did not meet"), (1, "rank 0 was not started")])
+def test_ranks_of_several_machines_that_do_not_meet_name_the_store_of_rank_0(
+    rank: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        host, port = socket.gethostname(), str(free.getsockname()[1])
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port}
+    for name, value in {**variables, "MASTER_ADDR": host}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=text) as raised, process_group("cpu", timeout_seconds=0.5):
+        pass
+    assert f"{host}:{port}" in str(raised.value)
+    assert "torchrun" not in str(raised.value)
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(LaunchError, match="without MASTER_ADDR"), process_group("cpu"):
+        pass

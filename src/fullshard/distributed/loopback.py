@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -79,14 +78,4 @@ def start_store_on_loopback(port: int = 0) -> dist.TCPStore:
     )
 
 
-_start_store_until_exit = functools.cache(start_store_on_loopback)
-
-
-def start_or_join_loopback_store(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
-    """Connects to a store at 127.0.0.1:`port`, which rank 0 starts and serves until its process ends.
-
-    Every rank calls this. Raises OSError if the port is taken, and DistError if no store listens there.
-    """
-    if rank == 0:
-        _start_store_until_exit(port)
-    return dist.TCPStore(LOOPBACK, port, timeout=timeout, wait_for_workers=False)
+start_store_until_exit = functools.cache(start_store_on_loopback)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from fullshard.errors import FullshardError, user_code_location_text
+from fullshard.launch.environment import is_started_by_srun
 from fullshard.spec.records.event import RunEvent, read_events
 from fullshard.spec.records.run_files import EVENTS, METRICS
 from fullshard.system.files import hold_exclusive_file_lock, open_new_file, write_file_atomically
@@ -98,18 +100,37 @@ class FailureReport:
         Torchrun ends all ranks once one has ended: the lock holds the others until the text is printed.
         """
         with suppress(KeyError, OSError):
-            of_node = Path(os.environ[_ERROR_FILE]).parent.parent
+            of_node = _directory_of_node()
             with hold_exclusive_file_lock(of_node / "printing", patience_seconds=10.0):
                 message = self.message.encode(errors="surrogatepass")
-                digest = hashlib.blake2b(message, digest_size=8).hexdigest()
-                if not (printed := of_node / f"printed-{digest}").exists():
+                path = of_node / f"printed-{hashlib.blake2b(message, digest_size=8).hexdigest()}"
+                own = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
+                ranks = path.read_text().split() if path.exists() else []
+                if not ranks or own in ranks:  # a rank that is there is in a later command of a step
                     self.write_torchrun_error_file()
                     print_to_stderr(text)
-                    with suppress(OSError):
-                        open_new_file(printed).close()
+                    ranks = []
+                with suppress(OSError):
+                    write_file_atomically(path, " ".join([*ranks, own]))
             return
         self.write_torchrun_error_file()
         print_to_stderr(text)
+
+
+def _directory_of_node() -> Path:
+    """Returns a directory that the ranks of a launch on this node share. Raises KeyError if there is none.
+
+    A step of srun makes it in the temporary directory, where it stays. Raises OSError if it is another
+    user's.
+    """
+    if _ERROR_FILE in os.environ or not is_started_by_srun():
+        return Path(os.environ[_ERROR_FILE]).parent.parent
+    step = "-".join(os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    path = Path(tempfile.gettempdir(), f"fullshard-srun-{step}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{path} is another user's")
+    return path
 
 
 class ProcessOutcome(AbstractContextManager["ProcessOutcome"]):

@@ -12,11 +12,11 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from inspect import signature
 from itertools import pairwise
 from typing import Literal, get_args
@@ -38,7 +38,7 @@ logger = logging.getLogger("fullshard")
 
 REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp_shard", "tp"
 EXPERT_SHARD_AXIS, EXPERT_AXIS = "dp_mod_ep", "ep"
-_MEETING = "fullshard"  # key prefix in torchrun's store: see `agree_on_store_prefix`
+_MEETING = "fullshard"  # key prefix in the store: see `agree_on_store_prefix`
 _STORE_TIMEOUT = timedelta(seconds=60)
 _TURN_SECONDS = 0.05
 _LAST_TENSORS: list[torch.Tensor] = []  # see `_close_process_group`
@@ -178,53 +178,53 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> None:
     """Opens the default group. With `device_id`, NCCL connects the ranks now, not in the first step."""
     backend, own = ("gloo", None) if device.type == "cpu" else ("cpu:gloo,cuda:nccl", device)
     open_group = partial(dist.init_process_group, backend, timeout=timeout, device_id=own)
-    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+    address = () if loopback.all_ranks_are_local() else ("MASTER_ADDR",)
+    missing = [name for name in ("WORLD_SIZE", *address, "MASTER_PORT") if name not in os.environ]
+    if missing and "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
         raise LaunchError(
             "the environment is that of a rank, but not whole.",
-            got=f"RANK={os.environ['RANK']}, without WORLD_SIZE",
-            fix="torchrun, which sets both; or neither, for a single rank",
+            got=f"RANK={os.environ['RANK']}, without {', '.join(missing)}",
+            fix="torchrun, which sets all; or none of them, for a single rank",
         )
     if "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         open_group(store=dist.HashStore(), rank=0, world_size=1)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Set by torchrun if the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _connect_to_agent_store(timeout)
-    elif loopback.all_ranks_are_local() and "MASTER_PORT" in os.environ:
-        store = _open_store_of_local_ranks(rank, timeout)
-    else:
-        open_group()
-        return
+    store = _connect_to_store(rank, timeout)
     store = agree_on_store_prefix(store, rank=rank, world_size=world_size, timeout=timeout)
     open_group(store=store, rank=rank, world_size=world_size)
 
 
-def _open_store_of_local_ranks(rank: int, timeout: timedelta) -> dist.Store:
-    port = int(os.environ["MASTER_PORT"])
+def _connect_to_store(rank: int, timeout: timedelta) -> dist.Store:
+    """Connects to torchrun's store, or to that of rank 0, which serves it from here. Raises LaunchError.
+
+    Rank 0 serves it until its process ends: it may open a group again, after ranks that keep connected.
+    """
+    host, port = os.environ.get("MASTER_ADDR", loopback.LOOPBACK), int(os.environ["MASTER_PORT"])
+    serve: Callable[[int], object] | None = None
+    why = "rank 0 was not started or died, another process has that port, or this node cannot reach it"
+    # Set by torchrun if the store is its own, which outlives our processes.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        why = "the torchrun that kept it (that of rank 0) has gone, or this node cannot reach it"
+        timeout = min(timeout, _STORE_TIMEOUT)  # it existed before this process was started
+    elif loopback.all_ranks_are_local():
+        host, serve = loopback.LOOPBACK, loopback.start_store_until_exit
+    else:
+        serve = partial(_start_store_until_exit, host)
     try:
-        return loopback.start_or_join_loopback_store(port, rank=rank, timeout=timeout)
+        if rank == 0 and serve is not None:
+            serve(port)
+        return dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
-            "the ranks of this machine cannot find each other.",
-            got=f"rank {rank}, MASTER_PORT = {port}: {str(error).splitlines()[0]}",
-            why="another process has that port, or rank 0 was not started or died before it came",
-            fix="another MASTER_PORT, the same for all ranks",
-        ) from error
-
-
-def _connect_to_agent_store(timeout: timedelta) -> dist.Store:
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    try:
-        # The store existed before this process was started, so a short timeout is enough.
-        return dist.TCPStore(host, int(port), timeout=min(timeout, _STORE_TIMEOUT), wait_for_workers=False)
-    except dist.DistError as error:
-        raise LaunchError(
             "the store in which the ranks find each other cannot be reached.",
-            got=f"{host}:{port}: {str(error).splitlines()[0]}",
-            why="the torchrun that kept it (that of rank 0) has gone, or this node cannot reach it",
-            fix="start all of torchrun again; where its node may be lost, see docs/restarts.md",
+            got=f"rank {rank}, {host}:{port}: {str(error).splitlines()[0]}",
+            why=why,
+            fix="start all ranks again, with another MASTER_PORT if that one is taken; docs/restarts.md",
         ) from error
+
+
+_start_store_until_exit = cache(partial(dist.TCPStore, is_master=True, wait_for_workers=False))
 
 
 def agree_on_store_prefix(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -279,7 +279,8 @@ def _missing_ranks_error(rank: int, world_size: int, *, got: str) -> LaunchError
     return LaunchError(
         f"the {world_size} ranks of this attempt did not meet.",
         got=f"rank {rank}: {got}",
-        why="some were not started, died before they came, or cannot reach torchrun's store",
+        why="some were not started, died before they came, or cannot reach the store in which they meet "
+        f"({os.environ.get('MASTER_ADDR', loopback.LOOPBACK)}:{os.environ.get('MASTER_PORT')})",
     )
 
 
