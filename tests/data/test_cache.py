@@ -7,19 +7,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fullshard.data.files import stat_files
+from fullshard.data.first_reading import FirstReading
 from fullshard.data.token_store import (
     BuiltElsewhere,
-    file_digests,
+    divide_by_rank,
     get_or_build_entry,
-    lock_of_digest,
     make_cache_directory,
-    report_first_reading,
-    rotate_by_rank,
 )
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSection
@@ -118,7 +117,7 @@ def aged(path: Path, text: str, *, seconds: float) -> Path:
 
 
 def digests(tmp_path: Path, *paths: Path) -> list[str]:
-    return file_digests(stat_files(map(str, paths)), root=tmp_path / "cache")
+    return FirstReading(tmp_path / "cache").digests(stat_files(map(str, paths)))
 
 
 def test_digests_follow_content_alone(tmp_path: Path):
@@ -135,47 +134,55 @@ def test_a_file_that_was_changed_is_read_again(tmp_path: Path):
     assert digests(tmp_path, aged(tmp_path / "a", "two", seconds=50)) != before
 
 
-def test_ranks_begin_with_different_files_and_come_to_all():
-    orders = [rotate_by_rank(range(6), {"RANK": str(rank), "WORLD_SIZE": "3"}) for rank in range(3)]
+def test_ranks_begin_with_different_items_and_come_to_all(monkeypatch: pytest.MonkeyPatch):
+    def order_of_items(rank: int, *, ranks: int, items: int) -> list[int]:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        order = list[int]()
+        divide_by_rank(range(items), lambda item, _: order.append(item), waits=True)
+        return order
+
+    orders = [order_of_items(rank, ranks=3, items=6) for rank in range(3)]
     assert [order[0] for order in orders] == [0, 2, 4]
     assert all(sorted(order) == [*range(6)] for order in orders)
+    assert {order_of_items(rank, ranks=5, items=2)[0] for rank in range(5)} == {0, 1}
 
 
 def test_a_file_that_another_process_reads_is_left_to_it(tmp_path: Path):
     first, *others = (aged(tmp_path / f"file {number}", str(number), seconds=100) for number in range(20))
-    lock = lock_of_digest(first, tmp_path)
-    files = [first, next(other for other in others if lock_of_digest(other, tmp_path) != lock)]
+    reading = FirstReading(tmp_path / "cache")
+    lock = reading.lock_of_digest(str(first))
+    files = stat_files(
+        [str(first), next(str(one) for one in others if reading.lock_of_digest(str(one)) != lock)]
+    )
     is_reading, may_end = threading.Event(), threading.Event()
 
     def read_slowly() -> None:
         is_reading.set()
         may_end.wait(60)
 
-    root = tmp_path / "cache"
-    other = threading.Thread(
-        target=lambda: file_digests(stat_files([str(files[0])]), root=root, alive=read_slowly)
-    )
+    other = threading.Thread(target=lambda: replace(reading, alive=read_slowly).digests(files[:1]))
     other.start()
     is_reading.wait(60)
     with pytest.raises(BuiltElsewhere):
-        file_digests(stat_files(map(str, files)), root=root, waits=False)
+        reading.digests(files, waits=False)
     may_end.set()
     other.join()
+    assert len(set(replace(reading, alive=fail_if_read).digests(files))) == 2  # one by the other thread
 
-    def read_again() -> None:
-        raise AssertionError("both were read, one by the other thread")
 
-    assert len(set(file_digests(stat_files(map(str, files)), root=root, alive=read_again))) == 2
+def fail_if_read() -> None:
+    raise AssertionError("a file was read again")
 
 
 def test_reading_says_how_long_it_takes_ever_more_rarely(tmp_path: Path, capsys):
     files = stat_files(str(aged(tmp_path / name, name * 10, seconds=100)) for name in "abcd")
-    now, root = [0.0], tmp_path / "cache"
-    progress = report_first_reading(files, root=root, alive=lambda: None, now=lambda: now[0])
+    now = [0.0]
+    progress = FirstReading(tmp_path / "cache").reporting(files, now=lambda: now[0])
     said: list[str] = []
     for now[0] in (9.0, 12.0, 23.0, 24.0):
-        file_digests(files[:1], root=root, alive=progress)
-        progress()
+        progress.digests(files[:1])
+        progress.alive()
         said.append(capsys.readouterr().err)
     assert "10 B of 40 B, 36.0 s left" in said[1]
     assert "1 min 12 s left" in said[3]

@@ -2,8 +2,7 @@
 
 import os
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data import token_store
-from fullshard.data.files import list_matching_files, stat_files, unreadable_path_error
+from fullshard.data.files import SourceFile, list_matching_files, stat_files, unreadable_path_error
+from fullshard.data.first_reading import RANGE_BYTES, Blocks, FirstReading, TokenFacts
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSourceFields
 from fullshard.system.small_files import ForeignErrorTranslator
@@ -21,45 +21,53 @@ _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # Keys are the dtype codes in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _BEGINS, _ENDS = "begins.npy", "ends.npy"
-_BLOCK, _MOST_HEADER_BYTES = 1 << 22, 1 << 16
+_MOST_HEADER_BYTES = 1 << 16
 
 Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(index of each document's first token, index behind its last token)."""
 
 
 def open_memmap_stores(
-    fields: DataSourceFields, *, root: Path, alive: token_store.Heartbeat
+    fields: DataSourceFields, *, root: Path, alive: token_store.Heartbeat, range_bytes: int = RANGE_BYTES
 ) -> list[token_store.TokenStore]:
     """Returns a store for each token file that matches `fields.paths`; an .idx stands for its .bin.
 
-    The tokens stay in their files. The document boundaries and the largest token are cached in `root`. Raises
-    DataError for files that are not token files or hold invalid tokens.
+    The tokens stay in their files. The document boundaries and the largest token are cached in `root`. Ranks
+    that start together divide the first reading. Raises DataError for files that are not token files or hold
+    invalid tokens.
     """
     listed = [file.path for file in list_matching_files(fields.paths, kind="memmap")]
     paths = {f"{path.removesuffix('.idx')}.bin" if path.endswith(".idx") else path for path in listed}
-    ordered = sorted(paths)
-    reading = token_store.report_first_reading(stat_files(ordered), root=root, alive=alive)
-    open_store = partial(_open_memmap_store, fields=fields, root=root, alive=alive, reading=reading)
-    found: dict[str, token_store.TokenStore] = {}
-    for path in token_store.rotate_by_rank(ordered):
-        with suppress(token_store.BuiltElsewhere):  # ranks divide the files
-            found[path] = open_store(path, waits=False)
-    return [found.get(path) or open_store(path, waits=True) for path in ordered]
+    files = stat_files(sorted(paths))
+    quiet = FirstReading(root, alive, range_bytes)
+    reading = quiet.reporting(files)
+
+    def open_store(path: str, waits: bool) -> token_store.TokenStore:
+        tokens, bounds, index = _open_tokens(path, fields)
+        digests, eod = quiet.digests(index, waits=waits), fields.eod_token
+        prepare = partial(_index_documents, bounds=bounds, eod_token=eod, index_digests=digests, waits=waits)
+        entry = prepare(path, tokens, reading=reading if quiet.find_digest(path) is None else quiet)
+        manifest = token_store.read_manifest(entry)
+        return token_store.TokenStore(
+            name=path.rpartition("/")[2],
+            key=entry.name,
+            tokens=tokens,
+            begins=np.load(entry / _BEGINS, mmap_mode="r"),
+            ends=np.load(entry / _ENDS, mmap_mode="r"),
+            trained_token_count=len(tokens),
+            vocabulary_size=manifest["vocabulary"],
+            notes=token_store.TokenizeNotes(empty=manifest.get("empty", 0)),
+        )
+
+    return token_store.divide_by_rank([file.path for file in files], open_store, waits=True)
 
 
-def _open_memmap_store(
-    path: str,
-    *,
-    fields: DataSourceFields,
-    root: Path,
-    alive: token_store.Heartbeat,
-    reading: token_store.Heartbeat,
-    waits: bool,
-) -> token_store.TokenStore:
-    """Returns the store of one token file. `reading` is called while its digest is computed."""
+def _open_tokens(
+    path: str, fields: DataSourceFields
+) -> tuple[token_store.Integers, Bounds | None, list[SourceFile]]:
+    """Returns (tokens of a file, bounds of its documents if it has them, its .idx if there is one)."""
     index = path.removesuffix(".bin") + ".idx"
     has_index = path.endswith(".bin") and os.path.exists(index)
-    files = stat_files([path, index] if has_index else [path])
     try:
         if path.endswith(".npy"):
             tokens, bounds = _open_npy_tokens(path)
@@ -70,39 +78,49 @@ def _open_memmap_store(
     except OSError as error:
         raise unreadable_path_error(path, error) from error
     _check_settings(fields, path, dtype=tokens.dtype, has_bounds=bounds is not None)
+    return tokens, bounds, stat_files([index] if has_index else [])
 
-    def write_document_bounds(draft: Path) -> Mapping[str, Any]:
-        eod_token = fields.eod_token if bounds is None else None
-        largest, found = _max_token_and_document_ends(tokens, path, eod_token=eod_token, alive=alive)
-        begins, ends = bounds or (np.append(0, found[:-1]), found)
-        kept = ends > begins
-        token_store.save_array(draft / _BEGINS, begins[kept])
-        token_store.save_array(draft / _ENDS, ends[kept])
-        documents = int(kept.sum())
-        empty = len(kept) - documents
-        return {"vocabulary": largest + 1, "documents": documents, "empty": empty, "path": path}
 
-    facts = {
-        "kind": "memmap",
-        "files": token_store.file_digests(files, root=root, alive=reading, waits=waits),
-        "dtype": str(tokens.dtype),
-        "eod_token": fields.eod_token,
-        "rows": bounds is not None,
-    }
-    entry = token_store.get_or_build_entry(
-        root, f"index-{token_store.cache_key(facts)}", build=write_document_bounds, alive=alive, waits=waits
-    )
-    manifest = token_store.read_manifest(entry)
-    return token_store.TokenStore(
-        name=path.rpartition("/")[2],
-        key=entry.name,
-        tokens=tokens,
-        begins=np.load(entry / _BEGINS, mmap_mode="r"),
-        ends=np.load(entry / _ENDS, mmap_mode="r"),
-        trained_token_count=len(tokens),
-        vocabulary_size=manifest["vocabulary"],
-        notes=token_store.TokenizeNotes(empty=manifest.get("empty", 0)),
-    )
+def _index_documents(
+    path: str,
+    tokens: token_store.Integers,
+    *,
+    bounds: Bounds | None,
+    eod_token: int | None,
+    index_digests: Sequence[str],
+    reading: FirstReading,
+    waits: bool,
+) -> Path:
+    """Returns the cache entry with the bounds of a token file's documents; reads the file if there is none.
+
+    bounds: those that the file or its .idx says, whose digest is in `index_digests`
+    """
+
+    def name_entry(digest: str) -> str:
+        facts = {"files": [digest, *index_digests], "dtype": str(tokens.dtype), "eod_token": eod_token}
+        key = token_store.cache_key({"kind": "memmap", **facts, "rows": bounds is not None})
+        return f"index-{key}"
+
+    def find() -> Path | None:
+        digest = reading.find_digest(path)
+        return None if digest is None else token_store.find_complete_entry(reading.root / name_entry(digest))
+
+    def finish(digest: str, ranges: Sequence[TokenFacts]) -> Path:
+        def write_document_bounds(draft: Path) -> Mapping[str, Any]:
+            found = np.unique(np.concatenate([*(ends for _, ends in ranges), [len(tokens)]]))
+            begins, ends = bounds or (np.append(0, found[:-1]), found)
+            kept = ends > begins
+            token_store.save_array(draft / _BEGINS, begins[kept])
+            token_store.save_array(draft / _ENDS, ends[kept])
+            documents, vocabulary = int(kept.sum()), max(largest for largest, _ in ranges) + 1
+            empty = len(kept) - documents
+            return {"vocabulary": vocabulary, "documents": documents, "empty": empty, "path": path}
+
+        return token_store.get_or_build_entry(reading.root, name_entry(digest), build=write_document_bounds)
+
+    scan = partial(_scan_tokens, tokens=tokens, path=path, eod_token=eod_token)
+    facts = f"{tokens.dtype} {eod_token}"
+    return reading.read(path, find=find, finish=finish, waits=waits, scan=scan, scanned_for=facts)
 
 
 def _check_settings(fields: DataSourceFields, path: str, *, dtype: np.dtype[Any], has_bounds: bool) -> None:
@@ -122,21 +140,23 @@ def _check_settings(fields: DataSourceFields, path: str, *, dtype: np.dtype[Any]
         )
 
 
-def _max_token_and_document_ends(
-    tokens: token_store.Integers, path: str, *, eod_token: int | None, alive: token_store.Heartbeat
-) -> tuple[int, NDArray[np.int64]]:
-    """Returns (largest token, index behind each `eod_token` and behind the last token, sorted)."""
-    largest, ends = -1, [np.array([len(tokens)])]
-    for first in range(0, len(tokens), _BLOCK):
-        alive()
-        block = tokens[first : first + _BLOCK]
-        if block.min() < 0:
-            raise DataError(f"{path} holds a value that is not a token.", got=f"{block.min()}, below 0")
-        largest = max(largest, int(block.max()))
+def _scan_tokens(
+    blocks: Blocks, *, tokens: token_store.Integers, path: str, eod_token: int | None
+) -> TokenFacts:
+    """Returns the largest of the `tokens` in `blocks` of their file, and where documents end."""
+    largest, ends, header = -1, [np.empty(0, np.int64)], int(getattr(tokens, "offset", 0))
+    for at, block in blocks:
+        begin, end = (min(max(place - at, 0), len(block)) for place in (header, header + tokens.nbytes))
+        found, first = np.frombuffer(block[begin:end], tokens.dtype), (at + begin - header) // tokens.itemsize
+        if not len(found):
+            continue
+        if found.min() < 0:
+            raise DataError(f"{path} holds a value that is not a token.", got=f"{found.min()}, below 0")
+        largest = max(largest, int(found.max()))
         if eod_token is not None:
-            ends.append(np.flatnonzero(block == eod_token) + first + 1)
-            _check_document_count(path, sum(map(len, ends)), token_count=first + len(block))
-    return largest, np.unique(np.concatenate(ends)).astype(np.int64)
+            ends.append(np.flatnonzero(found == eod_token) + first + 1)
+            _check_document_count(path, sum(map(len, ends)), token_count=first + len(found))
+    return largest, np.concatenate(ends)
 
 
 def _check_document_count(path: str, count: int, *, token_count: int) -> None:
@@ -156,7 +176,7 @@ def _open_npy_tokens(path: str) -> tuple[token_store.Integers, Bounds | None]:
         if (
             array.dtype.kind not in "iu"
             or array.ndim not in (1, 2)
-            or not (array.size and array.flags.c_contiguous)
+            or not (array.size and array.flags.c_contiguous and array.flags.aligned)
         ):
             raise DataError(
                 what,

@@ -1,9 +1,8 @@
 """Opens the sources of a run as token stores, and tokenizes those that are not cached yet."""
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from fullshard.data import token_store
 from fullshard.data.chat_template import read_chat_template
 from fullshard.data.files import SourceFile, is_compressed, list_matching_files, list_stdlib_files
+from fullshard.data.first_reading import FirstReading, report_progress
 from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.readers import SHARD_BYTES, FilePart, check_reader_installed, open_dataset, split_file
 from fullshard.data.row_fields import TOKEN_LIMIT
@@ -23,12 +23,10 @@ from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_ta
 from fullshard.data.tokenizer import list_tokenizer_files, open_tokenizer_safely, read_tokenizer_text
 from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError
-from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.spec.settings.data_section import DataSection, DataSource, DataSourceFields
 from fullshard.system.files import open_new_file
 from fullshard.system.object_store import is_remote_url, without_secrets
 from fullshard.system.process import count_usable_cores
-from fullshard.system.terminal import print_to_stderr
 
 IN_MEMORY_BYTES = 64 << 20
 """Without a tokenizer, uncompressed texts of at most this size together are encoded in memory, not cached."""
@@ -43,7 +41,6 @@ _ANSWERS: Mapping[str, Literal["assistant", "completion"]] = {
 }
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
-_LINE_SECONDS = 10.0
 _TOKENS, _OFFSETS, _TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 
@@ -139,8 +136,8 @@ def open_token_stores(
         facts |= {"vocabulary": vocabulary}
         store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
     else:
-        reading = token_store.report_first_reading(files.files, root=root, alive=alive)
-        digests = [*token_store.file_digests(files.files, root=root, alive=reading), *files.fingerprints]
+        reading = FirstReading(root, alive).reporting(files.files)
+        digests = [*reading.digests(files.files), *files.fingerprints]
         key = token_store.cache_key({"files": digests, "kind": files.kind, **_settings_cache_facts(settings)})
         processes = section.processes or count_usable_cores()
 
@@ -226,19 +223,20 @@ def _tokenize_into_draft(
 ) -> Mapping[str, Any]:
     """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
-        progress = _TokenizationProgress(files.name, files.total_file_bytes)
+        read_bytes, what = 0, f"tokenizing {files.name}"
+        reporting = report_progress(what, files.total_file_bytes, count_bytes=lambda: read_bytes, alive=alive)
         tokens = stack.enter_context(open_new_file(draft / _TOKENS))
         trained = stack.enter_context(open_new_file(draft / _TRAINED)) if settings.needs_loss_mask else None
 
         def write_task_tokens(one: TokenizedTask) -> None:
+            nonlocal read_bytes
             tokens.write(one.tokens.data)
             if trained is not None and one.loss_mask is not None:
                 trained.write(one.loss_mask.data)
-            progress.add_task(one)
-            alive()
+            reporting()
+            read_bytes += one.size
 
         offsets, facts = _tokenize_and_write(files, settings, processes=processes, write=write_task_tokens)
-        progress.print_counts()
     token_store.save_array(draft / _OFFSETS, offsets)
     if facts["trained"] == facts["tokens"]:
         (draft / _TRAINED).unlink(missing_ok=True)
@@ -300,32 +298,3 @@ def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
         if settings.chat_template is not None:
             facts["chat_template"] = read_chat_template(settings.chat_template)
     return facts
-
-
-class _TokenizationProgress:
-    """Counts the finished part of a tokenization, and prints it to stderr every few seconds."""
-
-    def __init__(self, name: str, total_bytes: int) -> None:
-        self._name, self._total_bytes = name, total_bytes
-        self._bytes = self._tokens = self._skipped = 0
-        self._started = self._printed = time.monotonic()
-
-    def add_task(self, task: TokenizedTask) -> None:
-        self._bytes += task.size
-        self._tokens += len(task.tokens)
-        self._skipped += task.notes.skipped
-        if time.monotonic() - self._printed >= _LINE_SECONDS:
-            self._printed = time.monotonic()
-            self.print_counts()
-
-    def print_counts(self) -> None:
-        """Prints the counts, the rate and the time; nothing if the reader has closed the pipe."""
-        seconds = max(time.monotonic() - self._started, 1e-3)
-        skipped = f", {self._skipped} records left out" if self._skipped else ""
-        of = f"{format_bytes(self._bytes)} of {format_bytes(self._total_bytes)}"
-        rate = f"{format_count(self._tokens / seconds)} tokens/s{skipped}, {format_seconds(seconds)}"
-        left = (self._total_bytes - self._bytes) * seconds / max(self._bytes, 1)
-        end = f", {format_seconds(left)} left" if left >= 1 else ""
-        text = f"{self._name}: {format_count(self._tokens)} tokens from {of}, {rate}{end}"
-        with suppress(OSError):
-            print_to_stderr(text)

@@ -3,10 +3,7 @@
 [Note: what a name stands for]
 An entry is named by a digest of everything that determines it: the content of the files, the tokenizer, the
 settings. The digest covers content, not paths or times, so a copied or moved data set has the same name and
-an edited one has another. Reading terabytes at each start to compute the name would take longer than the
-start itself. So the digest of a file (XXH3-128 of its bytes) is remembered together with its size and
-modification time, and is valid as long as both are unchanged. A file modified less than two seconds before it
-was read is not remembered, because a later change could leave the same time.
+an edited one has another. See [Note: digests of files] in `first_reading`.
 """
 
 import errno
@@ -17,14 +14,12 @@ import os
 import re
 import secrets
 import shutil
-import sys
-import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -33,25 +28,20 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fullshard.data.files import SourceFile, unreadable_path_error
 from fullshard.errors import DataError
-from fullshard.quantities import format_bytes, format_seconds
 from fullshard.system.files import (
     fsync_path,
     hold_exclusive_file_lock,
     open_new_file,
-    write_file_atomically,
 )
 from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Integers = NDArray[Any]
 T = TypeVar("T")
+Item = TypeVar("Item", bound=Hashable)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_SETTLED_SECONDS = 2.0
-_READ_BYTES = 4 << 20
-_FIRST_LINE_SECONDS = 10.0
 _OWN_FILE = re.compile(
     r"manifest\.json|(tokens|trained)\.bin|(offsets|begins|ends|(training|held-out)-\w+)\.npy"
 )
@@ -98,13 +88,14 @@ def get_or_build_entry(
     build: Callable[[Path], Mapping[str, Any]],
     alive: Heartbeat = no_heartbeat,
     waits: bool = True,
+    unless: Callable[[], object] = lambda: None,
 ) -> Path:
     """Returns the cache entry `root/name`. If it does not exist yet, `build` fills an empty draft directory.
 
     The data that `build` returns is written to the manifest. The draft is renamed to the entry after all its
     files are synced to disk, or removed if `build` raises. One process at a time builds an entry; others wait
-    (calling `alive`) and then find it, or without `waits` raise BuiltElsewhere. Raises DataError if the cache
-    cannot be written.
+    (calling `alive`) and then find it, or without `waits` raise BuiltElsewhere. If `unless` returns a value,
+    the entry is not needed, and may be absent. Raises DataError if the cache cannot be written.
     """
     root = make_cache_directory(root)
     entry = root / name
@@ -112,7 +103,7 @@ def get_or_build_entry(
     def build_entry() -> Path:
         drafts = root.glob(f".{name}.tmp-{'[0-9a-f]' * 8}")
         for left in [entry, *drafts]:  # left by a crash, or files were removed
-            _remove_entry(left)
+            remove_entry(left)
         draft = root / f".{name}.tmp-{secrets.token_hex(4)}"
         try:
             draft.mkdir()
@@ -121,8 +112,10 @@ def get_or_build_entry(
             shutil.rmtree(draft, ignore_errors=True)
         return entry
 
-    find, lock = partial(_find_complete_entry, entry), root / f".{name}.lock"
-    return _find_or_build(find, build_entry, lock=lock, alive=alive, waits=waits)
+    def find() -> Path | None:
+        return entry if find_complete_entry(entry) or unless() is not None else None
+
+    return find_or_build(find, build_entry, lock=root / f".{name}.lock", alive=alive, waits=waits)
 
 
 def save_array(path: Path, array: Integers) -> None:
@@ -131,7 +124,7 @@ def save_array(path: Path, array: Integers) -> None:
         np.save(file, array)
 
 
-def _remove_entry(directory: Path) -> None:
+def remove_entry(directory: Path) -> None:
     """Removes the files of an entry or a draft, and its directory unless other files are in it."""
     own = set[str]()
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -147,7 +140,7 @@ class BuiltElsewhere(Exception):
     """Raised instead of waiting for what another process builds or reads at this moment."""
 
 
-def _find_or_build(
+def find_or_build(
     find: Callable[[], T | None], build: Callable[[], T], *, lock: Path, alive: Heartbeat, waits: bool
 ) -> T:
     """Returns what `find` returns, or if that is None, what `build` makes with the file `lock` locked.
@@ -173,80 +166,29 @@ def _find_or_build(
     except BuiltElsewhere:
         if not waits:
             raise
-        return _find_or_build(find, build, lock=lock, alive=alive, waits=waits)
+        return find_or_build(find, build, lock=lock, alive=alive, waits=waits)
     except OSError as error:
         raise _unwritable_cache_error(lock.parent, error) from error
 
 
-def rotate_by_rank(items: Sequence[T], environment: Mapping[str, str] = os.environ) -> list[T]:
-    """Returns `items`, beginning at another one on each rank, so that ranks can divide them."""
-    rank, ranks = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
-    first = len(items) * rank // ranks
-    return [*items[first:], *items[:first]]
+def divide_by_rank(items: Sequence[Item], get: Callable[[Item, bool], T], *, waits: bool) -> list[T]:
+    """Returns `get(item, waits)` for each item. Ranks that start together divide the items.
 
-
-def report_first_reading(
-    files: Sequence[SourceFile], *, root: Path, alive: Heartbeat, now: Callable[[], float] = time.monotonic
-) -> Heartbeat:
-    """Returns `alive`, which on rank 0 also prints how long the ranks will take to read `files` once.
-
-    The first line is printed after ten seconds, and each further one after twice as long. It is for
-    `file_digests` alone: bytes that are read again for another reason do not count.
+    Each rank begins at another item, and leaves to others those for which `get` raises BuiltElsewhere. With
+    `waits`, it gets these at the end, and does the work of ranks that have failed.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return alive
-
-    def count_read_bytes() -> int:
-        return sum(one.size for one in files if _find_remembered_digest(one.path, root / "digests"))
-
-    began, due = now(), _FIRST_LINE_SECONDS
-    count_bytes_read_before = cache(count_read_bytes)
-
-    def print_if_due() -> None:
-        nonlocal due
-        alive()
-        before = count_bytes_read_before()  # at the first call: without one, nothing has to be read
-        if (seconds := now() - began) < due:
-            return
-        due, read, total = 2 * seconds, count_read_bytes(), sum(file.size for file in files)
-        left = f", {format_seconds((total - read) * seconds / (read - before))} left" if read > before else ""
-        text = f"reading the data once: {format_bytes(read)} of {format_bytes(total)}{left}"
-        with suppress(OSError):  # the reader of standard error has gone
-            print(f"{text}; `fullshard data prepare` does it before a job", file=sys.stderr, flush=True)
-
-    return print_if_due
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    first, found = len(items) * rank // ranks, dict[Item, T]()
+    for item in [*items[first:], *items[:first]]:
+        try:
+            found[item] = get(item, False)
+        except BuiltElsewhere:
+            if ranks > len(items):  # thousands of ranks would ask for each item
+                break
+    return [found[item] if item in found else get(item, waits) for item in items]
 
 
-def file_digests(
-    files: Iterable[SourceFile], *, root: Path, alive: Heartbeat = no_heartbeat, waits: bool = True
-) -> list[str]:
-    """Returns a digest of the content of each file.
-
-    The cache directory `root` remembers the digests, see [Note: what a name stands for]. Ranks that start
-    together divide the files. Raises DataError for a file that cannot be read, and without `waits`
-    BuiltElsewhere for one that another process reads.
-    """
-    digests, paths = make_cache_directory(root / "digests"), [Path(file.path) for file in files]
-
-    def find_or_compute(path: Path, *, waits: bool) -> str:
-        find = partial(_find_remembered_digest, path, digests)
-        compute = partial(_compute_digest, path, digests, alive=alive)
-        lock = lock_of_digest(path, digests)
-        return _find_or_build(find, compute, lock=lock, alive=alive, waits=waits)
-
-    found: dict[Path, str] = {}
-    for path in rotate_by_rank(paths):
-        with suppress(BuiltElsewhere):
-            found[path] = find_or_compute(path, waits=False)
-    return [found.get(path) or find_or_compute(path, waits=waits) for path in paths]
-
-
-def lock_of_digest(path: Path, digests: Path) -> Path:
-    """Returns the file that is locked while the digest of `path` is computed, one of 256 in `digests`."""
-    return digests / f".lock-{_remembered_digest_path(path, digests).name[:2]}"
-
-
-def _find_complete_entry(entry: Path) -> Path | None:
+def find_complete_entry(entry: Path) -> Path | None:
     """Returns `entry` if each of its files has its recorded size, else None: files may be deleted later."""
     try:
         files = read_manifest(entry)["files"]
@@ -265,42 +207,9 @@ def _commit_draft(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None
     try:
         draft.rename(entry)
     except OSError:
-        if _find_complete_entry(entry) is None:  # without locks another process may have been first
+        if find_complete_entry(entry) is None:  # without locks another process may have been first
             raise
     fsync_path(entry.parent)
-
-
-def _find_remembered_digest(path: str | Path, digests: Path) -> str | None:
-    try:
-        said = parse_json(read_bytes(_remembered_digest_path(path, digests), most_bytes=VALUE_BYTES))
-        now = os.stat(path)
-        return str(said["digest"]) if [now.st_size, now.st_mtime_ns] == said["seen"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _compute_digest(path: Path, digests: Path, *, alive: Heartbeat) -> str:
-    at, hasher, buffer = time.time(), xxhash.xxh3_128(), bytearray(_READ_BYTES)
-    view = memoryview(buffer)
-    try:
-        with path.open("rb", buffering=0) as file:
-            seen = os.fstat(file.fileno())
-            while count := file.readinto(buffer):
-                hasher.update(view[:count])
-                alive()
-    except OSError as error:
-        raise unreadable_path_error(path, error) from error
-    digest = hasher.hexdigest()
-    if at - seen.st_mtime >= _SETTLED_SECONDS:
-        place = _remembered_digest_path(path, digests)
-        with suppress(OSError):  # else it is read again next time
-            seen_as = [seen.st_size, seen.st_mtime_ns]
-            write_file_atomically(place, json.dumps({"seen": seen_as, "digest": digest}))
-    return digest
-
-
-def _remembered_digest_path(path: str | Path, digests: Path) -> Path:
-    return digests / hashlib.blake2b(os.fsencode(os.path.abspath(path)), digest_size=16).hexdigest()
 
 
 def _unwritable_cache_error(root: Path, error: OSError) -> DataError:
