@@ -2,14 +2,17 @@
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 
+from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import BLOCK_BYTES
+from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
@@ -20,6 +23,7 @@ from tests.checkpoint.states import (
     saved_sharded,
     table_of,
 )
+from tests.checkpoint.test_earlier_versions import unpacked
 
 
 def flip(file: Path, bit: int) -> None:
@@ -86,19 +90,57 @@ def test_exchanged_and_added_files_are_damage(ranks, tmp_path, act):
         assert {"model.uneven", "random.rank1"} <= {name for damage in damages for name in damage.tensors}
 
 
-def test_parts_read_each_file_once_and_find_the_damage_of_the_whole(ranks, tmp_path):
+def cut(file: Path, _: int) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("harm", [flip, cut])
+@pytest.mark.parametrize("version", ["of this one", "listed", "layouts"])
+def test_a_damaged_table_names_the_tensors_of_its_file(ranks, tmp_path, version, harm):
+    if version == "of this one":
+        path = ranks(4).run(saved_sharded, tmp_path, 1, (2, 2))[0]
+    else:
+        path = unpacked(version, tmp_path) / "step-00000003"
+    tables = CheckpointReader(LocalFiles(path), read_manifest(path))
+    for name in tables.manifest.data_file_names:
+        within = {piece.name for piece in tables.read_table(name).pieces}
+        beside = path / f"{name}.pieces"
+        table = beside if beside.exists() else path / name
+        before = table.read_bytes()
+        harm(table, -77)
+        (damage,) = iterate_damage(path)
+        assert (damage.file, {*damage.tensors}) == (table.name, within)
+        table.write_bytes(before)
+        assert within < {*tables.manifest.tensors}
+
+
+class _RecordingFiles(LocalFiles):
+    """Appends the names of files that are opened to a list."""
+
+    def __init__(self, path: Path, opened: list[str]) -> None:
+        super().__init__(path)
+        object.__setattr__(self, "opened", opened)
+
+    def open_file(self, name: str) -> BinaryIO:
+        self.opened.append(name)  # pyright: ignore
+        return super().open_file(name)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_parts_divide_the_data_files_and_find_the_damage_of_the_whole(ranks, tmp_path, parts):
     (path, _, _) = ranks(3).run(saved_sharded, tmp_path, 1, (3,))
+    data = [f"__{rank}_0.distcp" for rank in range(3)]
+    opened = [list[str]() for _ in range(parts)]
+    for number, names in enumerate(opened, start=1):
+        assert not list(iterate_damage(_RecordingFiles(path, names), part=(number, parts)))
+    assert sorted(name for names in opened for name in {*names} & {*data}) == data
     for name in ("__0_0.distcp", "__2_0.distcp", "writer.json"):
         flip(path / name, 77)
     flip(path / "__1_0.distcp", -77)  # in the table
     (path / "notes.txt").touch()
-    parts = [list(iterate_damage(path, part=(number, 2))) for number in (1, 2)]
-    assert [{one.file for one in found} for found in parts] == [
-        {"__0_0.distcp", "__2_0.distcp", "writer.json", "notes.txt"},
-        {"__1_0.distcp"},
-    ]
-    assert parts[1][0].tensors == tuple(read_manifest(path).tensors)
-    assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, iterate_damage(path)))
+    found = [one for number in range(parts) for one in iterate_damage(path, part=(number + 1, parts))]
+    assert {one.file for one in found} == {*data, "writer.json", "notes.txt"}
+    assert sorted(map(str, found)) == sorted(map(str, iterate_damage(path)))
 
 
 def test_a_checkpoint_set_aside_still_forbids_a_fresh_start(tmp_path):

@@ -8,7 +8,7 @@ starts again with the newest checkpoint.
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from fullshard.checkpoint.manifest import (
     sizes_by_name,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_piece
+from fullshard.checkpoint.shard_index import data_file_name
 from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -248,8 +249,8 @@ def iterate_damage(
     If the manifest is damaged, yields that alone. Raises CheckpointError if the checkpoint cannot be read at
     all (permissions, another format).
 
-    part: (number from 1, of how many): reads these data files and their tables alone; the first part also
-        reads all other files
+    part: (number from 1, of how many): reads the index and these data files alone; the first part also reads
+        all other files
     """
     files = checkpoint_files_at(checkpoint)
     try:
@@ -260,16 +261,11 @@ def iterate_damage(
     reader, sizes = CheckpointReader(files, manifest), sizes_by_name(files)
     number, parts = part
     part_of = {name: i % parts + 1 for i, name in enumerate(manifest.data_file_names)}
-    damaged = False
     for name in manifest.files:
         if part_of.get(name.removesuffix(SUFFIX), 1) == number:
-            for damaged in _iterate_file_damage(reader, name, sizes=sizes):
-                yield damaged
+            yield from _iterate_file_damage(reader, name, sizes=sizes)
     if number > 1:
         return
-    if not damaged:
-        with suppress(CheckpointError) if parts > 1 else nullcontext():  # a table that another part reports
-            yield from _iterate_shard_index_damage(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 
@@ -288,25 +284,16 @@ def _iterate_file_damage(
     try:
         if name.endswith(SUFFIX):
             reader.read_table(name.removesuffix(SUFFIX))
+        elif name == SHARDS:
+            ranks = {rank for mesh in reader.read_index().meshes for rank in mesh.ranks}
+            others = set(map(data_file_name, ranks)).difference(reader.manifest.files)
+            for other in sorted(others):
+                if outside := reader.list_tensors_in_file(other):
+                    yield Damage(name, f"shards in {other}, which is not of this checkpoint", tuple(outside))
         else:
             read_verified_file(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
         yield Damage(name, _damage_text_in_error(error, name), _affected_tensors(reader, name))
-
-
-def _iterate_shard_index_damage(reader: CheckpointReader) -> Iterator[Damage]:
-    """Yields the damage of an unreadable index, and of its shards that the data files lack."""
-    manifest = reader.manifest
-    try:
-        reader.read_index()
-    except CheckpointError as error:
-        yield Damage(SHARDS, _damage_text_in_error(error, SHARDS), tuple(manifest.tensors))
-        return
-    for name in manifest.tensors:
-        try:
-            reader.find_pieces(name)
-        except CheckpointError:
-            yield Damage(SHARDS, f"{name} is not where the index has it", (name,))
 
 
 def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[Damage]:
@@ -314,8 +301,11 @@ def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[D
         table = reader.read_table(name)
     except CheckpointError as error:
         if reader.manifest.files[name].digest_begin:  # else it is reported as a file of its own
-            yield Damage(name, _damage_text_in_error(error, name), tuple(reader.manifest.tensors))
+            yield Damage(name, _damage_text_in_error(error, name), _affected_tensors(reader, name))
         return
+    with suppress(CheckpointError):  # an unreadable index is reported as a file of its own
+        if absent := reader.list_tensors_in_file(name, absent=True):
+            yield Damage(SHARDS, f"shards that are not where it has them in {name}", tuple(absent))
     scratch = memoryview(bytearray(table.block_bytes))
     try:
         with reader.files.open_file(name) as file:
@@ -336,11 +326,11 @@ def _damage_text_in_error(error: CheckpointError, name: str) -> str:
 
 
 def _affected_tensors(reader: CheckpointReader, name: str) -> tuple[str, ...]:
-    """Returns the tensors in the data file or table `name`; all if it is the index or a damaged table."""
+    """Returns the tensors in the data file of that name or table; all if the index is unreadable."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_file_names:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()
     try:
-        return tuple(dict.fromkeys(piece.name for piece in reader.read_table(data_file).pieces))
+        return tuple(reader.list_tensors_in_file(data_file))
     except CheckpointError:
         return tuple(reader.manifest.tensors)

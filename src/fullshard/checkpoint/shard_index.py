@@ -8,12 +8,12 @@ does not cut, and all shards in indexes of format 2.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import NonNegativeInt
 
-from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.manifest import Manifest, SavedTensor
 from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout
 from fullshard.spec.value import FrozenModel
 
@@ -75,6 +75,21 @@ class ShardIndex(FrozenModel):
                 max(a, b) < min(a + n, b + m) for a, n, b, m in zip(one.start, one.shape, *part, strict=True)
             ):
                 yield LocatedShard(self.files[one.file], Box(one.start, one.shape), one.offset)
+
+    def iterate_shards_in_file(
+        self, file: str, tensors: Mapping[str, SavedTensor]
+    ) -> Iterator[tuple[str, LocatedShard]]:
+        """Yields (name of the tensor, shard) of each shard in a data file of the manifest's `tensors`."""
+        for name, shards in self.shards.items():
+            for one in shards:
+                if self.files[one.file] == file:
+                    yield name, LocatedShard(file, Box(one.start, one.shape), one.offset)
+        number = file.removeprefix("__").removesuffix("_0.distcp")
+        places = [mesh.find_coordinate(int(number) if number.isdecimal() else -1) for mesh in self.meshes]
+        for name, layout in self.layouts.items():
+            mesh, place, whole = self.meshes[layout.mesh], places[layout.mesh], tensors[name].shape
+            if place is not None and (box := layout.find_shard(mesh, whole, coordinate=place)) is not None:
+                yield name, LocatedShard(file, box, None)
 
     def find_inconsistency(self, manifest: Manifest) -> str | None:
         """Returns why the shards are not what the manifest's tensors consist of, or None if they are."""

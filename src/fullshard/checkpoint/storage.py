@@ -240,20 +240,32 @@ class CheckpointReader:
 
         Raises DamagedCheckpointError unless the tables of the files have them.
         """
-        saved = self.manifest.tensors[name]
-        shards = self.read_index().iterate_shards(name, saved.shape, part=part)
-        return [(one.file, self._find_piece(one, name=name, saved=saved)) for one in shards]
+        found = list[tuple[str, shard_file.ShardRecord]]()
+        for one in self.read_index().iterate_shards(name, self.manifest.tensors[name].shape, part=part):
+            if (piece := self._find_piece(name, one)) is None:
+                differ = f"{SHARDS} and the tables of pieces differ about {name} in {one.file}"
+                raise DamagedCheckpointError(f"{self.files} is damaged.", got=differ)
+            found.append((one.file, piece))
+        return found
 
-    def _find_piece(self, shard: LocatedShard, *, name: str, saved: SavedTensor) -> shard_file.ShardRecord:
+    def list_tensors_in_file(self, file: str, *, absent: bool = False) -> list[str]:
+        """Returns the tensors with shards in a data file, by the index; `absent`: those its table lacks.
+
+        Raises CheckpointError for an unreadable index or table.
+        """
+        shards = self.read_index().iterate_shards_in_file(file, self.manifest.tensors)
+        names = (name for name, one in shards if not absent or self._find_piece(name, one) is None)
+        return list(dict.fromkeys(names))
+
+    def _find_piece(self, name: str, shard: LocatedShard) -> shard_file.ShardRecord | None:
+        """Returns the piece of a shard of the tensor `name`; None if the table of its file lacks it."""
         if shard.file not in self._pieces:
             pieces = self.read_table(shard.file).pieces
             self._pieces[shard.file] = {(piece.name, piece.index): piece for piece in pieces}
-        piece = self._pieces[shard.file].get((name, shard.box[0]))
-        same = piece is not None and (piece.shape, piece.dtype) == (shard.box[1], saved.dtype)
-        if piece is None or not same or shard.offset not in (None, piece.offset):
-            differ = f"{SHARDS} and the tables of pieces differ about {name} in {shard.file}"
-            raise DamagedCheckpointError(f"{self.files} is damaged.", got=differ)
-        return piece
+        piece = self._pieces[shard.file].get((name, shard.box.begin))
+        kind = (shard.box.size, self.manifest.tensors[name].dtype)
+        is_same = piece and (piece.shape, piece.dtype) == kind and shard.offset in (None, piece.offset)
+        return piece if is_same else None
 
     def read_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Fills this rank's part of `tensors`. May raise on one rank alone."""
