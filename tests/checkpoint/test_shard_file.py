@@ -9,8 +9,11 @@ from torch import Tensor
 
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.shard_file import (
+    BLOCK_BYTES,
+    BlockBuffer,
     ShardFileTable,
     ShardFileWriter,
+    read_verified_part_into,
 )
 from fullshard.checkpoint.storage import write_shards
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, allocate_aligned_memory
@@ -74,3 +77,26 @@ def test_where_a_tensor_lies_in_memory_does_not_change_the_file(tmp_path, move):
     assert (entry.size_bytes, entry.digest_begin) == (len(whole), len(data))
     assert whole[: len(data)] == data
     assert ShardFileTable.model_validate_json(whole[len(data) :]) == expected
+
+
+class _CountingFile(io.BytesIO):
+    taken = 0
+
+    def readinto(self, buffer: Any, /) -> int:
+        got = super().readinto(buffer)
+        self.taken += got
+        return got
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100])
+def test_parts_of_a_shard_that_are_read_in_order_take_each_byte_once(rows):
+    tensor = torch.arange(100 * (BLOCK_BYTES // 250)).view(100, -1)
+    data, table = written({"stack": tensor})
+    (piece,) = table.pieces
+    file, buffer, found = _CountingFile(data), BlockBuffer(BLOCK_BYTES), torch.empty_like(tensor)
+    for begin in range(0, 100, rows):
+        target = found[begin : begin + rows]
+        read_verified_part_into(file, piece, offsets=(begin, 0), target=target, buffer=buffer)
+    assert torch.equal(found, tensor)
+    assert piece.length > 3 * BLOCK_BYTES
+    assert file.taken == piece.length

@@ -1,5 +1,7 @@
 """A packed base: packed by rows while it is read, saved as bytes, and exported as matrices."""
 
+import io
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fullshard.checkpoint.files import CheckpointFiles, LocalFiles
 from fullshard.checkpoint.load import load, resolve_checkpoint
+from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from fullshard.models.build import build_model
@@ -30,6 +34,7 @@ from fullshard.weights.export_hf import export_hf
 from fullshard.weights.export_peft import export_peft
 from fullshard.weights.hand_off import iterate_weights
 from fullshard.weights.pretrained import load_pretrained
+from tests.checkpoint.states import table_of
 from tests.fakes.architectures import whole
 from tests.fakes.data import Rows
 from tests.fakes.plans import plan_of
@@ -190,12 +195,38 @@ def test_an_export_is_the_dequantised_base_with_its_adapters(ranks: Ranks, tmp_p
     assert all("lora" in key for key in load_file(tmp_path / "peft" / "adapter_model.safetensors"))
 
 
+class _CountedFile(io.FileIO):
+    """Adds the bytes of blocks that are read to `blocks_bytes`."""
+
+    blocks_bytes: Counter[str] = Counter()
+
+    def readinto(self, buffer: Any, /) -> int:
+        got = super().readinto(buffer) or 0
+        self.blocks_bytes[str(self.name)] += got
+        return got
+
+
+class _CountedFiles(LocalFiles):
+    def open_file(self, name: str) -> Any:
+        return _CountedFile(self.path / name)
+
+
+class _CountedLocation(LocalLocation):
+    def list_checkpoints(self) -> list[tuple[int, CheckpointFiles]]:
+        return [(step, _CountedFiles(Path(str(one)))) for step, one in super().list_checkpoints()]
+
+
 def test_an_export_of_experts_is_their_dequantised_base_with_its_adapters(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     mixture(tmp_path / "in")
     given = ranks(2).run(handed_over, tmp_path, "adapter.alpha=8", EXPERTS)[0]
-    export_hf(tmp_path / "saved", tmp_path / "hf")
+    export_hf(_CountedLocation(tmp_path / "saved"), tmp_path / "hf")
+    for rank in range(2):
+        file = tmp_path / f"saved/step-00000001/__{rank}_0.distcp"
+        pieces = table_of(file.parent, file.name).pieces
+        of_model = sum(piece.length for piece in pieces if piece.name.startswith("model."))
+        assert 0 < _CountedFile.blocks_bytes[str(file)] <= of_model  # no block twice
     exported, merged = load_file(tmp_path / "hf" / "model.safetensors"), given["huggingface"]
     assert exported.keys() == merged.keys()
     assert all(torch.equal(exported[name], merged[name]) for name in merged)

@@ -36,7 +36,7 @@ _XXH3_DIGITS = 32
 Dims = Annotated[tuple[NonNegativeInt, ...], Field(max_length=64)]  # torch has no tensor of more dims
 
 
-def new_hash_of_same_kind(digest: str, data: bytes = b"") -> hashlib.blake2b | xxhash.xxh3_128:
+def new_hash_of_same_kind(digest: str, data: bytes | memoryview) -> hashlib.blake2b | xxhash.xxh3_128:
     """Returns a hash object of `data` of the kind of `digest`: XXH3, or BLAKE2b of an earlier version."""
     return xxhash.xxh3_128(data) if len(digest) == _XXH3_DIGITS else hashlib.blake2b(data, digest_size=32)
 
@@ -225,6 +225,29 @@ class _BlockDigester:
         self._room = BLOCK_BYTES
 
 
+class BlockBuffer:
+    """Memory for one block. Parts of a block that are read one after the other are read from a file once.
+
+    size_bytes: size of a block; 0 before the first table is read
+    """
+
+    def __init__(self, size_bytes: int = 0) -> None:
+        self.memory = memoryview(bytearray(size_bytes))
+        self._held: tuple[Sequence[str], int] | None = None  # digest and length of the block in memory
+
+    def read_verified_block(self, file: BinaryIO, piece: ShardRecord, *, number: int) -> memoryview:
+        """Returns block `number` of `piece`, valid until the next call. Raises as `verify_piece`."""
+        begin = number * self.memory.nbytes
+        block = self.memory[: piece.length - begin]
+        wanted = (piece.digests[number : number + 1], block.nbytes)
+        if self._held != wanted:
+            self._held = None  # until the bytes are verified
+            file.seek(piece.offset + begin)
+            _read_verified_block_into(file, piece, number=number, target=block)
+            self._held = wanted
+        return block
+
+
 def verify_piece(file: BinaryIO, piece: ShardRecord, *, begin: int, scratch: memoryview) -> None:
     """Reads and verifies the zeros from `begin` to `piece`, and all its blocks. `scratch` has a block's size.
 
@@ -237,20 +260,20 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, begin: int, scratch: mem
         found = f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero"
         raise _altered_bytes_error(file, got=found)
     for number, start in enumerate(range(0, piece.length, scratch.nbytes)):
-        _read_verified_block_into(file, piece, number=number, parts=[scratch[: piece.length - start]])
+        _read_verified_block_into(file, piece, number=number, target=scratch[: piece.length - start])
 
 
 def read_verified_part_into(
-    file: BinaryIO, piece: ShardRecord, *, offsets: Sequence[int], target: Tensor, scratch: memoryview
+    file: BinaryIO, piece: ShardRecord, *, offsets: Sequence[int], target: Tensor, buffer: BlockBuffer
 ) -> None:
     """Fills `target` with the part of a shard that begins at `offsets` (per dim) and has its shape.
 
     Reads and verifies only the blocks with the rows (dim 0) of this part. Raises as `verify_piece` does; the
-    content of the target is then undefined. The buffer `scratch` has the size of a block.
+    content of the target is then undefined.
     """
     if target.numel() == 0:
         return
-    block_bytes = scratch.nbytes
+    block_bytes = buffer.memory.nbytes
     row_bytes = math.prod(piece.shape[1:]) * target.dtype.itemsize
     row, rows = (offsets[0], target.shape[0]) if piece.shape else (0, 1)
     begin = piece.data_offset + row * row_bytes
@@ -260,35 +283,29 @@ def read_verified_part_into(
     elements = target if in_place else torch.empty(shape, dtype=target.dtype)
     data = memoryview(cast(bytearray, elements.reshape(-1).view(torch.uint8).numpy()))
     stop = begin + rows * row_bytes
-    numbers = range(begin // block_bytes, (stop - 1) // block_bytes + 1)
-    file.seek(piece.offset + numbers.start * block_bytes)
-    for number in numbers:
-        # Other bytes of the block are read only for its digest.
+    for number in range(begin // block_bytes, (stop - 1) // block_bytes + 1):
         low, high = number * block_bytes, min((number + 1) * block_bytes, piece.length)
         first, last = max(low, begin), min(high, stop)
-        parts = [scratch[: first - low], data[first - begin : last - begin], scratch[: high - last]]
-        _read_verified_block_into(file, piece, number=number, parts=parts)
+        wanted = data[first - begin : last - begin]
+        if (first, last) == (low, high):
+            file.seek(piece.offset + low)
+            _read_verified_block_into(file, piece, number=number, target=wanted)
+        else:  # its other bytes are read for its digest, and may be wanted next
+            wanted[:] = buffer.read_verified_block(file, piece, number=number)[first - low : last - low]
     if not in_place:
         for dim in range(1, len(piece.shape)):
             elements = elements.narrow(dim, offsets[dim], target.shape[dim])
         target.copy_(elements)
 
 
-def _read_verified_block_into(
-    file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]
-) -> None:
-    """Reads block `number` of `piece` from the file's position into `parts`, and checks its digest."""
+def _read_verified_block_into(file: BinaryIO, piece: ShardRecord, *, number: int, target: memoryview) -> None:
+    """Reads block `number` of `piece` from the file's position into `target`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
-    found = new_hash_of_same_kind(expected)
-    for part in parts:
-        got = _read_until_full_or_end(file, part)
-        if got < part.nbytes:
-            raise DamagedCheckpointError(f"{_file_label(file)} ends early.", got=f"its end in {piece.name}")
-        found.update(part)
-    if found.hexdigest() != expected:
+    if _read_until_full_or_end(file, target) < target.nbytes:
+        raise DamagedCheckpointError(f"{_file_label(file)} ends early.", got=f"its end in {piece.name}")
+    if new_hash_of_same_kind(expected, target).hexdigest() != expected:
         end = file.tell()
-        begin = end - sum(part.nbytes for part in parts)
-        altered = f"a part of {piece.name}, bytes {begin} to {end}, whose digest is another"
+        altered = f"a part of {piece.name}, bytes {end - target.nbytes} to {end}, whose digest is another"
         raise _altered_bytes_error(file, got=altered)
 
 

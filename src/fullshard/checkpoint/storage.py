@@ -217,7 +217,7 @@ class CheckpointReader:
         self._index: ShardIndex | None = None
         self._tables: dict[str, shard_file.ShardFileTable] = {}
         self._pieces: dict[str, dict[tuple[str, tuple[int, ...]], shard_file.ShardRecord]] = {}
-        self._buffer = memoryview(b"")
+        self._buffer = shard_file.BlockBuffer()
 
     def read_index(self, data: bytes | None = None) -> ShardIndex:
         """Returns the index of the shards.
@@ -297,8 +297,8 @@ class CheckpointReader:
             table = shard_file.parse_checkpoint_json(
                 shard_file.ShardFileTable, data, source=f"{self.files}/{file}"
             )
-            if len(self._buffer) < table.block_bytes:
-                self._buffer = memoryview(bytearray(table.block_bytes))
+            if self._buffer.memory.nbytes < table.block_bytes:
+                self._buffer = shard_file.BlockBuffer(table.block_bytes)
             self._tables[name] = table
         return self._tables[name]
 
@@ -315,7 +315,7 @@ class CheckpointReader:
         self, file: BinaryIO, piece: shard_file.ShardRecord, *, offsets: Sequence[int], target: Tensor
     ) -> None:
         """Fills `target` as `shard_file.read_verified_part_into` does."""
-        shard_file.read_verified_part_into(file, piece, offsets=offsets, target=target, scratch=self._buffer)
+        shard_file.read_verified_part_into(file, piece, offsets=offsets, target=target, buffer=self._buffer)
 
 
 def build_reader(

@@ -277,8 +277,10 @@ def _build_writer(
         turned = dtype is not None and saved.torch_dtype.is_floating_point
         chosen = str(dtype).removeprefix("torch.") if turned else saved.dtype
         tensors[name] = SavedTensor(shape=names.shapes[name], dtype=chosen)
-    # Wide dtypes come first, so that every tensor is aligned; then sorted by name.
-    order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
+    # Wide dtypes come first, so that every tensor is aligned; then the source's order, in which the experts
+    # of a stack follow each other, so that its blocks and its adapter are read once.
+    first = {name: (-one.torch_dtype.itemsize, parts[name][0]) for name, one in tensors.items()}
+    order = sorted(tensors, key=lambda name: (first[name][0], first[name][1].source, first[name][1].begin))
     piece_bytes = _PIECE_BYTES if shard_bytes is None else min(_PIECE_BYTES, max(1, shard_bytes // 3))
     return SafetensorsWriter(source, {n: tensors[n] for n in order}, parts, metadata, piece_bytes)
 

@@ -5,6 +5,7 @@ anywhere.
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -233,15 +234,15 @@ class _TensorAssignments:
         """Reads and packs this rank's rows of a packed weight, some at a time. Returns the bytes read."""
         weight, shard = self.packed[name], detached_local_tensor(self.filled[name])
         offsets, columns, read_bytes = shard_offsets(self.filled[name]), weight.shape[-1], 0
-        most = max(1, _PACKED_ELEMENTS // columns)
-        *experts, count = (range(size) for size in shard.shape[:-1])
-        for *index, begin in product(*experts, count[::most]):
-            target = shard[tuple(index)][begin : begin + most]
-            rows = torch.empty((*(1 for _ in index), target.shape[0], columns), device=shard.device)
-            place = tuple(map(sum, zip(offsets, (*index, begin, 0), strict=True)))
+        sizes, most = shard.shape[:-1], _PACKED_ELEMENTS // columns
+        steps = [max(1, most // max(1, math.prod(sizes[dim + 1 :]))) for dim in range(len(sizes))]
+        for begin in product(*(range(0, size, step) for size, step in zip(sizes, steps, strict=True))):
+            target = shard[tuple(slice(at, at + step) for at, step in zip(begin, steps, strict=True))]
+            rows = torch.empty((*target.shape[:-1], columns), device=shard.device)
+            place = tuple(map(sum, zip(offsets, (*begin, 0), strict=True)))
             moves = iterate_copies(rows, self.map.parts[name], offsets=place)
             read_bytes += copy_from_files(moves, self.files)
-            target.copy_(pack_rows(rows.view(-1, columns), weight))
+            target.copy_(pack_rows(rows.view(-1, columns), weight).view(target.shape))
         return read_bytes
 
     def check_tied_tensors(self, wanted: Callable[[Tensor], bool]) -> None:

@@ -182,13 +182,14 @@ class MergedModelTensors:
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
         """Fills the flat `target` with elements of the merged tensor `name` from `begin` on, row-major."""
-        self._source.read_into(target, self._saved[name], begin=begin)
         adapter = self._adapters.get(self._saved[name])
         if adapter is None:
+            self._source.read_into(target, self._saved[name], begin=begin)
             return
+        a, b = self._read_lora_factors(adapter)  # before the base, whose last block its next part begins with
+        self._source.read_into(target, self._saved[name], begin=begin)
         row = math.prod(self.tensors[name].shape[1:])
         first, last = begin // row, -(-(begin + target.numel()) // row)
-        a, b = self._read_lora_factors(adapter)
         added = adapter.merging.increment(a, b, rows=slice(first, last))
         start = begin - first * row
         flat = added.reshape(-1)[start : start + target.numel()]
