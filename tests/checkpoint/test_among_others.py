@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fullshard.checkpoint.files import LocalFiles
-from fullshard.checkpoint.load import iterate_damage, load
+from fullshard.checkpoint.load import find_damage, iterate_damage, load
 from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
@@ -201,3 +202,18 @@ def test_files_that_vanish_while_they_are_listed_are_left_out(tmp_path: Path):
 
     (tmp_path / "stays").write_bytes(b"four")
     assert LocalFiles(WithAVanished(tmp_path)).file_sizes_bytes() == {"stays": 4}
+
+
+def test_a_verified_checkpoint_that_is_removed_meanwhile_is_not_damaged(tmp_path):
+    class Vanishing(LocalFiles):
+        def open_file(self, name: str) -> BinaryIO:
+            if name.endswith(".distcp"):
+                shutil.rmtree(self.path)
+            return super().open_file(name)
+
+    path, place = saved(tmp_path, 1), LocalLocation(tmp_path)
+    assert find_damage(place, Vanishing(path)) is None
+    path = saved(tmp_path, 1)
+    (path / "__0_0.distcp").unlink()
+    (damage,) = find_damage(place, LocalFiles(path)) or ()
+    assert damage.file == "__0_0.distcp"

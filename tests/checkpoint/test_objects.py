@@ -144,10 +144,10 @@ def test_a_killed_save_leaves_no_checkpoint(ranks, server, url):
     assert set(objects(url)) > before
     place = location_of(url)
     assert [step for step, _ in place.list_checkpoints()] == [1]
-    assert len(place.list_drafts()) == 1
+    assert len(place.describe_drafts()) == 1
     assert_same(loaded(url).held, numbers(1))
     saved(url, 3)
-    assert len(place.list_drafts()) == 1  # for a day: see the tests of `is_attempt_abandoned`
+    assert len(place.describe_drafts()) == 1  # for a day: see the tests of `is_attempt_abandoned`
     assert loaded(url).step == 3
 
 
@@ -195,7 +195,7 @@ def test_of_two_writers_of_a_step_one_wins(url):
         save(State(5, {name: tensor + 1 for name, tensor in numbers(5).items()}), _Overtaken(url))
     assert "never overwritten" in str(raised.value)
     assert_same(loaded(url).held, numbers(5))
-    assert location_of(url).list_drafts() == []
+    assert location_of(url).describe_drafts() == []
     assert len(ObjectStore(url).list_prefix(f"{url}/step-00000005").prefixes) == 1
 
 
@@ -265,9 +265,9 @@ def test_an_attempt_that_may_still_be_written_is_left_alone(url, caplog):
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         saved(url, 2)
     assert "may still be writing" in caplog.text
-    assert place.list_drafts() == [str(draft)]
+    assert place.describe_drafts() == [f"{draft}: a save that is still running, or was not finished"]
     place.discard_draft(draft)
-    assert place.list_drafts() == []
+    assert place.describe_drafts() == []
 
 
 def test_an_attempt_that_is_older_than_any_save_is_abandoned(url):

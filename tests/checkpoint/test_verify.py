@@ -103,7 +103,7 @@ def test_a_damaged_table_names_the_tensors_of_its_file(ranks, tmp_path, version,
         path = unpacked(version, tmp_path) / "step-00000003"
     tables = CheckpointReader(LocalFiles(path), read_manifest(path))
     for name in tables.manifest.data_file_names:
-        within = {piece.name for piece in tables.read_table(name).pieces}
+        within = {piece.name for piece in tables.read_table(name).pieces if 0 not in piece.shape}
         beside = path / f"{name}.pieces"
         table = beside if beside.exists() else path / name
         before = table.read_bytes()

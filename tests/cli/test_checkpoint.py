@@ -1,6 +1,7 @@
 """`fullshard ckpt`: what is there, whole or not, and the model of one as a single file."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fullshard.checkpoint.location import LocalLocation
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
 from tests.checkpoint.states import numbers, saved
@@ -150,3 +152,27 @@ def test_ranks_verify_a_part_each(tmp_path, capsys, monkeypatch):
     for part in ("0/2", "3/2", "2", "-1/2", "1/0"):
         assert main(["ckpt", "verify", str(path), f"--part={part}"]) == SpecError.exit_code
     assert capsys.readouterr().err.count("no such part") == 6
+
+
+@pytest.mark.parametrize("older", [[], [1]])
+@pytest.mark.parametrize("command", ["list", "verify", "export"])
+def test_a_save_that_is_running_is_not_taken_for_one_that_was_broken_off(
+    tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture, command: str, older: list[int]
+) -> None:
+    def run() -> str:
+        caplog.clear()
+        code = main(
+            ["ckpt", command, str(tmp_path), *([str(tmp_path / "out")] if command == "export" else [])]
+        )
+        assert code == (0 if older or command == "list" else CheckpointError.exit_code)
+        return " ".join(f"{capsys.readouterr().err} {caplog.text}".split())
+
+    place = LocalLocation(tmp_path / "checkpoints")
+    for step in older:
+        saved(place, step)
+    is_named = command != "verify" or not older  # else it reads the checkpoint that is there
+    with place.lock_for_writing():
+        draft = place.clean_up_and_create_draft(2, needed_bytes=0)
+        running = f"{draft}: process {os.getpid()} on {os.uname().nodename} is saving it now"
+        assert (running in run()) is is_named
+    assert (f"{draft}: a save that was not finished" in run()) is is_named

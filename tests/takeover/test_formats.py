@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import Snapshot
-from fullshard.checkpoint.storage import build_reader
+from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.errors import CheckpointError
 from fullshard.spec.run import Run
 from fullshard.takeover.formats import open_foreign_checkpoint
@@ -72,7 +72,7 @@ def read_back(snapshot: Snapshot, target: ImportTarget, directory: Path) -> dict
     ((_, files),) = location_of(directory).list_checkpoints()
     manifest = read_manifest(written)
     tensors = {n: torch.empty(one.shape, dtype=one.torch_dtype) for n, one in manifest.tensors.items()}
-    build_reader(files, manifest).read_tensors(tensors)
+    CheckpointReader(files, manifest).read_tensors(tensors)
     return tensors
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.manifest import Manifest, read_manifest
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.storage import build_reader
+from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.takeover.names import match_names
@@ -70,7 +70,7 @@ def read_tensors(directory: Path) -> tuple[Manifest, Mapping[str, torch.Tensor]]
     manifest = read_manifest(directory / f"step-{STEPS:08d}")
     kept = {n: one for n, one in manifest.tensors.items() if n.startswith(("model.", "optimizer."))}
     tensors = {name: torch.empty(one.shape, dtype=one.torch_dtype) for name, one in kept.items()}
-    build_reader(files, manifest).read_tensors(tensors)
+    CheckpointReader(files, manifest).read_tensors(tensors)
     return manifest, tensors
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from fullshard.checkpoint import location, storage
+from fullshard.checkpoint import location
 from fullshard.checkpoint.files import WRITER, CheckpointFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -27,16 +27,15 @@ from fullshard.checkpoint.manifest import (
     check_same_tensors,
     checkpoint_files_at,
     missing_file_reason,
-    read_failure_error,
     read_manifest,
     read_verified_file,
     sizes_by_name,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_piece
-from fullshard.checkpoint.shard_index import data_file_name
 from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.distributed.agreement import raise_on_all_ranks, rank, run_on_all_ranks, run_on_rank_zero
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.quantities import join_names
 from fullshard.system.files import os_errors_as_checkpoint_errors
 
 T = TypeVar("T")
@@ -157,7 +156,8 @@ def _load_checkpoint(state: Checkpointable, files: CheckpointFiles, *, manifest:
         receivers = state.load_targets(manifest.tensors)
         saved = {name: tensor for name, tensor in manifest.tensors.items() if name in receivers}
         check_same_tensors(receivers, saved)
-        reader = storage.build_reader(files, manifest, index=index)
+        reader = CheckpointReader(files, manifest)
+        reader.read_index(index)
     with raise_on_all_ranks(doing):
         reader.read_tensors(receivers)
     if isinstance(state, StateLoadedInPortions):
@@ -201,9 +201,10 @@ def _find_newest_checkpoint(
         )
     if missing_ok:
         return None
+    there = "an empty directory" if place.exists() else "no such directory"
     raise CheckpointError(
         f"no checkpoint in {place}.",
-        got="an empty directory" if place.exists() else "no such directory",
+        got=join_names(place.describe_drafts()) or there,
         fix="the directory that holds the step-… directories, or one of these",
     )
 
@@ -241,6 +242,15 @@ class Damage:
     tensors: tuple[str, ...]
 
 
+def find_damage(
+    place: location.CheckpointLocation, files: CheckpointFiles, *, part: tuple[int, int] = (1, 1)
+) -> list[Damage] | None:
+    """Returns the damage that `iterate_damage` yields; None if the checkpoint was removed from `place`."""
+    found = list(iterate_damage(files, part=part))
+    is_place = files.name == place.root_as_checkpoint().name
+    return found if not found or is_place or location.is_checkpoint_listed(place, files) else None
+
+
 def iterate_damage(
     checkpoint: CheckpointFiles | str | Path, *, part: tuple[int, int] = (1, 1)
 ) -> Iterator[Damage]:
@@ -264,9 +274,7 @@ def iterate_damage(
     for name in manifest.files:
         if part_of.get(name.removesuffix(SUFFIX), 1) == number:
             yield from _iterate_file_damage(reader, name, sizes=sizes)
-    if number > 1:
-        return
-    for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
+    for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}) if number == 1 else ():
         yield Damage(name, "not of this checkpoint", ())
 
 
@@ -278,18 +286,13 @@ def _iterate_file_damage(
         found = f"{sizes[name]} bytes" if name in sizes else missing_file_reason(reader.files, name)
         yield Damage(name, f"{found}; {saved.size_bytes} were saved", _affected_tensors(reader, name))
         return
-    if name in reader.manifest.data_file_names:
-        yield from _iterate_data_file_damage(reader, name)
-        return
     try:
-        if name.endswith(SUFFIX):
+        if name in reader.manifest.data_file_names:
+            yield from _iterate_data_file_damage(reader, name)
+        elif name.endswith(SUFFIX):
             reader.read_table(name.removesuffix(SUFFIX))
         elif name == SHARDS:
-            ranks = {rank for mesh in reader.read_index().meshes for rank in mesh.ranks}
-            others = set(map(data_file_name, ranks)).difference(reader.manifest.files)
-            for other in sorted(others):
-                if outside := reader.list_tensors_in_file(other):
-                    yield Damage(name, f"shards in {other}, which is not of this checkpoint", tuple(outside))
+            reader.read_index()
         else:
             read_verified_file(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
@@ -297,28 +300,25 @@ def _iterate_file_damage(
 
 
 def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[Damage]:
+    """Yields the damage of pieces, and of an index with others. Raises CheckpointError for other damage."""
     try:
         table = reader.read_table(name)
-    except CheckpointError as error:
-        if reader.manifest.files[name].digest_begin:  # else it is reported as a file of its own
-            yield Damage(name, _damage_text_in_error(error, name), _affected_tensors(reader, name))
-        return
+    except CheckpointError:
+        if reader.manifest.files[name].digest_begin:
+            raise
+        return  # a table beside it is reported as a file of its own
     with suppress(CheckpointError):  # an unreadable index is reported as a file of its own
         if absent := reader.list_tensors_in_file(name, absent=True):
             yield Damage(SHARDS, f"shards that are not where it has them in {name}", tuple(absent))
     scratch = memoryview(bytearray(table.block_bytes))
-    try:
-        with reader.files.open_file(name) as file:
-            end = 0
-            for piece in table.pieces:
-                try:
-                    begin, end = end, piece.offset + piece.length
-                    verify_piece(file, piece, begin=begin, scratch=scratch)
-                except DamagedCheckpointError as error:
-                    yield Damage(name, _damage_text_in_error(error, name), (piece.name,))
-    except OSError as error:
-        explained = read_failure_error(error, f"{reader.files} cannot be read.", name=name)
-        yield Damage(name, _damage_text_in_error(explained, name), _affected_tensors(reader, name))
+    with reader.open_data_file(name) as file:
+        end = 0
+        for piece in table.pieces:
+            try:
+                begin, end = end, piece.offset + piece.length
+                verify_piece(file, piece, begin=begin, scratch=scratch)
+            except DamagedCheckpointError as error:
+                yield Damage(name, _damage_text_in_error(error, name), (piece.name,))
 
 
 def _damage_text_in_error(error: CheckpointError, name: str) -> str:

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +31,7 @@ from fullshard.checkpoint.manifest import (
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system.files import (
     check_disk_space,
+    find_lock_holder,
     free_disk_bytes,
     fsync_path,
     hold_exclusive_file_lock,
@@ -73,8 +74,8 @@ class CheckpointLocation(Protocol):
         """Returns the files of the entry that is named like the checkpoint of `step`; None without one."""
         ...
 
-    def list_drafts(self) -> list[str]:
-        """Returns the names of the drafts of saves that were interrupted or are still running."""
+    def describe_drafts(self) -> list[str]:
+        """Returns a line for each draft: its name, and whether its save is running, as far as is known."""
         ...
 
     def list_quarantined(self) -> list[str]:
@@ -140,8 +141,13 @@ class LocalLocation:
         path = self.path / step_name(step)
         return LocalFiles(path) if path.is_dir() and not path.is_symlink() else None
 
-    def list_drafts(self) -> list[str]:
-        return [str(path) for path in _list_directories(self.path, ".tmp-*")]
+    def describe_drafts(self) -> list[str]:
+        drafts, holder = _list_directories(self.path, ".tmp-*"), None
+        with suppress(OSError):  # a file system without locks
+            holder = find_lock_holder(self.path / _LOCK) if drafts else None
+        # A save holds the lock until it ends.
+        state = f"{holder} is saving it now" if holder else "a save that was not finished"
+        return [f"{path}: {state}" for path in drafts]
 
     def list_quarantined(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]
@@ -256,8 +262,8 @@ def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[
     with os_errors_as_checkpoint_errors(f"{place} cannot be read."):
         if not place.exists():
             return
-        for name in place.list_drafts():
-            logger.warning("passing over %s: a save that was not finished", name)
+        for draft in place.describe_drafts():
+            logger.warning("passing over %s", draft)
         seen: set[str] = set()
         # List again each time: a run that saves there may have removed one checkpoint and added another.
         while unseen := [files for _, files in place.list_checkpoints() if files.name not in seen]:

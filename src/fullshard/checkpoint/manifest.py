@@ -210,7 +210,7 @@ def read_manifest(checkpoint: CheckpointFiles | str | Path) -> Manifest:
         raise DamagedCheckpointError(
             f"{files} is not a complete checkpoint.",
             got=f"{MANIFEST}: {error.strerror}",
-            why="the manifest is written last, so without it a save was broken off",
+            why="the manifest is written last, so its save is still running, or was broken off",
         ) from error
     except OSError as error:
         raise read_failure_error(error, f"{files} cannot be read.", name=MANIFEST) from error

@@ -74,9 +74,10 @@ class ObjectLocation:
         files = self._step_files(step)
         return files if MANIFEST in files.store.list_prefix(files.url).objects else None
 
-    def list_drafts(self) -> list[str]:
+    def describe_drafts(self) -> list[str]:
         listed = _listings_by_step_url(self).items()
-        return [str(draft) for url, below in listed for draft in _list_uncommitted_attempts(url, below)]
+        drafts = [draft for url, below in listed for draft in _list_uncommitted_attempts(url, below)]
+        return [f"{draft}: a save that is still running, or was not finished" for draft in drafts]
 
     def list_quarantined(self) -> list[str]:
         listed = _listings_by_step_url(self).items()

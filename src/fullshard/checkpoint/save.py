@@ -291,7 +291,7 @@ class CheckpointSaver:
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
             unusable=next((one for _, one in written if one is not None), None),
         )
-        storage.build_reader(draft, manifest)  # a load begins so
+        storage.CheckpointReader(draft, manifest).read_index()  # a load begins so
         target = self.place.commit(draft, manifest)
         # A save is not acknowledged unless the next load would find it.
         read_manifest_and_check_sizes(target)
@@ -333,7 +333,7 @@ class _SavedStep(NamedTuple):
         name = min(names, key=lambda one: (mine.tensors[one].ndim < 2, mine.tensors[one].numel(), one))
         own, saved = mine.tensors[name], torch.empty_like(mine.tensors[name])
         with raise_on_all_ranks(f"comparing with {self.files}", group=group):
-            storage.build_reader(self.files, self.manifest).read_tensors({name: saved})
+            storage.CheckpointReader(self.files, self.manifest).read_tensors({name: saved})
         same = torch.equal(detached_local_tensor(saved), detached_local_tensor(own))
         return all_ranks_have(same, group=group)
 

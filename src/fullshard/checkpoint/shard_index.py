@@ -7,6 +7,7 @@ anyway. Other shards are listed one by one: plain tensors, tensors of a single r
 does not cut, and all shards in indexes of format 2.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from pydantic import NonNegativeInt
 
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
-from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout
+from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout, cut_box
 from fullshard.spec.value import FrozenModel
 
 
@@ -79,17 +80,20 @@ class ShardIndex(FrozenModel):
     def iterate_shards_in_file(
         self, file: str, tensors: Mapping[str, SavedTensor]
     ) -> Iterator[tuple[str, LocatedShard]]:
-        """Yields (name of the tensor, shard) of each shard in a data file of the manifest's `tensors`."""
-        for name, shards in self.shards.items():
-            for one in shards:
-                if self.files[one.file] == file:
-                    yield name, LocatedShard(file, Box(one.start, one.shape), one.offset)
-        number = file.removeprefix("__").removesuffix("_0.distcp")
-        places = [mesh.find_coordinate(int(number) if number.isdecimal() else -1) for mesh in self.meshes]
-        for name, layout in self.layouts.items():
-            mesh, place, whole = self.meshes[layout.mesh], places[layout.mesh], tensors[name].shape
-            if place is not None and (box := layout.find_shard(mesh, whole, coordinate=place)) is not None:
-                yield name, LocatedShard(file, box, None)
+        """Yields (name of the tensor, shard) of each shard of the manifest's `tensors` in a data file."""
+        places: list[tuple[int, ...] | None] = []  # of the file's rank in each mesh
+        for mesh in self.meshes:
+            files, coordinates = map(data_file_name, mesh.ranks), itertools.product(*map(range, mesh.shape))
+            places.append(dict(zip(files, coordinates, strict=False)).get(file))
+        for name, saved in tensors.items():
+            part, layout = None, self.layouts.get(name)
+            if layout is not None:
+                if (place := places[layout.mesh]) is None:
+                    continue
+                sizes = self.meshes[layout.mesh].shape
+                part = cut_box(saved.shape, layout.cuts, sizes=sizes, coordinate=place)
+            found = self.iterate_shards(name, saved.shape, part=part)
+            yield from ((name, one) for one in found if one.file == file)
 
     def find_inconsistency(self, manifest: Manifest) -> str | None:
         """Returns why the shards are not what the manifest's tensors consist of, or None if they are."""
@@ -99,8 +103,9 @@ class ShardIndex(FrozenModel):
             return f"{min(twice)} has a layout, and is listed"
         if other := (self.shards.keys() | self.layouts.keys()) ^ manifest.tensors.keys():
             return f"{min(other)} is in the index or in the manifest, but not in both"
+        known = all(rank < manifest.world_size for mesh in self.meshes for rank in mesh.ranks)
         for name, layout in self.layouts.items():
-            if not layout.fits(manifest.tensors[name].shape, self.meshes):
+            if not known or not layout.fits(manifest.tensors[name].shape, self.meshes):
                 return f"the layout of {name} is not one of a tensor of its shape"
         sizes = [manifest.files[file].size_bytes for file in self.files]
         for name, shards in self.shards.items():

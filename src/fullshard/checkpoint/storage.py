@@ -318,15 +318,6 @@ class CheckpointReader:
         shard_file.read_verified_part_into(file, piece, offsets=offsets, target=target, buffer=self._buffer)
 
 
-def build_reader(
-    files: CheckpointFiles, manifest: Manifest, *, index: bytes | None = None
-) -> CheckpointReader:
-    """Returns a reader of a checkpoint; `index`: its bytes, if known. Raises CheckpointError."""
-    reader = CheckpointReader(files, manifest)
-    reader.read_index(index)
-    return reader
-
-
 def write_dcp_directory(
     directory: Path, state: Mapping[str, object], *, names: Mapping[Tensor, str], reader: CheckpointReader
 ) -> None:

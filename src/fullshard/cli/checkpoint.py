@@ -30,6 +30,8 @@ def list_checkpoints(
     rejected = place.list_quarantined()
     if rejected:
         typer.echo(escape_to_single_line(f"set aside as damaged: {', '.join(rejected)}"), err=True)
+    for draft in place.describe_drafts():
+        typer.echo(escape_to_single_line(draft), err=True)
     if as_json:
         typer.echo(json.dumps(rows))
     elif rows:
@@ -63,9 +65,10 @@ def verify_checkpoints(
     is_single = MANIFEST in one.file_sizes_bytes()
     checkpoints = [one] if is_single else [files for _, files in reversed(place.list_checkpoints())]
     if not checkpoints:
-        raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
+        got, fix = join_names(place.describe_drafts()), "the run's directory, such as runs/default"
+        raise CheckpointError(f"no checkpoint in {place}.", got=got or None, fix=fix)
     number, parts = _parse_part(part)
-    found = {str(files): _verify_one_checkpoint(files, (number, parts)) for files in checkpoints}
+    found = {str(files): _verify_one_checkpoint(place, files, part=(number, parts)) for files in checkpoints}
     if as_json:
         typer.echo(json.dumps({name: [asdict(one) for one in many] for name, (_, many) in found.items()}))
     else:
@@ -93,16 +96,20 @@ def _parse_part(text: str | None) -> tuple[int, int]:
     return int(number), int(parts)
 
 
-def _verify_one_checkpoint(files: "CheckpointFiles", part: tuple[int, int]) -> "tuple[str, list[Damage]]":
+def _verify_one_checkpoint(
+    place: "CheckpointLocation", files: "CheckpointFiles", *, part: tuple[int, int]
+) -> "tuple[str, list[Damage]]":
     """Returns a checkpoint's status and damage. A checkpoint that cannot be read has the status REFUSED."""
-    from fullshard.checkpoint.load import Damage, iterate_damage
+    from fullshard.checkpoint.load import Damage, find_damage
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
     try:
-        found = list(iterate_damage(files, part=part))
+        found = find_damage(place, files, part=part)
     except CheckpointError as error:  # another format, no permission
         return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
+    if found is None:
+        return "removed meanwhile", []
     return ("DAMAGED" if found else "whole" if part == (1, 1) else "no damage"), found
 
 

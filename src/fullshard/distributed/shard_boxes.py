@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.errors import ShardError
-from fullshard.spec.shard_layout import Box, Cuts, RankMesh, ShardLayout, cut_box, find_copy
+from fullshard.spec.shard_layout import Box, Cuts, RankMesh, ShardLayout, cut_box, uncut_axes
 
 
 def cuts_of_placements(placements: Sequence[Placement], sizes: Sequence[int], *, dims: int) -> Cuts:
@@ -66,7 +66,9 @@ class ShardPlacer:
             self._numbers[mesh] = self.meshes.index(own)
         number = self._numbers[mesh]
         layout = ShardLayout(number, cuts_of_placements(tensor.placements, mesh.shape, dims=tensor.ndim), 0)
-        copy = find_copy(layout.cuts, mesh=self.meshes[number], coordinate=coordinate)
+        copy = 0
+        for axis in uncut_axes(layout.cuts, mesh=self.meshes[number]):
+            copy = copy * mesh.shape[axis] + coordinate[axis]
         return layout._replace(copy=copy), cut_box(
             tensor.shape, layout.cuts, sizes=mesh.shape, coordinate=coordinate
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from fullshard.spec.weight_map import Shape, row_major_strides
+from fullshard.spec.weight_map import Shape
 
 Cuts = tuple[tuple[NonNegativeInt, ...], ...]
 """Per dim, the mesh axes that cut it, in this order."""
@@ -39,13 +39,6 @@ class RankMesh(NamedTuple):
 
     shape: tuple[PositiveInt, ...]
     ranks: tuple[NonNegativeInt, ...]
-
-    def find_coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Returns the position of a global rank on each axis; None if it is not in the mesh."""
-        if rank not in self.ranks:
-            return None
-        flat, strides = self.ranks.index(rank), row_major_strides(self.shape)
-        return tuple(flat // stride % size for size, stride in zip(self.shape, strides, strict=True))
 
 
 class ShardLayout(NamedTuple):
@@ -91,12 +84,6 @@ class ShardLayout(NamedTuple):
                 flat = flat * size + at
             yield mesh.ranks[flat], Box(tuple(one[1] for one in chunks), tuple(one[2] for one in chunks))
 
-    def find_shard(self, mesh: RankMesh, whole: Sequence[int], *, coordinate: Sequence[int]) -> Box | None:
-        """Returns the shard that the rank at `coordinate` saves; None if it saves none with elements."""
-        box = cut_box(whole, self.cuts, sizes=mesh.shape, coordinate=coordinate)
-        is_saved = find_copy(self.cuts, mesh=mesh, coordinate=coordinate) == self.copy
-        return box if is_saved and box.numel else None
-
     def count_shards(self, mesh: RankMesh, whole: Sequence[int]) -> int:
         """Returns the number of shards with elements."""
         counts = [
@@ -110,14 +97,6 @@ def uncut_axes(cuts: Cuts, *, mesh: RankMesh) -> list[int]:
     """Returns the mesh axes along which ranks have equal shards."""
     cutting = {axis for cut in cuts for axis in cut}
     return [axis for axis in range(len(mesh.shape)) if axis not in cutting]
-
-
-def find_copy(cuts: Cuts, *, mesh: RankMesh, coordinate: Sequence[int]) -> int:
-    """Returns which of the ranks with equal shards is at `coordinate`: see `ShardLayout.copy`."""
-    copy = 0
-    for axis in uncut_axes(cuts, mesh=mesh):
-        copy = copy * mesh.shape[axis] + coordinate[axis]
-    return copy
 
 
 def cut_box(whole: Sequence[int], cuts: Cuts, *, sizes: Sequence[int], coordinate: Sequence[int]) -> Box:

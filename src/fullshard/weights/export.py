@@ -258,7 +258,7 @@ def _build_writer(
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
     metadata = {"format": "pt", **(tied_parameter_aliases(manifest.values) if naming is None else {})}
-    source = open_source(storage.build_reader(files, manifest))
+    source = open_source(storage.CheckpointReader(files, manifest))
     saved_names = {plain: name for name, plain in names_without_wrappers(source.tensors).items()}
     shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
     names = map_weights_by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)

@@ -23,7 +23,7 @@ from fullshard.checkpoint.files import CheckpointFiles
 from fullshard.checkpoint.load import call_with_newest_checkpoint
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, OPTIMIZER_PREFIX, Manifest
-from fullshard.checkpoint.storage import CheckpointReader, build_reader, write_dcp_directory
+from fullshard.checkpoint.storage import CheckpointReader, write_dcp_directory
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.system.files import (
@@ -82,7 +82,7 @@ def export_state(
         layout = _build_layout(manifest, empty, form=form, optimizer=optimizer)
         needed = sum(one.nbytes for one in tree_leaves(layout) if isinstance(one, Tensor))
         check_disk_space(target, needed_bytes=needed, available_bytes=free_disk_bytes(target))
-        reader = build_reader(files, manifest)
+        reader = CheckpointReader(files, manifest)
         for place, state in layout.items():
             is_file = form == "torch" or place == _SCHEDULER
             make_durable_directory((target / place).parent if is_file else target / place)
