@@ -48,6 +48,39 @@ def test_command_ends_with_2_if_a_rate_differs(tmp_path: Path, capsys: pytest.Ca
     assert "0.004 in the source, 0.004004 in the run" in capsys.readouterr().err
 
 
+def test_the_optimizer_that_is_printed_if_a_setting_differs_is_the_source_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = dict(initial().named_parameters())
+    first, *others = named
+    groups = [
+        {"params": [(first, named[first])], "lr": 0.3, "weight_decay": 0.0, "betas": (0.5, 0.75)},
+        {"params": [(name, named[name]) for name in others], "weight_decay": 0.25},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, eps=1e-5)
+    sum(one.sum() for one in named.values()).backward()
+    optimizer.step()
+    content = {"model": initial().state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    torch.save(content, tmp_path / "one.pt")
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.replace("warmup_steps = 10", "warmup_steps = 0"))
+    arguments = [
+        "ckpt",
+        "import",
+        str(tmp_path / "one.pt"),
+        str(tmp_path / "out"),
+        "--run",
+        str(run),
+        "--dry-run",
+    ]
+    assert main(arguments) == SpecError.exit_code
+    printed = capsys.readouterr().err
+    optimizer_text = printed[printed.index("[optimizer]\n") :]
+    before, _, rest = run.read_text().partition("[optimizer]")
+    run.write_text(before + rest[rest.index("[schedule]") :] + optimizer_text + "clip_norm = 0.0\n")
+    assert main(arguments) == 0
+
+
 def test_command_without_a_run_prints_the_settings_that_the_source_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,14 +72,12 @@ def import_checkpoint(
     if target.run.run.dir != directory:
         print(f"it continues with --set run.dir={directory}", file=sys.stderr)
     if any(one.differs for one in settings):
-        fix = "try: [optimizer], [schedule] and [[optimizer.groups]] as there, and a new DIR"
-        print(f"the run continues with other settings than the source: see DIFFERS\n{fix}", file=sys.stderr)
+        _print_optimizer_of_source(found, matched, target=target)
         raise typer.Exit(SpecError.exit_code)
 
 
 def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: str) -> None:
-    from fullshard.convert.conversion import convert_config, nested_tables
-    from fullshard.system.small_files import toml_text
+    from fullshard.convert.conversion import convert_config
     from fullshard.takeover.write import offered_settings
 
     offered = offered_settings(found)
@@ -93,9 +91,26 @@ def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: s
         for key in converted.lost_keys:
             print_to_stderr(f"not in this run.toml: {key} of the source's settings")
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
-    settings = nested_tables({"run.dir": directory} | offered)
-    typer.echo(escape_control_characters(toml_text(settings, head=head, comment=lambda _: None)), nl=False)
+    typer.echo(_toml({"run.dir": directory} | offered, head=head), nl=False)
     print("nothing is imported: complete this run.toml, and give it as --run", file=sys.stderr)
+
+
+def _print_optimizer_of_source(
+    found: "ForeignCheckpoint", matched: "MatchedCheckpoint", *, target: "ImportTarget"
+) -> None:
+    from fullshard.takeover.write import copy_optimizer
+
+    fix = "try: [schedule] as there, this [optimizer], and a new DIR"
+    print(f"the run continues with other settings than the source: see DIFFERS\n{fix}", file=sys.stderr)
+    print(_toml(copy_optimizer(found, matched, target=target), head=""), file=sys.stderr)
+
+
+def _toml(settings: dict[str, Any], *, head: str) -> str:
+    """Returns TOML text of {dotted key: value}."""
+    from fullshard.convert.conversion import nested_tables
+    from fullshard.system.small_files import toml_text
+
+    return escape_control_characters(toml_text(nested_tables(settings), head=head, comment=lambda _: None))
 
 
 def _report_rows(

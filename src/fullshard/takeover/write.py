@@ -36,6 +36,7 @@ from fullshard.training.state import StepCounts, TrainedWith, TrainState
 from fullshard.training.whole_matrices import KIND
 
 _ADAM, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+_RATES = ("lr", "initial_lr", "max_lr")  # the last that a group has is the one before the schedule
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "MuonAdamW", "sgd": "SGD"}
 """`optimizer.name` of a run whose state can be taken over, and its class, by which checkpoints name it."""
 
@@ -231,7 +232,7 @@ def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if of_sgd and any(of_sgd[0]["momentum"]):
         settings["optimizer.options"] = {key: of_sgd[0][key][0] for key in ("momentum", "nesterov")}
-    for key in ("weight_decay", "betas", "eps", "lr", "initial_lr", "max_lr"):
+    for key in ("weight_decay", "betas", "eps", *_RATES):
         if found := [one[key] for one in groups if one.get(key) and (key != "eps" or one.get("betas"))]:
             name = "learning_rate" if key.endswith("lr") else key
             settings[f"optimizer.{name}"] = max(found) if key == "betas" else max(found)[0]
@@ -241,3 +242,21 @@ def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
     if not any(one.get("initial_lr") for one in groups):  # no scheduler was made
         settings |= {"schedule.kind": "constant", "schedule.warmup_steps": 0}
     return {"optimizer.name": kind} | settings | dict(source.settings)
+
+
+def copy_optimizer(
+    source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget
+) -> dict[str, Any]:
+    """Returns {dotted key: value} of an [optimizer] that has the source's settings of each of its groups."""
+    offered = {key: one for key, one in offered_settings(source).items() if key.startswith("optimizer.")}
+    made: list[dict[str, Any]] = []
+    for group in matched.groups:
+        known = {key: one for key, one in group.settings.items() if one}
+        own = {"weight_decay": known.get("weight_decay", (None,))[0], "betas": known.get("betas")}
+        for key in _RATES:
+            if key in known and offered["optimizer.learning_rate"]:
+                own["lr_factor"] = known[key][0] / offered["optimizer.learning_rate"]
+        if names := [name for name in group.names if name in target.groups]:
+            made.append({"match": names} | {key: one for key, one in own.items() if one is not None})
+    made.sort(key=lambda one: len(one["match"]))
+    return offered | {"optimizer.groups": [*made[:-1], *({**one, "match": ["*"]} for one in made[-1:])]}
