@@ -2,7 +2,7 @@
 
     run = fullshard.Run.load("run.toml")
     with fullshard.process_group() as ranks:
-        plan = fullshard.call_on_rank_zero(make_plan)  # by fullshard.describe and fullshard.plan
+        plan = fullshard.call_on_rank_zero(make_plan)  # calls fullshard.describe and fullshard.plan
         model = fullshard.shard(model, plan)
         state = fullshard.TrainState(model, fullshard.build_optimizer(model, plan), data=data)
         for step in fullshard.train(state, plan):

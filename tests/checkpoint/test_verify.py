@@ -95,9 +95,9 @@ def cut(file: Path, _: int) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, cut])
-@pytest.mark.parametrize("version", ["of this one", "listed", "layouts"])
+@pytest.mark.parametrize("version", ["current", "listed", "layouts"])
 def test_a_damaged_table_names_the_tensors_of_its_file(ranks, tmp_path, version, harm):
-    if version == "of this one":
+    if version == "current":
         path = ranks(4).run(saved_sharded, tmp_path, 1, (2, 2))[0]
     else:
         path = unpacked(version, tmp_path) / "step-00000003"

@@ -156,7 +156,7 @@ def test_ranks_verify_a_part_each(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("older", [[], [1]])
 @pytest.mark.parametrize("command", ["list", "verify", "export"])
-def test_a_save_that_is_running_is_not_taken_for_one_that_was_broken_off(
+def test_a_running_save_is_not_reported_as_one_that_was_not_finished(
     tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture, command: str, older: list[int]
 ) -> None:
     def run() -> str:

@@ -156,7 +156,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_then_read_anew(tmp_
     )
 
 
-def test_a_file_of_this_moment_is_read_in_ranges_by_each_process_alone(tmp_path: Path):
+def test_a_file_that_was_just_modified_is_read_by_each_process_alone(tmp_path: Path):
     path = tokens_file(tmp_path)
     expected = open_store(path, tmp_path / "alone")
     os.utime(path, (time.time() + 3600,) * 2)

@@ -59,10 +59,10 @@ def call_twice_and_fail() -> list[str]:
     return found
 
 
-def test_what_rank_zero_returns_or_raises_all_ranks_do(ranks):
+def test_all_ranks_return_or_raise_what_rank_zero_does(ranks):
     first, *others = ranks(3).run(call_twice_and_fail)
     assert first == ["3", "3", "PlanError: no plan.\n  got: 4\n  try: 5", "ZeroDivisionError: by 0"]
-    lost = "LaunchError: rank 0 has failed in work for all ranks.\n  got: ZeroDivisionError: by 0"
+    lost = "LaunchError: rank 0 failed in work that it does for all ranks.\n  got: ZeroDivisionError: by 0"
     assert others == [[*first[:3], lost]] * 2
 
 

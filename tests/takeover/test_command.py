@@ -48,7 +48,7 @@ def test_command_ends_with_2_if_a_rate_differs(tmp_path: Path, capsys: pytest.Ca
     assert "0.004 in the source, 0.004004 in the run" in capsys.readouterr().err
 
 
-def test_the_optimizer_that_is_printed_if_a_setting_differs_is_the_source_s(
+def test_the_printed_optimizer_continues_the_source_without_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = dict(initial().named_parameters())

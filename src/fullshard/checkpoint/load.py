@@ -300,7 +300,7 @@ def _iterate_file_damage(
 
 
 def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[Damage]:
-    """Yields the damage of pieces, and of an index with others. Raises CheckpointError for other damage."""
+    """Yields damaged pieces, and shards that only the index has. Raises CheckpointError for other damage."""
     try:
         table = reader.read_table(name)
     except CheckpointError:
@@ -309,7 +309,7 @@ def _iterate_data_file_damage(reader: CheckpointReader, name: str) -> Iterator[D
         return  # a table beside it is reported as a file of its own
     with suppress(CheckpointError):  # an unreadable index is reported as a file of its own
         if absent := reader.list_tensors_in_file(name, absent=True):
-            yield Damage(SHARDS, f"shards that are not where it has them in {name}", tuple(absent))
+            yield Damage(SHARDS, f"it lists shards that are not in {name}", tuple(absent))
     scratch = memoryview(bytearray(table.block_bytes))
     with reader.open_data_file(name) as file:
         end = 0
@@ -326,7 +326,7 @@ def _damage_text_in_error(error: CheckpointError, name: str) -> str:
 
 
 def _affected_tensors(reader: CheckpointReader, name: str) -> tuple[str, ...]:
-    """Returns the tensors in the data file of that name or table; all if the index is unreadable."""
+    """Returns the tensors that damage of the file `name` may affect; all if the index is unreadable."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_file_names:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()

@@ -291,7 +291,7 @@ class CheckpointSaver:
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
             unusable=next((one for _, one in written if one is not None), None),
         )
-        storage.CheckpointReader(draft, manifest).read_index()  # a load begins so
+        storage.CheckpointReader(draft, manifest).read_index()  # as a load begins
         target = self.place.commit(draft, manifest)
         # A save is not acknowledged unless the next load would find it.
         read_manifest_and_check_sizes(target)

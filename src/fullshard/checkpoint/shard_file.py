@@ -226,25 +226,25 @@ class _BlockDigester:
 
 
 class BlockBuffer:
-    """Memory for one block. Parts of a block that are read one after the other are read from a file once.
+    """Memory for the block that was read last. Parts of it that are wanted next are not read again.
 
     size_bytes: size of a block; 0 before the first table is read
     """
 
     def __init__(self, size_bytes: int = 0) -> None:
         self.memory = memoryview(bytearray(size_bytes))
-        self._held: tuple[Sequence[str], int] | None = None  # digest and length of the block in memory
+        self._block_in_memory: tuple[Sequence[str], int] | None = None  # its digest and length
 
     def read_verified_block(self, file: BinaryIO, piece: ShardRecord, *, number: int) -> memoryview:
         """Returns block `number` of `piece`, valid until the next call. Raises as `verify_piece`."""
         begin = number * self.memory.nbytes
         block = self.memory[: piece.length - begin]
         wanted = (piece.digests[number : number + 1], block.nbytes)
-        if self._held != wanted:
-            self._held = None  # until the bytes are verified
+        if self._block_in_memory != wanted:
+            self._block_in_memory = None  # until the bytes are verified
             file.seek(piece.offset + begin)
             _read_verified_block_into(file, piece, number=number, target=block)
-            self._held = wanted
+            self._block_in_memory = wanted
         return block
 
 

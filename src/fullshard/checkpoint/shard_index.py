@@ -81,7 +81,7 @@ class ShardIndex(FrozenModel):
         self, file: str, tensors: Mapping[str, SavedTensor]
     ) -> Iterator[tuple[str, LocatedShard]]:
         """Yields (name of the tensor, shard) of each shard of the manifest's `tensors` in a data file."""
-        places: list[tuple[int, ...] | None] = []  # of the file's rank in each mesh
+        places: list[tuple[int, ...] | None] = []  # the coordinate of the file's rank in each mesh
         for mesh in self.meshes:
             files, coordinates = map(data_file_name, mesh.ranks), itertools.product(*map(range, mesh.shape))
             places.append(dict(zip(files, coordinates, strict=False)).get(file))

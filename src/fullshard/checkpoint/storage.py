@@ -249,9 +249,11 @@ class CheckpointReader:
         return found
 
     def list_tensors_in_file(self, file: str, *, absent: bool = False) -> list[str]:
-        """Returns the tensors with shards in a data file, by the index; `absent`: those its table lacks.
+        """Returns the tensors that have shards in a data file according to the index.
 
         Raises CheckpointError for an unreadable index or table.
+
+        absent: whether to return only tensors with shards that the table of the file lacks
         """
         shards = self.read_index().iterate_shards_in_file(file, self.manifest.tensors)
         names = (name for name, one in shards if not absent or self._find_piece(name, one) is None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # On the CPU, two ranks show what more ranks would show.
 _CPU_RANKS = 2
-_TIMEOUT_SECONDS = 120.0  # of ranks that wait for each other
+_TIMEOUT_SECONDS = 120.0  # how long ranks wait for each other
 _PLURAL = {"warning": "warnings", "failure": "failures"}
 
 
@@ -63,10 +63,10 @@ def check(
 
 
 def _plan_and_check_ranks_of_launcher(run: "Run") -> "tuple[Plan | None, Sequence[Finding]]":
-    """Returns the plan that `fullshard train` would run, or None, and findings; the latter are rank 0's.
+    """Returns (the plan that `fullshard train` would run, rank 0's findings).
 
-    The findings are the error of the plan, or those of the ranks that torchrun or srun has started, which
-    would wait while rank 0 makes the other checks.
+    If no plan is found, the plan is None, and its error is the finding. Ranks of torchrun or srun are checked
+    here, because they would wait while rank 0 makes the other checks.
     """
     from fullshard.errors import FullshardError
     from fullshard.jobs.for_run import planned_on_rank_zero, request_with_plan
@@ -92,7 +92,7 @@ def _plan_and_check_ranks_of_launcher(run: "Run") -> "tuple[Plan | None, Sequenc
 def _collect_and_show(
     plan: "Plan", *, by_ranks: "Sequence[Finding]", verbose: bool, as_json: bool
 ) -> "Sequence[Finding]":
-    """Returns and shows what all checks find. `by_ranks`: findings of the ranks, if those were checked."""
+    """Shows and returns what all checks find. `by_ranks`: findings of ranks, if these were checked before."""
     from fullshard.jobs.checks.every_check import CHECKS, iterate_findings
 
     found: list[Finding] = []

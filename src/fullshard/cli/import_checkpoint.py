@@ -91,7 +91,7 @@ def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: s
         for key in converted.lost_keys:
             print_to_stderr(f"not in this run.toml: {key} of the source's settings")
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
-    typer.echo(_toml({"run.dir": directory} | offered, head=head), nl=False)
+    typer.echo(_format_toml({"run.dir": directory} | offered, head=head), nl=False)
     print("nothing is imported: complete this run.toml, and give it as --run", file=sys.stderr)
 
 
@@ -100,12 +100,12 @@ def _print_optimizer_of_source(
 ) -> None:
     from fullshard.takeover.write import copy_optimizer
 
-    fix = "try: [schedule] as there, this [optimizer], and a new DIR"
+    fix = "try: the [schedule] of the source, this [optimizer], and a new DIR"
     print(f"the run continues with other settings than the source: see DIFFERS\n{fix}", file=sys.stderr)
-    print(_toml(copy_optimizer(found, matched, target=target), head=""), file=sys.stderr)
+    print(_format_toml(copy_optimizer(found, matched, target=target), head=""), file=sys.stderr)
 
 
-def _toml(settings: dict[str, Any], *, head: str) -> str:
+def _format_toml(settings: dict[str, Any], *, head: str) -> str:
     """Returns TOML text of {dotted key: value}."""
     from fullshard.convert.conversion import nested_tables
     from fullshard.system.small_files import toml_text

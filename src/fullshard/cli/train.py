@@ -139,7 +139,7 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
 def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: float) -> None:
     """Prints the settings that would have fitted, and adds them to the reports of ranks without memory.
 
-    Does nothing if there are none since `since`. Under torchrun or srun, the first rank that failed plans.
+    Does nothing if there are none since `since`. Under torchrun or srun, only the first of these ranks plans.
 
     given: the run before the planner chose its open settings
     """

@@ -9,7 +9,7 @@ later change could leave the same time.
 The digest is the XXH3-128 of the file's bytes. A file of more than RANGE_BYTES is read in ranges, by several
 ranks at once, and has the XXH3-128 of their digests. Ranges depend on its size alone, not on the ranks.
 XXH3 cannot be computed in parts, and earlier versions named cache entries, and with them the row order that
-a checkpoint records, by the digests of whole files. So a digest that they remembered stays.
+a checkpoint records, by the digests of whole files. So a digest that they remembered stays valid.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ Blocks = Iterator[tuple[int, memoryview]]
 """(byte of the file at which a block begins, its bytes, which are valid until the next block is taken)."""
 
 TokenFacts = tuple[int, NDArray[np.int64]]
-"""(largest token of a range, or -1; index in the file behind each of its tokens that ends a document)."""
+"""(largest token of a range, or -1; index in the file after each of its tokens that ends a document)."""
 
 
 def _scan_nothing(blocks: Blocks) -> TokenFacts:
@@ -66,7 +66,7 @@ class FirstReading:
     """Reads files that are not known yet, together with the ranks that start at the same time.
 
     root: directory of the cache, which remembers digests
-    alive: called regularly
+    alive: called for each block that is read, and while another process is waited for
     range_bytes: see RANGE_BYTES; a multiple of 8, so that no range cuts a token
     """
 
@@ -93,14 +93,14 @@ class FirstReading:
         scan: Callable[[Blocks], TokenFacts] = _scan_nothing,
         scanned_for: str = "",
     ) -> T:
-        """Returns what `find` returns, or if that is None, reads the file, and remembers its digest.
+        """Returns what `find` returns, or if that is None, reads the file, and returns what `finish` makes.
 
-        The ranges that a rank has read are entries of the cache until all are read. An interrupted reading
-        continues with them. Raises DataError for a file that is unreadable or changes, and without `waits`
-        BuiltElsewhere if another process reads a part of it.
+        The digest is remembered. Ranges that were read are entries of the cache until all are: an interrupted
+        reading continues with them. Raises DataError for a file that is unreadable or changes, and without
+        `waits` BuiltElsewhere if another process reads a part of it.
 
         finish: makes the result from the digest of the file and the facts of its ranges
-        scan: finds the facts of a range; scanned_for: text that differs if it may find others
+        scan: finds the facts of a range; scanned_for: text that identifies what it looks for
         """
         try:
             seen = _size_and_time(path)
@@ -175,7 +175,7 @@ class FirstReading:
     def _read_range(
         self, path: str, bounds: tuple[int, int], *, seen: list[int], scan: Callable[[Blocks], TokenFacts]
     ) -> tuple[str, TokenFacts]:
-        """Returns (digest of a range, its facts). Raises DataError if the file is not as it was `seen`."""
+        """Returns (digest of a range, its facts). Raises DataError if its size or time is not `seen`."""
         hasher, buffer, (begin, end) = xxhash.xxh3_128(), bytearray(_READ_BYTES), bounds
 
         def read_blocks(file: BufferedReader) -> Blocks:
@@ -228,7 +228,7 @@ def report_progress(
     hint: str = "",
     now: Callable[[], float] = time.monotonic,
 ) -> token_store.Heartbeat:
-    """Returns `alive`, which also prints the bytes that are done and how long the rest takes.
+    """Returns a function that calls `alive`, and prints the bytes done and how long the rest takes.
 
     The first line is printed after ten seconds, and each further one after twice as long.
     """

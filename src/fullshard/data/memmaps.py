@@ -93,7 +93,8 @@ def _index_documents(
 ) -> Path:
     """Returns the cache entry with the bounds of a token file's documents; reads the file if there is none.
 
-    bounds: those that the file or its .idx says, whose digest is in `index_digests`
+    bounds: those in the file or in its .idx; None to find the ends of documents by `eod_token`
+    index_digests: the digest of the .idx, if there is one
     """
 
     def name_entry(digest: str) -> str:

@@ -94,8 +94,10 @@ def get_or_build_entry(
 
     The data that `build` returns is written to the manifest. The draft is renamed to the entry after all its
     files are synced to disk, or removed if `build` raises. One process at a time builds an entry; others wait
-    (calling `alive`) and then find it, or without `waits` raise BuiltElsewhere. If `unless` returns a value,
-    the entry is not needed, and may be absent. Raises DataError if the cache cannot be written.
+    (calling `alive`) and then find it, or without `waits` raise BuiltElsewhere. Raises DataError if the
+    cache cannot be written.
+
+    unless: returns None, or else the entry is not needed, and may be absent
     """
     root = make_cache_directory(root)
     entry = root / name

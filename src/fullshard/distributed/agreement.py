@@ -147,10 +147,10 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
 
 
 def call_on_rank_zero(act: Callable[[], T]) -> T:
-    """Returns the result of `act()`, which rank 0 calls and may take hours. Collective.
+    """Calls `act()`, which may take hours, on rank 0, and returns its result on all ranks. Collective.
 
-    If `act` raises, all ranks raise: its FullshardError, or else a LaunchError where rank 0 has the error.
-    `sys.exit` in `act` is a LaunchError. Without a process group, returns `act()`.
+    All ranks raise a FullshardError that `act` raises, and a LaunchError if it calls `sys.exit`. If it raises
+    another error, rank 0 raises that, and the others a LaunchError. Without a process group, returns `act()`.
 
     >>> fs.call_on_rank_zero(lambda: 3)  # such as a plan, which need not be made on each rank
     3
@@ -158,7 +158,7 @@ def call_on_rank_zero(act: Callable[[], T]) -> T:
     if (store := find_default_store()) is None:
         return act()
     attempt, results = ErrorCapture(), list[T]()
-    # The others wait in the store: a collective would time out. Each rank counts its calls, all alike.
+    # The others wait in the store: a collective would time out. All ranks count the same calls.
     key = f"fullshard/call/{store.add(f'fullshard/calls/{rank()}', 1)}"
     if rank() == 0:
         with attempt:
@@ -173,7 +173,7 @@ def call_on_rank_zero(act: Callable[[], T]) -> T:
     error = attempt.error
     if error is not None and not isinstance(error, FullshardError):
         error = LaunchError(
-            "rank 0 has failed in work for all ranks.", got=f"{type(error).__name__}: {error}"
+            "rank 0 failed in work that it does for all ranks.", got=f"{type(error).__name__}: {error}"
         )
     answer: list[Any] = [(results, error)]
     dist.broadcast_object_list(answer, src=0)

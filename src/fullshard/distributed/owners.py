@@ -45,7 +45,7 @@ class Wave:
         for one in self.given:
             self._sent[one.owner] += one.parts[own].numel
         arriving = [(source, i, box) for i, one in enumerate(self.owned) for source, box in one.parts.items()]
-        # (index of an owned matrix, part of it), in the order of ranks. The rows of many ranks are one part.
+        # (index of an owned matrix, part of it), in the order of ranks. Consecutive rows of ranks are merged.
         self._pieces = list[tuple[int, Box]]()
         for source, number, box in sorted(arriving):
             self._received[source] += box.numel

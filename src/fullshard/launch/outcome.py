@@ -106,7 +106,7 @@ class FailureReport:
                 path = of_node / f"printed-{hashlib.blake2b(message, digest_size=8).hexdigest()}"
                 own = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
                 ranks = path.read_text().split() if path.exists() else []
-                if not ranks or own in ranks:  # a rank that is there is in a later command of a step
+                if not ranks or own in ranks:  # it has failed before, in an earlier command of a step
                     self.write_torchrun_error_file()
                     print_to_stderr(text)
                     ranks = []
@@ -120,8 +120,7 @@ class FailureReport:
 def _directory_of_node() -> Path:
     """Returns a directory that the ranks of a launch on this node share. Raises KeyError if there is none.
 
-    A step of srun makes it in the temporary directory, where it stays. Raises OSError if it is another
-    user's.
+    Under srun, makes it in the temporary directory, where it stays. Raises OSError if it is another user's.
     """
     if _ERROR_FILE in os.environ or not is_started_by_srun():
         return Path(os.environ[_ERROR_FILE]).parent.parent

@@ -196,9 +196,10 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def _connect_to_store(rank: int, timeout: timedelta) -> dist.Store:
-    """Connects to torchrun's store, or to that of rank 0, which serves it from here. Raises LaunchError.
+    """Connects to torchrun's store, or else to one that rank 0 serves. Raises LaunchError.
 
-    Rank 0 serves it until its process ends: it may open a group again, after ranks that keep connected.
+    Rank 0 serves its store until its process ends, because other ranks stay connected when it opens a group
+    again.
     """
     host, port = os.environ.get("MASTER_ADDR", loopback.LOOPBACK), int(os.environ["MASTER_PORT"])
     serve: Callable[[int], object] | None = None

@@ -60,7 +60,7 @@ class MemoryTerms(FrozenModel):
         return sum(self.terms().values())
 
     def checkpoint_bytes(self, adapter: AdapterSection) -> int:
-        """Returns the device bytes that a checkpoint holds: those of the copy for the background."""
+        """Returns the bytes on the device that a rank saves, and copies to the host in the background."""
         frozen = 0 if adapter.saves_only_adapters else self.frozen_shards
         return self.parameter_shards + frozen + self.optimizer_state + self.parameter_averages
 

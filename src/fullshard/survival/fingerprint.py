@@ -274,11 +274,11 @@ class ReplicaCheck:
             return
         where.enter(RunPhase.REDUCE)
         own, differing = _checksums_by_group(model, tensors()), list[Any]()
-        for group, found in own.items():  # in one order on all ranks: that of the first tensor of each axis
+        for group, found in own.items():  # in the same order on all ranks: that of their first tensors
             number = int.from_bytes(hashlib.blake2b(repr([*found.values()]).encode(), digest_size=7).digest())
             ends = torch.tensor([number, -number], device=next(model.parameters()).device)
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-            if ends.sum():  # the largest of the group's ranks is not the least
+            if ends.sum():  # the largest number of the group's ranks is not the smallest
                 differing.append(group)
         if not all_ranks_have(not differing):
             named = {tuple(dist.get_process_group_ranks(group)): own[group] for group in differing}

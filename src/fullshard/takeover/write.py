@@ -36,7 +36,7 @@ from fullshard.training.state import StepCounts, TrainedWith, TrainState
 from fullshard.training.whole_matrices import KIND
 
 _ADAM, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-_RATES = ("lr", "initial_lr", "max_lr")  # the last that a group has is the one before the schedule
+_RATES = ("lr", "initial_lr", "max_lr")  # the last of these that a group has is its rate before the schedule
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "MuonAdamW", "sgd": "SGD"}
 """`optimizer.name` of a run whose state can be taken over, and its class, by which checkpoints name it."""
 
@@ -247,7 +247,7 @@ def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
 def copy_optimizer(
     source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget
 ) -> dict[str, Any]:
-    """Returns {dotted key: value} of an [optimizer] that has the source's settings of each of its groups."""
+    """Returns {dotted key: value} of an [optimizer] with the source's settings for each of its groups."""
     offered = {key: one for key, one in offered_settings(source).items() if key.startswith("optimizer.")}
     made: list[dict[str, Any]] = []
     for group in matched.groups:

@@ -186,7 +186,7 @@ class MergedModelTensors:
         if adapter is None:
             self._source.read_into(target, self._saved[name], begin=begin)
             return
-        a, b = self._read_lora_factors(adapter)  # before the base, whose last block its next part begins with
+        a, b = self._read_lora_factors(adapter)  # first, so that the base's last block stays buffered
         self._source.read_into(target, self._saved[name], begin=begin)
         row = math.prod(self.tensors[name].shape[1:])
         first, last = begin // row, -(-(begin + target.numel()) // row)

@@ -41,7 +41,7 @@ def batches_of_rank(*settings: str) -> int:
     return BrokenBatches.read - before
 
 
-def test_a_rank_computes_as_many_batches_however_many_ranks_check(ranks: Any) -> None:
+def test_the_batches_that_a_rank_computes_do_not_grow_with_the_ranks(ranks: Any) -> None:
     (two, _), (three, *_) = (ranks(n).run(batches_of_rank) for n in (2, 3))
     assert two == three
 

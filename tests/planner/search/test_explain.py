@@ -51,7 +51,7 @@ def test_the_cost_that_is_named_is_the_largest():
         assert said.binds == max(costs, key=lambda name: costs[name])
 
 
-def test_no_more_ranks_are_tried_than_a_machine_may_have():
+def test_no_more_ranks_are_tried_than_hardware_may_have():
     explained(hardware_of(MOST_RANKS // 8, 8, gib=4000), batch=MOST_RANKS)
 
 

@@ -202,7 +202,7 @@ def test_more_ranks_are_advised_where_no_pin_is_to_blame():
         plan(spec, hardware_of(1, 2, gib=48), run)
 
 
-def test_cpu_ranks_of_one_machine_are_not_advised_to_be_more():
+def test_more_cpu_ranks_of_one_machine_are_not_advised():
     """They share its memory, so that each of more ranks has less."""
     spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8")
     machine = cpu_of(2).model_copy(update={"across": None})

@@ -75,7 +75,7 @@ class RunContext:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """Predicted bytes of one checkpoint: parameters and state; None without a prediction."""
+        """Predicted bytes of one checkpoint, as this run saves it; None without a prediction."""
         prediction = self.plan.prediction
         if prediction is None:
             return None

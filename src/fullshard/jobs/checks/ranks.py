@@ -185,7 +185,10 @@ def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: 
 
 
 def settings_with_few_shards(world_size: int) -> list[str]:
-    """Returns settings with which a rank exchanges shards with under 16 others, to which gloo connects it."""
+    """Returns settings with which at most 16 ranks share a parameter: gloo connects a rank to all of these.
+
+    Returns none if no number from 2 to 16 divides the ranks, or there are no more than 16.
+    """
     degree = max(one for one in range(1, _MOST_SHARDS + 1) if world_size % one == 0)
     is_hybrid = 1 < degree < world_size
     return ["sharding.strategy=hybrid_shard", f"sharding.shard_degree={degree}"] if is_hybrid else []
@@ -194,7 +197,8 @@ def settings_with_few_shards(world_size: int) -> list[str]:
 def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, ranks: RankInfo) -> Iterator[float]:
     """Trains `model` by torch alone on the batches of all ranks. Yields the loss of each step. Collective.
 
-    A rank computes the batch of the rank after it, so that a loss that depends on the rank is another one.
+    A rank computes the batch of the rank after it, so that a loss that depends on the rank is found: it
+    differs from that of the sharded step.
     """
     parameters = [one for one in model.parameters() if one.requires_grad]
     optimizer, group = torch.optim.SGD(parameters, lr=_RATE), dist.group.WORLD

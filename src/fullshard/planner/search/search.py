@@ -224,7 +224,7 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
     largest, count = max(prediction.memory.terms().items(), key=lambda term: term[1])
     changes = chain(iterate_runs_with_setting_unpinned(run, hardware), _iterate_more_ranks(run, hardware))
     shares = hardware.device == "cpu" and hardware.ranks_per_node > 1
-    fewer = ", or fewer ranks, among which the machine's memory is divided" if shares else ""
+    fewer = ", or fewer ranks, which share the machine's memory" if shares else ""
     smaller = f"a shorter data.sequence_length, or a smaller model{fewer}"
     no_margin = run.with_settings({"plan": {"memory_margin": 0.0}})
     without_margin = [("plan.memory_margin = 0", no_margin, hardware)] if run.memory_margin else []
@@ -314,7 +314,7 @@ def _iterate_more_ranks(run: Run, hardware: Hardware) -> Iterator[tuple[str, Run
             return
         more = hardware.with_rank_counts(nodes=nodes * factor, ranks_per_node=per_node)
         if more.across is None:  # without a link between nodes, add ranks to the one node
-            if hardware.device == "cpu":  # which share its memory
+            if hardware.device == "cpu":  # more CPU ranks would share the same memory
                 return
             more = hardware.with_rank_counts(nodes=1, ranks_per_node=per_node * factor)
         ranks = more.world_size // run.sharding.ranks_per_sequence
