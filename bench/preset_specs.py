@@ -1,6 +1,6 @@
 """Describes every preset and the default run, and writes the specs that the package ships.
 
-    python bench/preset_specs.py [NAME …]
+    python -m bench.preset_specs [NAME …]
 
 Run it after a change of what `describe` finds. The first line of a file names the version of torch that it
 ran with; add others with which `test_a_shipped_spec_equals_a_fresh_one` passes. It takes about half a minute
@@ -8,11 +8,13 @@ of processor time for each preset; with names, it describes these, and keeps the
 transformers is described for each kernel of attention, whose name is in its key. Of presets from 100B
 parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than
 sequences in a batch. A mixture is also described for each number of ranks, in nodes of 8, that may divide
-their experts, in a second file: three are traced, for minutes, and the others follow. The default run, whose
-name here is `default`, is described for CPU ranks, so that a first run there starts without a trace of 5 to
-20 s.
+their experts, in a second file: three are traced, for minutes, and the others follow. A third file has two
+specs of each reference decoder, from eight traces: with whole sequences, and with sequences that ranks share.
+The specs of other sequence lengths follow from these. The default run, whose name here is `default`, is
+described for CPU ranks, so that a first run there starts without a trace of 5 to 20 s.
 """
 
+import json
 import lzma
 import os
 import sys
@@ -20,16 +22,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
+from bench.length_specs import describe_lengths
 from fullshard.planner.describe.describe_run import (
     OFF,
     SHIPPED_EXPERTS_FILE,
     SHIPPED_FILE,
+    SHIPPED_LENGTHS_FILE,
     VARIABLE,
     build_spec_key,
     describe_run,
     read_shipped_specs,
     version_without_build,
 )
+from fullshard.planner.describe.sequence_lengths import settings_for_any_length
 from fullshard.planner.search.parallel_degrees import iterate_expert_degrees
 from fullshard.planner.target import resolve_model_to_plan
 from fullshard.spec.machine.catalog import hardware_on
@@ -41,9 +46,10 @@ from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, can_decoder_be_split
 
 PER_NODE, LARGE = 8, 1e11
+FILES = (SHIPPED_FILE, SHIPPED_EXPERTS_FILE, SHIPPED_LENGTHS_FILE)
 torch = version_without_build(version("torch"))
 os.environ[VARIABLE] = OFF  # nothing is read from the cache
-kept = {path: read_shipped_specs(path, torch=torch) for path in (SHIPPED_FILE, SHIPPED_EXPERTS_FILE)}
+kept = {path: read_shipped_specs(path, torch=torch) for path in FILES}
 lines = {path: [torch] for path in kept}
 
 
@@ -70,6 +76,22 @@ def add_specs_of_divided_experts(name: str, run: Run, spec: ModelSpec, *, kernel
         add_spec(name, own, "cuda", kernel=kernel, path=SHIPPED_EXPERTS_FILE)
 
 
+def add_specs_of_all_lengths(name: str, run: Run) -> None:
+    """Adds the specs from which those of any length follow, with whole sequences and with shared ones."""
+    for shared in (False, True):
+        own = run.with_settings({"sharding": {"context_parallel": 1 + shared}})
+        key = build_spec_key(own, "cuda")
+        assert key is not None, "presets can be cached"
+        settings = settings_for_any_length(json.loads(key.settings))
+        if settings in lines[SHIPPED_LENGTHS_FILE]:
+            continue  # another preset differs only in its length
+        text = kept[SHIPPED_LENGTHS_FILE].get(settings)
+        if not sys.argv[1:] or name in sys.argv:
+            text = describe_lengths(own, "cuda", shared=shared)
+        if text:
+            lines[SHIPPED_LENGTHS_FILE].extend([settings, text])
+
+
 for preset in read_presets():
     is_decoder = isinstance(preset.model, DecoderConfig)
     for ranks in (1, PER_NODE):
@@ -79,6 +101,8 @@ for preset in read_presets():
         specs = {kernel: add_spec(preset.name, run, "cuda", kernel=kernel) for kernel in kernels}
         spec = specs["flash"]
         assert spec is not None, "every preset is shipped with whole experts"
+        if is_decoder:
+            add_specs_of_all_lengths(preset.name, run)
         for kernel in kernels if ranks == 1 else ():
             add_specs_of_divided_experts(preset.name, run, spec, kernel=kernel)
         can_be_split = isinstance(preset.model, DecoderConfig) and can_decoder_be_split(

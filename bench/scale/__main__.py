@@ -10,9 +10,11 @@ in for collectives, in which the other ranks send what rank 0 sends; the transpo
 """
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from bench.scale.checkpoints import CHECKPOINT_CASES
@@ -20,17 +22,30 @@ from bench.scale.control import CONTROL_CASES
 from bench.scale.measure import Case, Row
 
 RANKS = (1024, 4096, 16384)
+MILLION = ("--sequence-length", "1048576", "--set", "model.max_sequence=1048576")
+PLANS = {
+    "405B": ("llama3.1-405b",),
+    "DeepSeek-V3": ("deepseek-v3",),
+    "Kimi K2": ("kimi-k2",),
+    "8B, rows of 1M tokens": ("llama3.1-8b", *MILLION),
+    "405B, rows of 1M tokens": ("llama3.1-405b", *MILLION),
+}
 
 
 def plan_rows(ranks: int, _: int) -> list[Row]:
-    """Plans 405B parameters on nodes of eight H100 in a process of its own, as every rank of a run may."""
-    words = ["plan", "llama3.1-405b", "--on", f"{ranks // 8}x8xH100", "--json"]
+    """Plans on nodes of eight H100, each in a process of its own with an empty cache."""
+    return [_plan_row(name, words, ranks) for name, words in PLANS.items()]
+
+
+def _plan_row(name: str, words: Sequence[str], ranks: int) -> Row:
+    command = [sys.executable, "-m", "fullshard", "plan", *words, "--on", f"{ranks // 8}x8xH100", "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "fullshard", *words], check=True, stdout=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"FULLSHARD_CACHE": cache}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    peak = 1024 * after.ru_maxrss
-    return [Row("plan of 405B", ranks, seconds, peak, most_seconds=10)]
+    return Row(f"plan of {name}", ranks, seconds, 1024 * after.ru_maxrss, most_seconds=10)
 
 
 def print_table(rows: Sequence[Row]) -> None:

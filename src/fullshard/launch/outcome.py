@@ -100,11 +100,10 @@ class FailureReport:
         Torchrun ends all ranks once one has ended: the lock holds the others until the text is printed.
         """
         with suppress(KeyError, OSError):
-            of_node = _directory_of_node()
+            of_node, own = _find_directory_of_node()
             with hold_exclusive_file_lock(of_node / "printing", patience_seconds=10.0):
                 message = self.message.encode(errors="surrogatepass")
                 path = of_node / f"printed-{hashlib.blake2b(message, digest_size=8).hexdigest()}"
-                own = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
                 ranks = path.read_text().split() if path.exists() else []
                 if not ranks or own in ranks:  # it has failed before, in an earlier command of a step
                     self.write_torchrun_error_file()
@@ -117,19 +116,21 @@ class FailureReport:
         print_to_stderr(text)
 
 
-def _directory_of_node() -> Path:
-    """Returns a directory that the ranks of a launch on this node share. Raises KeyError if there is none.
+def _find_directory_of_node() -> tuple[Path, str]:
+    """Returns (directory that the ranks of a launch on this node share, name of this rank in it).
 
-    Under srun, makes it in the temporary directory, where it stays. Raises OSError if it is another user's.
+    Raises KeyError if there is none. Under srun, makes it in the temporary directory, where it stays; raises
+    OSError if it is another user's.
     """
     if _ERROR_FILE in os.environ or not is_started_by_srun():
-        return Path(os.environ[_ERROR_FILE]).parent.parent
+        of_rank = Path(os.environ[_ERROR_FILE]).parent
+        return of_rank.parent, of_rank.name
     step = "-".join(os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
     path = Path(tempfile.gettempdir(), f"fullshard-srun-{step}")
     path.mkdir(mode=0o700, exist_ok=True)
     if path.lstat().st_uid != os.getuid():
         raise PermissionError(f"{path} is another user's")
-    return path
+    return path, os.environ["SLURM_LOCALID"]
 
 
 class ProcessOutcome(AbstractContextManager["ProcessOutcome"]):

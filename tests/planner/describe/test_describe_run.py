@@ -123,9 +123,9 @@ def test_shipped_specs_are_of_this_code() -> None:
     fresh = describe_run(one, "cuda", cached=False)
     (trace,) = fresh.traces
     (same,) = [t for t in shipped.traces if (t.recompute, t.compiled) == (trace.recompute, trace.compiled)]
-    assert phases_with_kernels(shipped, same) == phases_with_kernels(fresh, trace), "bench/preset_specs.py"
+    assert phases_with_kernels(shipped, same) == phases_with_kernels(fresh, trace), "bench.preset_specs"
     own = {"kernels": (), "traces": (), "untraced": ()}
-    assert shipped.model_copy(update=own) == fresh.model_copy(update=own), "bench/preset_specs.py"
+    assert shipped.model_copy(update=own) == fresh.model_copy(update=own), "bench.preset_specs"
 
 
 @pytest.mark.long
@@ -135,4 +135,4 @@ def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:
         pytest.skip("shipped for another torch")
     run = resolve_model_to_plan(name).load_run(["precision.mode=bf16"])
     fresh = describe_run(run, "cuda", cached=False)
-    assert describe_run(run, "cuda").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"
+    assert describe_run(run, "cuda").model_dump_json() == fresh.model_dump_json(), "bench.preset_specs"

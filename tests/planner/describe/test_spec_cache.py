@@ -12,6 +12,7 @@ import pytest
 
 from fullshard.planner.describe.describe_run import (
     SHIPPED_FILE,
+    SHIPPED_LENGTHS_FILE,
     SpecKey,
     build_spec_key,
     cache_directory,
@@ -218,7 +219,22 @@ def test_every_preset_and_the_default_run_are_shipped() -> None:
         key = build_spec_key(run, "cpu")
         assert key is not None
         keys.add(key.settings)
-    assert set(specs) == keys, "bench/preset_specs.py"
+    assert set(specs) == keys, "bench.preset_specs"
+
+
+def test_specs_of_the_reference_decoder_at_all_lengths_are_shipped() -> None:
+    """Llama 3 in its three sizes, and the largest with its matmuls over a node."""
+    specs = read_shipped_specs(SHIPPED_LENGTHS_FILE, torch=version_without_build(version("torch")))
+    if not specs:
+        pytest.skip("shipped for another torch")
+    for name, ranks in (("llama3-8b", 1), ("llama3.1-70b", 1), ("llama3.1-405b", 1), ("llama3.1-405b", 8)):
+        for length, shared in ((3 << 14, 1), (1 << 20, 32)):
+            own = [f"data.sequence_length={length}", f"model.max_sequence={length}"]
+            own += [f"sharding.tensor_parallel={ranks}", f"sharding.context_parallel={shared}"]
+            key = shipped_key(name, *own)
+            spec = read_shipped_or_cached_spec(key, {"XDG_CACHE_HOME": "/nonexistent"})
+            assert spec is not None, "bench.preset_specs"
+            assert (spec.sequence_length, spec.context_parallel) == (length, shared)
 
 
 def default_runs_on_cpu() -> list[Run]:
@@ -233,7 +249,7 @@ def test_the_default_run_is_shipped_as_this_code_describes_it() -> None:
         pytest.skip("shipped for another torch")
     run, _ = default_runs_on_cpu()
     fresh = describe_run(run, "cpu", cached=False)
-    assert describe_run(run, "cpu").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"
+    assert describe_run(run, "cpu").model_dump_json() == fresh.model_dump_json(), "bench.preset_specs"
 
 
 def test_shipped_specs_are_for_the_versions_of_torch_that_their_file_names(tmp_path: Path) -> None:

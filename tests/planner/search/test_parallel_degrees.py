@@ -241,6 +241,21 @@ def test_ranks_may_share_matmuls_where_nodes_wait_for_parameters() -> None:
     assert_as_fast_as_any_degree(answer, run, hardware=slow)
 
 
+def test_no_more_ranks_share_work_where_kernels_take_nearly_all_of_the_step() -> None:
+    """With links that cost nothing: there is nothing to gain."""
+    rate = HARDWARE.within.all_gather.model_copy(update={"bytes_per_second": 1e14})
+    links = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), rate)
+    fast = HARDWARE.model_copy(update={"within": HARDWARE.within.model_copy(update=links)})
+    run = open_run(batch=2, length=16384)
+    tried: list[list[tuple[int, int]]] = []
+    for hardware in (HARDWARE, fast):
+        describe = Describing()
+        answer = search_parallel_degrees(describe, run, hardware=hardware)
+        tried.append(list(zip(describe.degrees, describe.tensor_degrees, strict=True)))
+        assert_as_fast_as_any_degree(answer, run, hardware=hardware)
+    assert tried == [[(2, 2), (1, 4), (1, 8)], [(2, 2)]]
+
+
 def test_models_and_settings_that_cannot_share_matmuls_keep_whole_ones() -> None:
     experts = [
         "sharding.tensor_parallel_styles={head='head'}",

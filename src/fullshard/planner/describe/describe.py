@@ -131,10 +131,15 @@ def build_recorder(
     )
 
 
-def build_spec(recorder: recordings.SettingsRecorder, found: RunRecording) -> ModelSpec:
-    """Returns the spec of the recorder's model with the traces of `found`."""
+def build_spec(
+    recorder: recordings.SettingsRecorder, found: RunRecording, *, keep_all: bool = False
+) -> ModelSpec:
+    """Returns the spec of the recorder's model with the traces of `found`.
+
+    keep_all: whether to keep each launch, also equal ones, and each moment of memory, also lower ones
+    """
     model, plan, fp8 = recorder.model, recorder.plan, recorder.fp8
-    table = KernelIndex()
+    table = KernelIndex(keep_all=keep_all)
     traces = [one.build_trace(table) for one in found.settings]
     buffers = (  # as in the traced copy, where each has a storage of its own
         torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")

@@ -10,8 +10,8 @@ as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at 
 length up to 8,192. They are valid for the versions of torch that were seen to give them, regardless of the
 build (`+cpu`, `+cu130`). The file is LZMA over lines of UTF-8: these versions, then each preset's
 `SpecKey.settings` and spec.
-`preset_expert_specs.xz` has those of mixtures for each number of ranks that may divide their experts, in the
-same format.
+`preset_expert_specs.xz` has those of mixtures for each number of ranks that may divide their experts, and
+`preset_length_specs.xz` those from which `derive_spec` finds the others, in the same format.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from fullshard.errors import SpecError
+from fullshard.planner.describe.sequence_lengths import derive_spec, settings_for_any_length
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
@@ -40,7 +40,7 @@ from fullshard.spec.value import FrozenModel
 from fullshard.system.files import open_regular_file, write_file_atomically
 from fullshard.system.process import installed_version
 from fullshard.system.small_files import VALUE_BYTES, read_bytes
-from fullshard.system.terminal import escape_to_single_line, is_live_terminal
+from fullshard.system.terminal import escape_to_single_line, print_to_stderr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 SHIPPED_FILE = Path(__file__).with_name("preset_specs.xz")
 SHIPPED_EXPERTS_FILE = SHIPPED_FILE.with_name("preset_expert_specs.xz")
+SHIPPED_LENGTHS_FILE = SHIPPED_FILE.with_name("preset_length_specs.xz")
 VARIABLE = "FULLSHARD_CACHE"
 OFF = "off"
 MOST_BYTES = 64 << 20
@@ -127,21 +128,27 @@ def _build_and_trace_model(
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
     check_sequence_length(model, run)
-    batch = _make_batch_unless_default(plan, model)
+    batch = make_batch_unless_default(plan, model)
     recorder = build_recorder(model, plan, loss=choose_loss(run, model), batch=batch, device_type=device)
     degree, known = recorder.plan.expert_parallel, dict[int, "RunRecording"]()
     if key is not None and degree > 1 and not run.adapter.packed_format:
         known = _recordings_by_expert_degree(json.dumps(json.loads(key.settings) | {"experts": None}))
     found = known.get(degree) or derive_recording(known, degree)
     if found is None:
-        if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
-            name = escape_to_single_line(type(model).__name__)
-            print(f"planning: tracing {name} without its weights …", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print_to_stderr(f"planning: tracing {_what_is_traced(model, recorder.plan)} without weights …")
         found = known[degree] = record_all_settings(recorder, plan, attention_kernel=attention_kernel)
     return build_spec(recorder, found)
 
 
-def _make_batch_unless_default(plan: Plan | Run, model: "Module") -> Any:
+def _what_is_traced(model: "Module", plan: Plan) -> str:
+    axes = ("context_parallel", "tensor_parallel", "expert_parallel")
+    shared = [f"{axis} = {getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
+    name = escape_to_single_line(type(model).__name__)
+    return f"{name} with {', '.join(shared)}," if shared else name
+
+
+def make_batch_unless_default(plan: Plan | Run, model: "Module") -> Any:
     """Returns a microbatch for `describe`; None stands for its default batch of tokens and labels.
 
     For data from Python, this is the first microbatch of step 0, because only the user knows its shapes. None
@@ -284,11 +291,21 @@ def read_shipped_or_cached_spec(
     """Returns the shipped or cached spec of `key`; None if neither exists or the cache is off."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
-    shipped_files = [SHIPPED_FILE, *([SHIPPED_EXPERTS_FILE] if '"experts":' in key.settings else [])]
-    for file in shipped_files:  # the second is read only if the first lacks the key
-        specs = read_shipped_specs(file, torch=version_without_build(key.torch))
-        if (shipped := specs.get(key.settings)) is not None:
-            return ModelSpec.model_validate_json(shipped)
+    spec = _read_or_derive_shipped_spec(key)
+    return _read_cached_spec(key, environment) if spec is None else spec
+
+
+def _read_or_derive_shipped_spec(key: SpecKey) -> ModelSpec | None:
+    torch, settings = version_without_build(key.torch), json.loads(key.settings)
+    for file in (SHIPPED_FILE, *([SHIPPED_EXPERTS_FILE] if "experts" in settings else [])):
+        if (text := read_shipped_specs(file, torch=torch).get(key.settings)) is not None:
+            return ModelSpec.model_validate_json(text)
+    of_lengths = read_shipped_specs(SHIPPED_LENGTHS_FILE, torch=torch)
+    text = of_lengths.get(settings_for_any_length(settings))
+    return None if text is None else derive_spec(text, settings)
+
+
+def _read_cached_spec(key: SpecKey, environment: Mapping[str, str]) -> ModelSpec | None:
     directory = cache_directory(environment)
     if directory is None:
         return None

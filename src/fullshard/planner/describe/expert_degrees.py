@@ -10,11 +10,11 @@ Nor does it hold for packed experts, which are dequantised in chunks of a fixed 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import prod
 from typing import NamedTuple
 
 from fullshard.planner.describe.extrapolation import has_same_structure
-from fullshard.planner.describe.recordings import SettingRecording, combine
+from fullshard.planner.describe.interpolation import combine, find_weights
+from fullshard.planner.describe.recordings import SettingRecording
 from fullshard.spec.model import UntraceableSettings
 
 
@@ -34,11 +34,8 @@ def derive_recording(known: Mapping[int, RunRecording], degree: int) -> RunRecor
     degrees, runs = list(known)[:3], list(known.values())[:3]
     if len(degrees) < 3 or len({tuple(one.microbatch for one in run.settings) for run in runs}) > 1:
         return None
-    # E (a + b / E + c E) is a polynomial in E, which Lagrange's formula gives at `degree`.
-    weights = [
-        Fraction(one, degree) * prod(Fraction(degree - other, one - other) for other in {*degrees} - {one})
-        for one in degrees
-    ]
+    *terms, target = ((1, Fraction(1, one), one) for one in (*degrees, degree))
+    weights = find_weights(terms, target)
     found: list[SettingRecording] = []
     for row in zip(*(run.settings for run in runs), strict=True):
         lows, highs = [one.low for one in row], [one.high for one in row]

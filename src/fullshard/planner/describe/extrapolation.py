@@ -195,14 +195,15 @@ Recording = Sequence[PhaseRecord]
 
 
 class KernelIndex:
-    """Index of the distinct kernels seen so far."""
+    """Index of the distinct kernels seen so far; with `keep_all`, of all launches as kernels of their own."""
 
-    def __init__(self) -> None:
-        self._index: dict[Kernel, int] = {}
+    def __init__(self, *, keep_all: bool = False) -> None:
+        self.keep_all = keep_all
+        self._index: dict[tuple[Kernel, int], int] = {}
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(self._index)
+        return tuple(kernel for kernel, _ in self._index)
 
     def index_and_count_launches(
         self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], low_microbatch: int
@@ -218,7 +219,8 @@ class KernelIndex:
                 for name in ("flops", "bytes", "pieces", "rows")
             }
             kernel = Kernel(**a._asdict() | lines)
-            index = self._index.setdefault(kernel, len(self._index))
+            count = len(self._index)
+            index = self._index.setdefault((kernel, count if self.keep_all else 0), count)
             counts[index] = counts.get(index, 0) + 1
         return tuple(KernelIndexAndCount(kernel, times) for kernel, times in counts.items())
 
@@ -234,19 +236,20 @@ def merge_recordings(
     """Returns phases for any microbatch from recordings at `low_microbatch` and at one more sequence.
 
     If `low` and `high` are the same recording, the sizes are those of `low_microbatch` only. Phases of
-    `compiled_units` launch sequences of elementwise operations as one kernel.
+    `compiled_units` launch sequences of elementwise operations as one kernel. If `table` keeps all, a phase
+    has all its moments as `peaks`, not only the highest.
     """
     phases: list[TracePhase] = []
     state = LiveTensorBytes()
     for a, b in zip(low, high, strict=True):
         is_compiled = a.unit in compiled_units
         totals = _running_memory_totals(state, low=a, high=b, low_microbatch=low_microbatch)
-        state = totals[-1]
+        state, totals = totals[-1], totals[a.event_change_count :]
         phases.append(
             TracePhase(
                 event=a.event,
                 unit=a.unit,
-                peaks=tuple(_upper_envelope(totals[a.event_change_count :])),
+                peaks=tuple(totals if table.keep_all else _upper_envelope(totals)),
                 end=state,
                 work=table.index_and_count_launches(
                     a.fused if is_compiled else a.work,

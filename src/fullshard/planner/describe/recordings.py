@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +26,6 @@ from fullshard.parallel.units import (
 from fullshard.planner.describe import extrapolation, trace
 from fullshard.planner.describe.emulation import CompiledBlocks, CompiledPrograms
 from fullshard.planner.describe.operations import (
-    KernelLaunch,
     PhaseRecord,
     distinct_storage_bytes,
     list_tensors,
@@ -41,7 +39,6 @@ LOW = 2
 """Sequences of the smaller of the two microbatches that are recorded."""
 NEEDS_VALUES = (fake_tensors.DataDependentOutputException, fake_tensors.DynamicOutputShapeException)
 """Raised by fake tensors where a shape or a number depends on values."""
-_MOST_PARTS = 1 << 20  # largest denominator of a quotient in a recording, such as rows per expert
 
 
 @dataclass
@@ -110,30 +107,6 @@ class SettingRecording:
             blocks=self.blocks,
             border=self.shortened.border,
         )
-
-
-def combine(values: Sequence[Any], weights: Sequence[Fraction]) -> Any:
-    """Returns the weighted sum of recordings of equal structure, or parts of them. Weights add up to 1.
-
-    Raises ValueError for values that differ and are not numbers, and for integers whose sum is not one.
-    """
-    first = values[0]
-    if all(one == first for one in values):
-        return first
-    if isinstance(first, PhaseRecord | MicrobatchRecording):
-        own = {one.name: [getattr(value, one.name) for value in values] for one in fields(first)}
-        return replace(first, **{name: combine(parts, weights) for name, parts in own.items()})
-    if isinstance(first, KernelLaunch):
-        return KernelLaunch(*(combine(parts, weights) for parts in zip(*values, strict=True)))
-    if isinstance(first, list | tuple):
-        return type(first)(combine(parts, weights) for parts in zip(*values, strict=True))
-    if type(first) not in (int, float):
-        raise ValueError(f"{values} are not numbers")
-    exact = (Fraction(value).limit_denominator(_MOST_PARTS) for value in values)  # a quotient was rounded
-    total = sum((weight * value for weight, value in zip(weights, exact, strict=True)), Fraction(0))
-    if isinstance(first, int) and total.denominator > 1:
-        raise ValueError(f"{values} give {total}")
-    return type(first)(total)
 
 
 @dataclass

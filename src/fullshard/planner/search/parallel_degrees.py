@@ -10,7 +10,8 @@ computes less. So a plan in which each rank has whole sequences and matmuls is f
 
 Only in these cases are other numbers of ranks tried, each with all other settings open. The fastest plan that
 fits is chosen if it is notably faster than one with fewer axes. One that offloads must be notably faster than
-all that do not: the rates of hosts differ more than those of links. Each number takes seconds to trace.
+all that do not: the rates of hosts differ more than those of links. Each number takes seconds to trace, so
+none is tried after a plan that is not notably slower than the kernels and the update alone.
 
 Of the numbers of ranks that divide experts, the least is chosen that no other is notably faster than.
 Plans that offload are compared only if none fits without. Ranks that share sequences or matmuls are tried
@@ -138,6 +139,8 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
     else:
         fitting += _iterate_context_searches(searcher, run)
     for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
+        if any(_is_bound_by_kernels(one, run) for one in fitting):
+            break  # other numbers compute as much
         fitting += _search_with_tensor_degree(searcher, run, tensor=tensor)
     if fitting:
         return choose_first_not_notably_slower(fitting, run)
@@ -163,7 +166,8 @@ def choose_first_not_notably_slower(searches: Sequence[DegreeSearch], run: Run) 
 def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[DegreeSearch]:
     """Yields the searches that found a plan, over ranks that share sequences.
 
-    Ends after the first that needs neither recompute nor offload: more ranks would only send more.
+    Ends after the first that needs neither recompute nor offload, or whose kernels take nearly all of the
+    step: more ranks would only send more.
     """
     with suppress(ShardError, TraceError):  # no number of ranks can divide the sequences of this model
         for degree in iterate_context_degrees(searcher.hardware, run):
@@ -171,7 +175,8 @@ def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[D
             if searched is not None:
                 yield searched
                 best = _fitting_plan(searched)
-                if best.run.recompute.mode == "none" and not _offloads_without_being_asked(best, run):
+                is_free = best.run.recompute.mode == "none" and not _offloads_without_being_asked(best, run)
+                if is_free or _is_bound_by_kernels(searched, run):
                     return
 
 
@@ -251,6 +256,19 @@ def most_sequences_shared_by_ranks(run: Run, *, ranks: int, per_node: int, most_
 def _offloads_without_being_asked(plan: Plan, run: Run) -> bool:
     """Returns whether a plan offloads although `run` does not ask for it."""
     return run.offload.tier == "auto" and plan.run.offload.tier != "none"
+
+
+def _is_bound_by_kernels(searched: DegreeSearch, run: Run) -> bool:
+    """Returns whether no plan that computes as much can be notably faster than the one that fits.
+
+    No plan takes less than the kernels of the fastest plan regardless of memory, without recompute, and the
+    optimizer and stragglers of this one.
+    """
+    own = candidates.require_prediction(_fitting_plan(searched)).time
+    kernels = candidates.require_prediction(searched.found.fastest).time.compute
+    is_resident = not _offloads_without_being_asked(_fitting_plan(searched), run)
+    least = kernels + own.optimizer + own.stragglers
+    return is_resident and fitting_plan_step_seconds(searched) <= (1 + NOTABLE) * least
 
 
 def _fitting_plan(searched: DegreeSearch) -> Plan:
