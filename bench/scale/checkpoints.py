@@ -50,9 +50,9 @@ def index(ranks: int, tensors: int) -> list[Row]:
             written = [pickle.loads(one) for one in sent]
             files, saved = storage.write_index(draft, plan, written=written, dcp_shards=storage.DCP_SHARDS)
             manifest = _manifest(1, files, tensors=saved, ranks=ranks)
-            storage.build_reader(draft, manifest)
+            storage.CheckpointReader(draft, manifest).read_index()
         with measured() as loading:
-            reader = storage.build_reader(draft, manifest)
+            reader = storage.CheckpointReader(draft, manifest)
             found = [reader.find_pieces(name, Box((0, 0), (ROWS, COLUMNS))) for name in own]
     written_bytes = sum(one.size_bytes for name, one in files.items() if name in (SHARDS, METADATA))
     problem = "" if all(len(one) == 1 for one in found) else "other shards than its own"
