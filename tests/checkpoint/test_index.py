@@ -1,6 +1,7 @@
 """The index follows the layout of tensors, and says where their shards are, whatever the number of ranks."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.checkpoint.files import SMALL_BYTES, CheckpointFiles, LocalFiles
 from fullshard.checkpoint.load import iterate_damage, load
 from fullshard.checkpoint.location import LocalLocation, location_of
-from fullshard.checkpoint.manifest import write_small_file
+from fullshard.checkpoint.manifest import SavedTensor, write_small_file
 from fullshard.checkpoint.save import CheckpointSaver, save
 from fullshard.checkpoint.save_plan import SavePlan
-from fullshard.checkpoint.shard_index import ShardIndex
+from fullshard.checkpoint.shard_index import ShardIndex, ShardPosition, data_file_name
 from fullshard.errors import CheckpointError
 from fullshard.spec.shard_layout import Box, RankMesh, ShardLayout, cut_box
 from tests.checkpoint.states import (
@@ -63,6 +64,44 @@ def covers_some_of(box: Box, rows: slice, columns: slice) -> bool:
     grid = torch.zeros(20, 20)
     grid[row : row + height, column : column + width] = 1
     return bool(grid[rows, columns].any())
+
+
+def index_with_a_layout_and_listed_shards(count: int) -> tuple[ShardIndex, dict[str, SavedTensor]]:
+    """Returns the index of `count` ranks, which have a row each of one tensor, and list one of another."""
+    rows = tuple(ShardPosition(rank, 0, (rank, 0), (1, 2)) for rank in range(count))
+    empty = ShardPosition(0, 0, (0, 0), (0, 2))
+    index = ShardIndex(
+        files=tuple(map(data_file_name, range(count))),
+        shards={"listed": rows, "empty": (empty,)},
+        meshes=(RankMesh((2, count // 2), tuple(range(count))),),
+        layouts={"cut": ShardLayout(0, ((0, 1), ()), 0), "copied": ShardLayout(0, ((0,), ()), 1)},
+    )
+    shapes = dict.fromkeys(("listed", "cut", "copied"), (count, 2)) | {"empty": (0, 2)}
+    return index, {name: SavedTensor(shape=shape, dtype="float32") for name, shape in shapes.items()}
+
+
+def test_the_shards_in_a_file_are_those_that_the_index_has_there():
+    index, tensors = index_with_a_layout_and_listed_shards(8)
+    every = [(name, one) for name in tensors for one in index.iterate_shards(name, tensors[name].shape)]
+    for file in (*index.files, "__8_0.distcp"):
+        assert sorted(index.iterate_shards_in_file(file, tensors)) == sorted(
+            one for one in every if one[1].file == file
+        )
+
+
+def test_finding_the_shards_of_every_file_takes_steps_in_proportion_to_the_files():
+    def count_steps(count: int) -> int:
+        index, tensors = index_with_a_layout_and_listed_shards(count)
+        steps = itertools.count()
+        sys.setprofile(lambda *_: next(steps))
+        try:
+            for file in index.files:
+                assert len({name for name, _ in index.iterate_shards_in_file(file, tensors)}) >= 2
+        finally:
+            sys.setprofile(None)
+        return next(steps)
+
+    assert count_steps(256) < 2.5 * count_steps(128)
 
 
 def test_the_index_of_many_ranks_has_one_entry_per_tensor(tmp_path):

@@ -7,9 +7,11 @@ anyway. Other shards are listed one by one: plain tensors, tensors of a single r
 does not cut, and all shards in indexes of format 2.
 """
 
-import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from pydantic import NonNegativeInt
@@ -81,19 +83,33 @@ class ShardIndex(FrozenModel):
         self, file: str, tensors: Mapping[str, SavedTensor]
     ) -> Iterator[tuple[str, LocatedShard]]:
         """Yields (name of the tensor, shard) of each shard of the manifest's `tensors` in a data file."""
-        places: list[tuple[int, ...] | None] = []  # the coordinate of the file's rank in each mesh
-        for mesh in self.meshes:
-            files, coordinates = map(data_file_name, mesh.ranks), itertools.product(*map(range, mesh.shape))
-            places.append(dict(zip(files, coordinates, strict=False)).get(file))
-        for name, saved in tensors.items():
-            part, layout = None, self.layouts.get(name)
-            if layout is not None:
-                if (place := places[layout.mesh]) is None:
-                    continue
-                sizes = self.meshes[layout.mesh].shape
-                part = cut_box(saved.shape, layout.cuts, sizes=sizes, coordinate=place)
-            found = self.iterate_shards(name, saved.shape, part=part)
-            yield from ((name, one) for one in found if one.file == file)
+        yield from self._listed_by_file.get(file, ())
+        for name, layout in self.layouts.items():
+            coordinate = self._coordinates[layout.mesh].get(file)
+            if coordinate is not None:
+                whole, sizes = tensors[name].shape, self.meshes[layout.mesh].shape
+                part = cut_box(whole, layout.cuts, sizes=sizes, coordinate=coordinate)
+                found = self.iterate_shards(name, whole, part=part)  # of one of the ranks that have it
+                yield from ((name, one) for one in found if one.file == file)
+
+    @cached_property
+    def _listed_by_file(self) -> Mapping[str, Sequence[tuple[str, LocatedShard]]]:
+        """Name of the tensor and shard of the listed shards with elements, by data file."""
+        found = defaultdict[str, list[tuple[str, LocatedShard]]](list)
+        for name, shards in self.shards.items():
+            for position, offset, start, shape in shards:
+                if 0 not in shape:
+                    one = LocatedShard(self.files[position], Box(start, shape), offset)
+                    found[one.file].append((name, one))
+        return found
+
+    @cached_property
+    def _coordinates(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
+        """Per mesh, the coordinate of the rank of each data file."""
+        return [
+            dict(zip(map(data_file_name, mesh.ranks), product(*map(range, mesh.shape)), strict=False))
+            for mesh in self.meshes
+        ]
 
     def find_inconsistency(self, manifest: Manifest) -> str | None:
         """Returns why the shards are not what the manifest's tensors consist of, or None if they are."""

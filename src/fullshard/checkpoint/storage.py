@@ -256,8 +256,7 @@ class CheckpointReader:
         absent: whether to return only tensors with shards that the table of the file lacks
         """
         shards = self.read_index().iterate_shards_in_file(file, self.manifest.tensors)
-        names = (name for name, one in shards if not absent or self._find_piece(name, one) is None)
-        return list(dict.fromkeys(names))
+        return sorted({name for name, one in shards if not absent or self._find_piece(name, one) is None})
 
     def _find_piece(self, name: str, shard: LocatedShard) -> shard_file.ShardRecord | None:
         """Returns the piece of a shard of the tensor `name`; None if the table of its file lacks it."""
