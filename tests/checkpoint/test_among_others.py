@@ -211,9 +211,17 @@ def test_a_verified_checkpoint_that_is_removed_meanwhile_is_not_damaged(tmp_path
                 shutil.rmtree(self.path)
             return super().open_file(name)
 
-    path, place = saved(tmp_path, 1), LocalLocation(tmp_path)
-    assert find_damage(place, Vanishing(path)) is None
     path = saved(tmp_path, 1)
-    (path / "__0_0.distcp").unlink()
-    (damage,) = find_damage(place, LocalFiles(path)) or ()
-    assert damage.file == "__0_0.distcp"
+    assert find_damage(Vanishing(path)) is None
+    assert find_damage(LocalFiles(path)) is None  # before it is read
+    (saved(tmp_path, 1) / "notes.txt").touch()
+    LocalLocation(tmp_path).remove_checkpoint(LocalFiles(path))
+    assert [one.name for one in path.iterdir()] == ["notes.txt"]
+    assert find_damage(LocalFiles(path)) is None
+    (path / "notes.txt").unlink()
+    path.rmdir()
+    for name in ("__0_0.distcp", "manifest.json"):
+        (saved(tmp_path, 1) / name).unlink()
+        (damage,) = find_damage(LocalFiles(path)) or ()
+        assert damage.file == name
+        shutil.rmtree(path)

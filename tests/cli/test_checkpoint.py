@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
@@ -138,6 +139,16 @@ def test_verify_names_damaged_files(tmp_path, capsys):
     assert main(["ckpt", "verify", str(path), "--json"]) == 6
     ((damage,),) = json.loads(capsys.readouterr().out).values()
     assert damage["file"] == "__0_0.distcp"
+
+
+def test_a_removed_checkpoint_is_neither_damaged_nor_in_the_json(tmp_path, capsys):
+    whole, removed = saved(tmp_path, 1), saved(tmp_path, 2)
+    (removed / "notes.txt").touch()
+    LocalLocation(tmp_path).remove_checkpoint(LocalFiles(removed))
+    assert main(["ckpt", "verify", str(tmp_path)]) == 0
+    assert f"{removed}  removed\n" in capsys.readouterr().out
+    assert main(["ckpt", "verify", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {str(whole): []}
 
 
 def test_ranks_verify_a_part_each(tmp_path, capsys, monkeypatch):

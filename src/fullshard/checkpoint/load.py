@@ -242,13 +242,14 @@ class Damage:
     tensors: tuple[str, ...]
 
 
-def find_damage(
-    place: location.CheckpointLocation, files: CheckpointFiles, *, part: tuple[int, int] = (1, 1)
-) -> list[Damage] | None:
-    """Returns the damage that `iterate_damage` yields; None if the checkpoint was removed from `place`."""
+def find_damage(files: CheckpointFiles, *, part: tuple[int, int] = (1, 1)) -> list[Damage] | None:
+    """Returns the damage that `iterate_damage` yields; None if the checkpoint was removed.
+
+    Then neither its manifest nor any data file is left.
+    """
     found = list(iterate_damage(files, part=part))
-    is_place = files.name == place.root_as_checkpoint().name
-    return found if not found or is_place or location.is_checkpoint_listed(place, files) else None
+    is_left = not found or any(n == MANIFEST or n.endswith(".distcp") for n in sizes_by_name(files))
+    return found if is_left else None
 
 
 def iterate_damage(

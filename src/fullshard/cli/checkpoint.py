@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from fullshard.checkpoint.location import CheckpointLocation
 
 
+_REMOVED = "removed"
+
+
 def list_checkpoints(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or its checkpoints.")],
     *,
@@ -54,7 +57,8 @@ def verify_checkpoints(
 ) -> None:
     """Read every byte of checkpoints, and list the damage.
 
-    Damaged files are listed with the tensors that they affect.
+    Damaged files are listed with the tensors that they affect. A checkpoint that is removed meanwhile is not
+    damaged, and not in the JSON.
     """
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
@@ -68,9 +72,10 @@ def verify_checkpoints(
         got, fix = join_names(place.describe_drafts()), "the run's directory, such as runs/default"
         raise CheckpointError(f"no checkpoint in {place}.", got=got or None, fix=fix)
     number, parts = _parse_part(part)
-    found = {str(files): _verify_one_checkpoint(place, files, part=(number, parts)) for files in checkpoints}
+    found = {str(files): _verify_one_checkpoint(files, part=(number, parts)) for files in checkpoints}
     if as_json:
-        typer.echo(json.dumps({name: [asdict(one) for one in many] for name, (_, many) in found.items()}))
+        kept = {name: many for name, (status, many) in found.items() if status != _REMOVED}
+        typer.echo(json.dumps({name: [asdict(one) for one in many] for name, many in kept.items()}))
     else:
         for name, (status, many) in found.items():
             of = f"part {number} of {parts}  " if parts > 1 else ""
@@ -96,20 +101,18 @@ def _parse_part(text: str | None) -> tuple[int, int]:
     return int(number), int(parts)
 
 
-def _verify_one_checkpoint(
-    place: "CheckpointLocation", files: "CheckpointFiles", *, part: tuple[int, int]
-) -> "tuple[str, list[Damage]]":
+def _verify_one_checkpoint(files: "CheckpointFiles", *, part: tuple[int, int]) -> "tuple[str, list[Damage]]":
     """Returns a checkpoint's status and damage. A checkpoint that cannot be read has the status REFUSED."""
     from fullshard.checkpoint.load import Damage, find_damage
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
     try:
-        found = find_damage(place, files, part=part)
+        found = find_damage(files, part=part)
     except CheckpointError as error:  # another format, no permission
         return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
     if found is None:
-        return "removed meanwhile", []
+        return _REMOVED, []
     return ("DAMAGED" if found else "whole" if part == (1, 1) else "no damage"), found
 
 
