@@ -1,5 +1,7 @@
 """A cache entry is whole or absent, made by one process at a time, and named by its content."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -61,6 +63,24 @@ def test_an_entry_is_made_once_and_others_wait_for_it(tmp_path: Path):
         thread.join()
     assert len(counts) == 1
     assert asked.is_set()
+
+
+def test_without_locks_a_build_leaves_the_draft_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    def build(draft: Path) -> dict[str, int]:
+        (draft / "tokens.bin").touch()
+        get_or_build_entry(tmp_path, "entry", build=counting([]))
+        assert (draft / "tokens.bin").exists()
+        return {}
+
+    entry = get_or_build_entry(tmp_path, "entry", build=build)
+    assert (entry / "file").read_text() == "whole"  # of the first to end
 
 
 def test_a_killed_process_leaves_no_entry(tmp_path: Path):
@@ -146,6 +166,35 @@ def test_ranks_begin_with_different_items_and_come_to_all(monkeypatch: pytest.Mo
     assert [order[0] for order in orders] == [0, 2, 4]
     assert all(sorted(order) == [*range(6)] for order in orders)
     assert {order_of_items(rank, ranks=5, items=2)[0] for rank in range(5)} == {0, 1}
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_ranks_of_a_node_begin_different_items_and_ask_for_no_more_than_they_are(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool
+):
+    """Eight of 800 ranks, and 100 items, all of which other ranks are making already if `is_shared`."""
+
+    class Begun(Exception):
+        pass
+
+    begun, asked = [*range(100)] if is_shared else list[int](), list[int]()
+
+    def begin_unless_begun(item: int, waits: bool) -> None:
+        asked.append(item)
+        if item in begun:
+            raise BuiltElsewhere
+        begun.append(item)
+        raise Begun
+
+    for name, value in (("WORLD_SIZE", "800"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        asked.clear()
+        with pytest.raises(BuiltElsewhere if is_shared else Begun):
+            divide_by_rank(range(100), begin_unless_begun, waits=True)
+        assert len(asked) == (8 + 1 if is_shared else rank + 1)  # and once to wait
+    assert is_shared or begun == [*range(8)]
 
 
 def test_a_file_that_another_process_reads_is_left_to_it(tmp_path: Path):

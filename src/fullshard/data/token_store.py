@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from fullshard.errors import DataError
 from fullshard.system.files import (
+    find_lock_holder,
     fsync_path,
     hold_exclusive_file_lock,
     open_new_file,
@@ -100,10 +101,13 @@ def get_or_build_entry(
     unless: returns None, or else the entry is not needed, and may be absent
     """
     root = make_cache_directory(root)
-    entry = root / name
+    entry, lock = root / name, root / f".{name}.lock"
 
     def build_entry() -> Path:
-        drafts = root.glob(f".{name}.tmp-{'[0-9a-f]' * 8}")
+        drafts = list[Path]()
+        with suppress(OSError):  # on a file system without locks, others may be writing their drafts
+            if find_lock_holder(lock):
+                drafts += root.glob(f".{name}.tmp-{'[0-9a-f]' * 8}")
         for left in [entry, *drafts]:  # left by a crash, or files were removed
             remove_entry(left)
         draft = root / f".{name}.tmp-{secrets.token_hex(4)}"
@@ -117,7 +121,7 @@ def get_or_build_entry(
     def find() -> Path | None:
         return entry if find_complete_entry(entry) or unless() is not None else None
 
-    return find_or_build(find, build_entry, lock=root / f".{name}.lock", alive=alive, waits=waits)
+    return find_or_build(find, build_entry, lock=lock, alive=alive, waits=waits)
 
 
 def save_array(path: Path, array: Integers) -> None:
@@ -176,16 +180,19 @@ def find_or_build(
 def divide_by_rank(items: Sequence[Item], get: Callable[[Item, bool], T], *, waits: bool) -> list[T]:
     """Returns `get(item, waits)` for each item. Ranks that start together divide the items.
 
-    Each rank begins at another item, and leaves to others those for which `get` raises BuiltElsewhere. With
-    `waits`, it gets these at the end, and does the work of ranks that have failed.
+    Ranks of a node begin at the same item or near it, and leave to others those for which `get` raises
+    BuiltElsewhere. With `waits`, a rank gets these at the end, and does the work of ranks that have failed.
     """
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    first, found = len(items) * rank // ranks, dict[Item, T]()
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    first, found, passed = len(items) * rank // ranks, dict[Item, T](), 0
     for item in [*items[first:], *items[:first]]:
         try:
-            found[item] = get(item, False)
+            found[item], passed = get(item, False), 0
         except BuiltElsewhere:
-            if ranks > len(items):  # thousands of ranks would ask for each item
+            passed += 1
+            # Thousands of ranks would ask for each item. Those of a node may be alone with their cache.
+            if ranks > len(items) and passed == neighbours:
                 break
     return [found[item] if item in found else get(item, waits) for item in items]
 
