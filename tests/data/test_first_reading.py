@@ -1,5 +1,6 @@
 """A file is read once, in ranges that ranks divide; the result is the same for any number of ranks."""
 
+import hashlib
 import os
 import shutil
 import time
@@ -32,9 +33,13 @@ def tokens_file(tmp_path: Path, tokens: np.ndarray = TOKENS) -> str:
 
 
 def open_store(
-    path: str, cache: str | Path, alive: Callable[[], object] = lambda: None, range_bytes: int = RANGE
+    path: str,
+    cache: str | Path,
+    alive: Callable[[], object] = lambda: None,
+    range_bytes: int = RANGE,
+    eod_token: int = 7,
 ) -> dict[str, Any]:
-    fields = DataSourceFields(paths=(path,), eod_token=7)
+    fields = DataSourceFields(paths=(path,), eod_token=eod_token)
     root = make_cache_directory(cache)
     (store,) = open_memmap_stores(fields, root=root, alive=alive, range_bytes=range_bytes)
     return {"key": store.key, "documents": documents(store), "vocabulary": store.vocabulary_size}
@@ -154,6 +159,43 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_then_read_anew(tmp_
     assert open_store(path, cache, range_bytes=range_bytes) == open_store(
         path, tmp_path / "alone", range_bytes=range_bytes
     )
+
+
+@pytest.mark.parametrize("eod_token", [7, 8])
+def test_ranges_of_another_content_or_scan_neither_count_as_read_nor_stay(
+    tmp_path: Path, capsys, eod_token: int
+):
+    path, cache = tokens_file(tmp_path), tmp_path / "cache"
+    with pytest.raises(DataError, match="this process failed"):
+        open_store(path, cache, fail_at(6), eod_token=eod_token)
+    tokens_file(tmp_path, TOKENS[::-1])
+    now = [0.0]
+    progress = FirstReading(cache, range_bytes=RANGE).reporting(stat_files([path]), now=lambda: now[0])
+
+    def report(number: int) -> None:
+        now[0] = 10.0 * (number == 3)
+        progress.alive()
+
+    assert open_store(path, cache, Calls(report)) == open_store(path, tmp_path / "alone")
+    assert "128 B of 1.10 KiB" in capsys.readouterr().err  # two ranges before the third
+    assert not [*cache.glob("range-*")]
+
+
+def test_ranges_stay_until_the_digest_is_remembered(tmp_path: Path):
+    path, cache = tokens_file(tmp_path), tmp_path / "cache"
+    digest_file = cache / "digests" / Path(digest_path(path)).name
+    digest_file.mkdir(parents=True)  # so that no file can be written there
+    found = open_store(path, cache)
+    assert len([*cache.glob("range-*")]) == RANGES
+    assert open_store(path, cache, fail_at(1)) == found
+    digest_file.rmdir()
+    assert open_store(path, cache, fail_at(1)) == found
+    assert not [*cache.glob("range-*")]
+
+
+def digest_path(path: str) -> str:
+    """Returns the name of the file that remembers the digest of `path`."""
+    return hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
 
 
 def test_a_file_that_was_just_modified_is_read_by_each_process_alone(tmp_path: Path):

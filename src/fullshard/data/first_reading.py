@@ -122,12 +122,13 @@ class FirstReading:
                 self.root, name, build=write, alive=self.alive, waits=waits, unless=find
             )
 
-        entries = list[Path]()
-        if len(ranges) > 1 and is_settled and find() is None:
-            entries = token_store.divide_by_rank(ranges, get_range, waits=waits)
+        is_divided = len(ranges) > 1 and is_settled and find() is None
+        if is_divided:
+            self._remove_ranges(path, kept_key=key)  # of the file before it changed
+            token_store.divide_by_rank(ranges, get_range, waits=waits)
 
         def finish_file() -> T:
-            read = [*map(_load_range, entries)] or [*map(read_range, ranges)]
+            read = [_load_range(get_range(one, waits)) if is_divided else read_range(one) for one in ranges]
             digests, facts = [digest for digest, _ in read], [facts for _, facts in read]
             joined = f"ranges-{xxhash.xxh3_128_hexdigest(''.join(digests).encode())}"
             digest = self.find_digest(path) or (joined if len(digests) > 1 else digests[0])
@@ -136,9 +137,8 @@ class FirstReading:
                     text = json.dumps({"seen": seen, "digest": digest})
                     write_file_atomically(self._remembered_digest_path(path), text)
             found = finish(digest, facts)
-            for entry in entries:
-                token_store.remove_entry(entry)  # other ranks find the result now, not the ranges
-                entry.with_name(f".{entry.name}.lock").unlink(missing_ok=True)
+            if is_divided and find() is not None:  # other ranks find the result now, not the ranges
+                self._remove_ranges(path)
             return found
 
         lock = self.lock_of_digest(path)
@@ -197,6 +197,12 @@ class FirstReading:
             got = f"{now[0]:,} bytes, and {seen[0]:,} before"
             raise DataError(f"{path} changed while it was read.", got=got, fix="a file that nobody writes")
         return hasher.hexdigest(), facts
+
+    def _remove_ranges(self, path: str, *, kept_key: str | None = None) -> None:
+        for entry in self.root.glob(f"{self._range_prefix(path)}*"):
+            if not (kept_key and entry.name.endswith(kept_key)):
+                token_store.remove_entry(entry)
+                entry.with_name(f".{entry.name}.lock").unlink(missing_ok=True)
 
     def _range_size(self, file_size: int) -> int:
         return self.range_bytes * max(-(-file_size // (self.range_bytes * _MOST_RANGES)), 1)
