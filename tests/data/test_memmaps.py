@@ -114,6 +114,16 @@ def test_arrays_that_hold_no_tokens_are_refused(tmp_path: Path, array: np.ndarra
         stores(tmp_path, "a.npy")
 
 
+def test_an_array_that_is_not_aligned_is_refused_with_the_byte_at_which_it_begins(tmp_path: Path):
+    header = b"{'descr': '<i4', 'fortran_order': False, 'shape': (3,)}\n"
+    data = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header + bytes(12)
+    begin = len(data) - 12
+    assert begin % 4
+    (tmp_path / "a.npy").write_bytes(data)
+    with pytest.raises(DataError, match=f"begins at byte {begin}, which is not a multiple of 4"):
+        stores(tmp_path, "a.npy")
+
+
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path):
     np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
     index = tmp_path / "a.idx"

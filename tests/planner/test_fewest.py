@@ -115,8 +115,9 @@ def test_too_little_memory_for_any_number_is_named():
         chip = asked.hardware.chip.model_copy(update={"memory_bytes": 2**20})
         return replace(asked, hardware=asked.hardware.model_copy(update={"chip": chip, "across": None}))
 
-    with pytest.raises(PlanError, match="the quickest that fits: none(.|\n)*more memory"):
+    with pytest.raises(PlanError, match="the quickest that fits: none(.|\n)*more memory") as raised:
         plan_fewest_gpus(build, days=1000, budget=TrainingBudget(tokens=TOKENS))
+    assert "tried up to 1 node: the link between nodes is not known" in str(raised.value)
 
 
 def test_a_deadline_that_no_number_meets_names_the_quickest():
@@ -127,3 +128,4 @@ def test_a_deadline_that_no_number_meets_names_the_quickest():
             budget=TrainingBudget(tokens=TOKENS),
         )
     assert "--tokens-per-step" in str(raised.value)
+    assert re.search(r"tried up to [\d,]+ nodes: 4 times what kernels need, at least 64", str(raised.value))

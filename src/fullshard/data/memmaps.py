@@ -174,15 +174,13 @@ def _open_npy_tokens(path: str) -> tuple[token_store.Integers, Bounds | None]:
         raise DataError(what, got=f"a header of more than {_MOST_HEADER_BYTES} bytes")
     with ForeignErrorTranslator(lambda got: DataError(what, got=got)):
         array = np.lib.format.open_memmap(path, mode="r")
-        if (
-            array.dtype.kind not in "iu"
-            or array.ndim not in (1, 2)
-            or not (array.size and array.flags.c_contiguous and array.flags.aligned)
-        ):
+        order = "" if array.flags.c_contiguous else ", column by column"
+        if not array.flags.aligned:
+            order = f" that begins at byte {array.offset}, which is not a multiple of {array.itemsize}"
+        if order or not array.size or array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise DataError(
                 what,
-                got=f"{array.dtype} of shape {list(array.shape)}"
-                + ("" if array.flags.c_contiguous else ", column by column"),
+                got=f"{array.dtype} of shape {list(array.shape)}{order}",
                 fix="whole numbers, in one dimension, or in two with a document a row",
             )
     if array.ndim == 1:

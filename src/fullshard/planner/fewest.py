@@ -39,7 +39,7 @@ def plan_fewest_gpus(
     if hardware.device == "cpu":
         raise SpecError("--fewest-gpus-in-days counts GPUs.", got=hardware.name, fix="add --on 8xH100")
     ranks_per_node = hardware.ranks_per_node
-    deadline, least, fastest = days * 86400, 0.0, (float("inf"), 0)
+    deadline, least, fastest, nodes = days * 86400, 0.0, (float("inf"), 0), 1
     parts = ((1, part) for part in divisors(ranks_per_node))
     for nodes, each in chain(parts, ((nodes, ranks_per_node) for nodes in count(2))):
         ranks = nodes * each
@@ -59,10 +59,13 @@ def plan_fewest_gpus(
             return replace(search_and_explain(build_request(size=(nodes, each))), fewest_for_days=days)
         fastest = min(fastest, (seconds, ranks))
     found = f"{format_duration(fastest[0])} on {count_text(fastest[1], 'GPU')}" if fastest[1] else "none"
+    limit = f"{MOST_TIMES} times what kernels need, at least {MOST_TIMES * FIRST_NODES}"
+    if hardware.across is None:
+        limit = "the link between nodes is not known"
     raise PlanError(
         f"no number of GPUs that was tried is done in {days:g} days.",
         got=f"the quickest that fits: {found}",
-        why=f"tried up to {MOST_TIMES} times what kernels need, at least {MOST_TIMES * FIRST_NODES} nodes",
+        why=f"tried up to {count_text(nodes - 1, 'node')}: {limit}",
         fix="more days, a larger --tokens-per-step, which more GPUs can share, or GPUs with more memory",
     )
 
