@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fullshard.planner.search.candidates import require_prediction
-from fullshard.planner.search.explain import NOTABLE, PlanExplanation, explain_plan
+from fullshard.planner.search.explain import NOTABLE, PlanExplanation, explain_plan, iterate_changes
 from fullshard.planner.search.search import search
 from fullshard.spec.machine.hardware import MOST_RANKS, Hardware
 from tests.fakes.hardware import hardware_of
@@ -52,7 +52,13 @@ def test_the_cost_that_is_named_is_the_largest():
 
 
 def test_no_more_ranks_are_tried_than_hardware_may_have():
-    explained(hardware_of(MOST_RANKS // 8, 8, gib=4000), batch=MOST_RANKS)
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, f"train.global_batch={MOST_RANKS}")
+    for nodes in (MOST_RANKS // 16, MOST_RANKS // 8):
+        hardware = hardware_of(nodes, 8, gib=4000)
+        best = search(spec, hardware, run).best
+        assert best is not None
+        tried = [other.world_size for _, _, other in iterate_changes(best, hardware, run=run)]
+        assert max(tried) == MOST_RANKS
 
 
 def test_a_slow_host_is_the_largest_cost_beside_quick_kernels():

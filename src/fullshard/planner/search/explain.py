@@ -81,7 +81,7 @@ def explain_plan(
         retraced = (other.recompute.mode, other.run.compile) != (run.recompute.mode, run.run.compile)
         return describe(other) if describe is not None and retraced else spec
 
-    changes = _iterate_changes(plan, hardware, run=run)
+    changes = iterate_changes(plan, hardware, run=run)
     compressions = _iterate_compressions(plan, hardware, run=run)
     return PlanExplanation(
         binds=binds,
@@ -192,7 +192,7 @@ def _chunked_loss_improvement(plan: Plan) -> PlanImprovement | None:
     return PlanImprovement(change=change, gain=logits / needed, text=f"{change}: {text}")
 
 
-def _iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Change]:
+def iterate_changes(plan: Plan, hardware: Hardware, *, run: Run) -> Iterator[Change]:
     """Yields the changes to try.
 
     These are a pinned microbatch, recompute or sharding left to the planner, compiled blocks, a batch twice
