@@ -11,13 +11,15 @@ import typer
 
 from fullshard.cli.options import AsJson, Overrides, RunPath
 from fullshard.spec.records.run_files import EVENTS, LAUNCH, MEASUREMENT, OUT_OF_MEMORY, PLAN
-from fullshard.system.files import append_to_file
+from fullshard.system.files import append_to_file, hold_exclusive_file_lock
 from fullshard.system.terminal import escape_control_characters
 
 if TYPE_CHECKING:
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
+
+_FITTING, _PLANNING_SECONDS = "would have fitted: ", 600.0
 
 
 def train(
@@ -139,39 +141,37 @@ def _run_quick_checks(request: "LaunchRequest") -> None:
 def _advise_after_out_of_memory(given: "Run", plan: "Plan | None", *, since: float) -> None:
     """Prints the settings that would have fitted, and adds them to the reports of ranks without memory.
 
-    Does nothing if there are none since `since`. Under torchrun or srun, only the first of these ranks plans.
+    Does nothing if there are none since `since`. Under torchrun or srun, one of the ranks that end plans, and
+    the others wait for it: torchrun ends all ranks once one has ended.
 
     given: the run before the planner chose its open settings
     """
-    from fullshard.launch.environment import is_started_by_launcher
+    from fullshard.jobs.for_run import fitting_settings_text
     from fullshard.spec.records.event import read_events
 
-    try:
-        events = read_events(Path(given.run.dir, EVENTS))
-    except OSError:
-        return
-    failures = [
-        one
-        for one in events
-        if one.event == "out_of_memory"
-        and one.at.timestamp() >= since
-        and isinstance(one.details.get("held_bytes"), int)
-    ]
-    if not failures or plan is None:
-        return
-    if is_started_by_launcher() and os.environ["RANK"] != str(failures[0].details.get("rank")):
-        return
-    from fullshard.jobs.for_run import fitting_settings_text
-
-    text = fitting_settings_text(given, plan, failures=failures)
-    if text is None:
-        return
-    line = f"would have fitted: {text}"
-    for one in failures:
-        report = Path(given.run.dir, OUT_OF_MEMORY, Path(str(one.details.get("path"))).name)
-        with suppress(OSError):  # such as a link in its place
-            append_to_file(report, f"\n{line}\n")
-    typer.echo(escape_control_characters(line), err=True)
+    directory = Path(given.run.dir, OUT_OF_MEMORY)
+    with suppress(OSError):
+        if plan is None or directory.stat().st_mtime < since:
+            return
+        with hold_exclusive_file_lock(directory / "planning", patience_seconds=_PLANNING_SECONDS):
+            failures = [
+                one
+                for one in read_events(Path(given.run.dir, EVENTS))
+                if one.event == "out_of_memory"
+                and one.at.timestamp() >= since
+                and isinstance(one.details.get("held_bytes"), int)
+            ]
+            reports = [directory / Path(str(one.details.get("path"))).name for one in failures]
+            is_written = (one.is_file() and _FITTING in one.read_text(errors="replace") for one in reports)
+            if not failures or any(is_written):
+                return
+            text = fitting_settings_text(given, plan, failures=failures)
+            line = f"{_FITTING}{text or 'unknown'}"  # unknown is written too, so that no other rank plans
+            for report in reports:
+                with suppress(OSError):  # such as a link in its place
+                    append_to_file(report, f"\n{line}\n")
+            if text is not None:
+                typer.echo(escape_control_characters(line), err=True)
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
