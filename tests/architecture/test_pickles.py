@@ -7,6 +7,7 @@ from tests.architecture.source import package
 # (module, call) -> why it runs no code of others.
 READERS = {
     ("data.worker", "pickle.load"): "from the pipes between a process and its own worker",
+    ("distributed.agreement", "pickle.loads"): "from rank 0, as torch's collectives of objects do",
     ("distributed.rounds", "pickle.loads"): "from the other ranks, as torch's collectives of objects do",
     ("weights.export_state", "torch.load(weights_only=True)"): "of a file that was written just before",
     (
@@ -38,6 +39,7 @@ def test_pickles_are_read_only_from_workers_or_without_running_them() -> None:
     users = {name for name, module in package().items() for one in module.imports if one.module == "pickle"}
     assert users == {
         "fullshard.data.worker",
+        "fullshard.distributed.agreement",
         "fullshard.distributed.rounds",
         "fullshard.checkpoint.storage",  # only writes
         "fullshard.takeover.stand_ins",  # a fixed list of names

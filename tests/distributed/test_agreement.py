@@ -1,5 +1,8 @@
 """A failure on one rank is raised on all."""
 
+import sys
+from functools import partial
+
 import pytest
 import torch.distributed as dist
 
@@ -10,7 +13,7 @@ from fullshard.distributed.agreement import (
     run_on_rank_zero,
     run_raising_checkpoint_error,
 )
-from fullshard.errors import CheckpointError, DataError, LaunchError, PlanError
+from fullshard.errors import CheckpointError, DataError, FullshardError, LaunchError, PlanError
 
 
 def ranks_and_first() -> tuple[int, int, list[int]]:
@@ -64,6 +67,31 @@ def test_all_ranks_return_or_raise_what_rank_zero_does(ranks):
     assert first == ["3", "3", "PlanError: no plan.\n  got: 4\n  try: 5", "ZeroDivisionError: by 0"]
     lost = "LaunchError: rank 0 failed in work that it does for all ranks.\n  got: ZeroDivisionError: by 0"
     assert others == [[*first[:3], lost]] * 2
+
+
+def return_and_raise_what_cannot_be_pickled() -> list[str]:
+    def fail() -> None:
+        raise PlanError("no plan.", got=sys, fix="5")
+
+    found: list[str] = []
+    for call in (call_on_rank_zero, partial(run_on_rank_zero, doing="x")):
+        for act in (lambda: sys, fail):
+            with pytest.raises((FullshardError, TypeError)) as raised:
+                call(act)
+            found.append(f"{type(raised.value).__name__}: {raised.value}")
+    assert all_gather_object(1) == [1] * dist.get_world_size(), "all are still in step"
+    return found
+
+
+def test_what_cannot_be_pickled_is_an_error_on_all_ranks(ranks):
+    first, other = ranks(2).run(return_and_raise_what_cannot_be_pickled)
+    module = "TypeError: cannot pickle 'module' object"
+    plan = f"no plan.\n  got: {sys}\n  try: 5"
+    assert first[:2] == [module, f"PlanError: {plan}"]
+    failed = "LaunchError: rank 0 failed in work that it does for all ranks."
+    assert other[:2] == [f"{failed}\n  got: {module}", f"LaunchError: {plan}"]
+    assert first[2:] == other[2:]
+    assert first[2] == f"CheckpointError: x failed.\n  got: {module}"
 
 
 def test_an_interrupt_is_raised_at_once():

@@ -6,6 +6,7 @@ failure is caught, sent to all ranks as text (an exception need not survive pick
 of them.
 """
 
+import pickle
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -132,32 +133,34 @@ def run_on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -
 
 def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     """Runs `act()` on rank 0, and returns its result, or raises CheckpointError, on all ranks. Collective."""
-    attempt, results = ErrorCapture(), list[T]()
+    attempt, results, content = ErrorCapture(), list[T](), b""
     if rank() == 0:
         with attempt:
             results.append(act())
-    answer: list[Any] = [(results, _make_rank_failure(attempt, doing))]
+            content = pickle.dumps(results) if is_distributed() else b""  # may fail, on rank 0 alone
+    answer: list[Any] = [(content, _make_rank_failure(attempt, doing))]
     if is_distributed():
         with TimedRange("agreement"):
             dist.broadcast_object_list(answer, src=0, group=group)
-    results, failure = answer[0]
+    content, failure = answer[0]
     if failure is not None:
         raise failure.as_checkpoint_error() from attempt.error
-    return results[0]
+    return (results or pickle.loads(content))[0]
 
 
 def call_on_rank_zero(act: Callable[[], T]) -> T:
     """Calls `act()`, which may take hours, on rank 0, and returns its result on all ranks. Collective.
 
     All ranks raise a FullshardError that `act` raises, and a LaunchError if it calls `sys.exit`. If it raises
-    another error, rank 0 raises that, and the others a LaunchError. Without a process group, returns `act()`.
+    another error or its result cannot be pickled, rank 0 raises that error, and the others a LaunchError.
+    Without a process group, returns `act()`.
 
     >>> fs.call_on_rank_zero(lambda: 3)  # such as a plan, which need not be made on each rank
     3
     """
     if (store := find_default_store()) is None:
         return act()
-    attempt, results = ErrorCapture(), list[T]()
+    attempt, results, content = ErrorCapture(), list[T](), b""
     # The others wait in the store: a collective would time out. All ranks count the same calls.
     key = f"fullshard/call/{store.add(f'fullshard/calls/{rank()}', 1)}"
     if rank() == 0:
@@ -166,22 +169,30 @@ def call_on_rank_zero(act: Callable[[], T]) -> T:
                 results.append(act())
             except SystemExit as left:
                 raise LaunchError.for_early_exit(left) from left
+            content = pickle.dumps(results)
         store.set(key, "done")
     while not store.check([key]):  # raises if the store has gone
         with suppress(RuntimeError):  # the time is over
             store.wait([key], timedelta(seconds=_WAIT_SECONDS))
-    error = attempt.error
-    if error is not None and not isinstance(error, FullshardError):
+    answer: list[Any] = [(content, attempt.error and _pickle_error(attempt.error))]
+    dist.broadcast_object_list(answer, src=0)
+    attempt.raise_captured()
+    content, error = answer[0]
+    if error is not None:
+        raise pickle.loads(error)
+    return (results or pickle.loads(content))[0]
+
+
+def _pickle_error(error: Exception) -> bytes:
+    """Returns `error` pickled; a LaunchError of its texts if that fails, or it is not a FullshardError."""
+    if not isinstance(error, FullshardError):
         error = LaunchError(
             "rank 0 failed in work that it does for all ranks.", got=f"{type(error).__name__}: {error}"
         )
-    answer: list[Any] = [(results, error)]
-    dist.broadcast_object_list(answer, src=0)
-    attempt.raise_captured()
-    results, error = answer[0]
-    if error is not None:
-        raise error
-    return results[0]
+    with ErrorCapture():
+        return pickle.dumps(error)
+    got = error.got and str(error.got)
+    return pickle.dumps(LaunchError(error.what, got=got, why=error.why, fix=error.fix))
 
 
 def run_raising_checkpoint_error(act: Callable[[], T], *, doing: str) -> T:
