@@ -74,6 +74,8 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
             is_sharded = dist.is_initialized() and hasattr(self, "unshard")
+            if fault == "differs sharded" and is_sharded:
+                x = 2 * x
             if fault == "drops by rank" and is_sharded and index == dist.get_rank() % 2:
                 continue
             x = block(x)
@@ -102,6 +104,12 @@ class Decoder(nn.Module):
 def mean_of_means(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     total, count = next_token_loss(model, batch)
     return total / count
+
+
+def with_penalty_on_rank_zero(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    total, count = next_token_loss(model, batch)
+    is_added = dist.is_initialized() and dist.get_rank() == 0
+    return total + 0.1 * count * is_added, count
 
 
 class Batches:

@@ -182,6 +182,7 @@ def make_eager_fp32_cpu_run(run: Run, *, rows: int, microbatch: int) -> Run:
             "sharding.strategy=full_shard",
             "sharding.tensor_parallel=1",
             "sharding.context_parallel=1",
+            "sharding.expert_parallel=1",
             "offload.tier=none",
             "recompute.mode=none",
             "precision.mode=fp32",

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import all_gather_object, all_ranks_have, raise_on_all_ranks
+from fullshard.distributed.agreement import all_gather_object, raise_on_all_ranks
 from fullshard.distributed.collectives import all_reduce_together
 from fullshard.errors import CheckpointError
 from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, make_eager_fp32_cpu_run
@@ -126,9 +126,14 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
     if isinstance(trial, str):
         return Finding.skipped(trial)
     try:
+        by_rank = _evaluate_on_two_ranks(trial, ranks=ranks)
+        is_random = any(own != again for own, again, _ in by_rank)
+        pairs = [(by_rank[(rank + 1) % len(by_rank)][0], one[2]) for rank, one in enumerate(by_rank)]
+        if not is_random and (loss := _largest_relative_difference(pairs)) > _LOSS_TOLERANCE:
+            return _rank_dependence_finding(f"the loss of one batch differs between ranks: {loss:.1e}")
         with raise_on_all_ranks("a sharded step"):  # with dropout and layer drop, on other rows on each rank
             _shard_and_train(trial, build_model(trial.run), steps=_RANDOM_STEPS, ranks=ranks)
-        if not _is_deterministic_on_all_ranks(trial):
+        if is_random:
             return Finding.skipped("its loss is random in evaluation mode too, or depends on the call")
         with raise_on_all_ranks("a sharded step"):
             plain = _keep_in_evaluation_mode(trial.build())
@@ -142,17 +147,27 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
             why=error.why or "the same step works unsharded",
             fix=error.fix or "fullshard.shard in a loop of your own, with FULLSHARD_TRACEBACK=1, shows where",
         )
-    loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
+    loss = _largest_relative_difference(zip(losses, expected, strict=True))
+    steps = f"{_STEPS} steps sharded over {choose_shard_degree(ranks.world_size)} of {ranks.world_size} ranks"
     worst = max(errors, key=lambda name: errors[name])
     largest = errors[worst]
     if not math.isfinite(loss + largest) or loss > _LOSS_TOLERANCE or largest > _PARAMETER_TOLERANCE:
-        return Finding.failure(
-            f"{_STEPS} steps on {ranks.world_size} ranks differ from unsharded ones: loss {loss:.1e}, "
-            f"{worst} {largest:.1e}",
-            why="the model or the loss depends on the rank, or computes with parameters outside of forward",
-            fix="a look for ranks, cached weights, and own collectives in the model and the loss",
+        return _rank_dependence_finding(
+            f"{steps} differ from unsharded ones: loss {loss:.1e}, {worst} {largest:.1e}"
         )
-    return Finding.ok(f"{_STEPS} sharded steps equal unsharded ones within {max(loss, largest):.0e}")
+    return Finding.ok(f"{steps} equal unsharded ones within {max(loss, largest):.0e}")
+
+
+def _rank_dependence_finding(got: str) -> Finding:
+    return Finding.failure(
+        got,
+        why="the model or the loss depends on the rank, or computes with parameters outside of forward",
+        fix="a look for ranks, cached weights, and own collectives in the model and the loss",
+    )
+
+
+def _largest_relative_difference(pairs: Iterable[tuple[float, float]]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
 
 
 def _build_trial_on_all_ranks(run: Run, *, world_size: int) -> ModelTrial | str:
@@ -174,7 +189,8 @@ def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: 
     lengths = [one.shape[1] for one in tensors if one.ndim == 2 and not one.is_floating_point()]
     length = [f"data.sequence_length={lengths[0]}"] if lengths else []
     settings = [*length, "fault_tolerance.on_spike=none", f"train.steps={steps}"]
-    settings += settings_with_few_shards(ranks.world_size)
+    if (degree := choose_shard_degree(ranks.world_size)) < ranks.world_size:
+        settings += ["sharding.strategy=hybrid_shard", f"sharding.shard_degree={degree}"]
     own = run.model_copy(update={"optimizer": _SGD, "schedule": _CONSTANT_RATE})
     plan = Plan.from_run(own.with_overrides(settings), world_size=ranks.world_size)
     seed_generators(plan)
@@ -184,14 +200,13 @@ def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: 
     return [step.loss for step in train(state, plan, loss=trial.loss)]
 
 
-def settings_with_few_shards(world_size: int) -> list[str]:
-    """Returns settings with which at most 16 ranks share a parameter: gloo connects a rank to all of these.
+def choose_shard_degree(world_size: int) -> int:
+    """Returns the largest divisor of `world_size` up to 16; `world_size` if that is 1.
 
-    Returns none if no number from 2 to 16 divides the ranks, or there are no more than 16.
+    gloo connects a rank to each rank with which it exchanges shards.
     """
     degree = max(one for one in range(1, _MOST_SHARDS + 1) if world_size % one == 0)
-    is_hybrid = 1 < degree < world_size
-    return ["sharding.strategy=hybrid_shard", f"sharding.shard_degree={degree}"] if is_hybrid else []
+    return degree if degree > 1 else world_size
 
 
 def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, ranks: RankInfo) -> Iterator[float]:
@@ -213,7 +228,8 @@ def _iterate_unsharded_losses(trial: ModelTrial, model: nn.Module, *, ranks: Ran
             value.backward()
         totals = torch.tensor([float(value.detach()), float(count)], dtype=torch.float64)
         gradients = [one.grad for one in parameters if one.grad is not None]
-        all_reduce_together([totals, *gradients], group)
+        for parts in ([totals], gradients):  # of two dtypes
+            all_reduce_together(parts, group)
         for one in gradients:
             one.div_(totals[1])
         optimizer.step()
@@ -239,8 +255,10 @@ def _keep_in_evaluation_mode(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_deterministic_on_all_ranks(trial: ModelTrial) -> bool:
-    model, batch = _keep_in_evaluation_mode(trial.build()), trial.batches(0)
-    with torch.no_grad():
-        first, second = (float(trial.mean_loss(model, batch)) for _ in range(2))
-    return all_ranks_have(first == second)
+def _evaluate_on_two_ranks(trial: ModelTrial, *, ranks: RankInfo) -> list[tuple[float, float, float]]:
+    """Returns each rank's unsharded losses: of its batch, again, of the next rank's. Collective."""
+    with raise_on_all_ranks("an evaluation"), torch.no_grad():
+        model, other = _keep_in_evaluation_mode(trial.build()), (ranks.rank + 1) % ranks.world_size
+        batches = (trial.batches(number) for number in (ranks.rank, ranks.rank, other))
+        own, again, following = (float(trial.mean_loss(model, batch)) for batch in batches)
+    return all_gather_object((own, again, following))
