@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.survival.fingerprint import local_tensor_checksum
+from fullshard.survival.fingerprint import ReplicaCheck, local_tensor_checksum
+from fullshard.survival.phase import PhaseTracker
 from fullshard.training.loop import train
 from tests.fakes.plans import STRATEGIES
 from tests.training.runs import logged, mean_square, run_of, sharded
@@ -114,6 +115,22 @@ def test_full_shard_compares_the_replicated_tensors(ranks: Any) -> None:
     for found in ranks(3).run(differences_of_full_shard):
         assert found is not None
         assert "rank 1 differs from ranks 0, 2, first in optimizer.head.weight.step" in found[0]
+
+
+def difference_of_an_entry_of_one_rank(strategy: str) -> str:
+    state, plan = sharded(run_of("fault_tolerance.check_replicas_every=1", *STRATEGIES[strategy]))
+    tensors = {name: one for name, one in state.tensors().items() if name.startswith("model.")}
+    if dist.get_rank() == 1:
+        tensors = {"optimizer.own": torch.zeros(())} | tensors
+    with pytest.raises(TrainError) as raised:
+        ReplicaCheck(plan).compare_if_due(state.model, lambda: tensors, step=1, where=PhaseTracker())
+    return raised.value.what
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_an_entry_that_one_rank_alone_has_is_named(strategy: str, ranks: Any) -> None:
+    for what in ranks(4).run(difference_of_an_entry_of_one_rank, strategy):
+        assert "rank 1 differs from ranks 0, 2-3, first in optimizer.own" in what
 
 
 def messages_without_replicas() -> list[str]:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.agreement import all_gather_object, all_ranks_have
+from fullshard.distributed.agreement import all_gather_object, all_ranks_have, largest_over_ranks
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitEvents
 from fullshard.errors import TrainError
@@ -39,7 +39,7 @@ from fullshard.quantities import SHOWN_AT_ENDS, leave_out_middle, rank_list_text
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.store_rows import append_row, count_rows
-from fullshard.torch_private.groups import find_default_store
+from fullshard.torch_private.groups import find_default_store, has_backend
 
 WIDTH = 8
 """Number of values that a StepFingerprint adds to a step's all-reduce: two for each field."""
@@ -274,15 +274,25 @@ class ReplicaCheck:
             return
         where.enter(RunPhase.REDUCE)
         own, differing = _checksums_by_group(model, tensors()), list[Any]()
-        for group, found in own.items():  # in the same order on all ranks: that of their first tensors
-            number = int.from_bytes(hashlib.blake2b(repr([*found.values()]).encode(), digest_size=7).digest())
-            ends = torch.tensor([number, -number], device=next(model.parameters()).device)
+        # A rank with an entry of its own would reduce in a group without the others, so entries come first.
+        entries = _number_of([[*found] for found in own.values()])
+        are_alike = all_ranks_have(largest_over_ranks([entries]) == [entries])
+        for group, found in own.items() if are_alike else ():
+            number = _number_of([*found.values()])
+            ends = torch.tensor([number, -number], device="cpu" if has_backend("cpu", group) else "cuda")
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
             if ends.sum():  # the largest number of the group's ranks is not the smallest
                 differing.append(group)
-        if not all_ranks_have(not differing):
-            named = {tuple(dist.get_process_group_ranks(group)): own[group] for group in differing}
-            raise _replica_mismatch_error(step, all_gather_object(named))
+        if not are_alike or not all_ranks_have(not differing):
+            compared = differing if are_alike else own
+            named = {tuple(dist.get_process_group_ranks(group)): own[group] for group in compared}
+            if error := _replica_mismatch_error(step, all_gather_object(named)):
+                raise error
+
+
+def _number_of(value: object) -> int:
+    """Returns a digest of `repr(value)` below 2^48, which fp64 counts exactly."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest())
 
 
 @torch.no_grad()
@@ -332,22 +342,28 @@ def _replicating_process_groups(tensor: Tensor) -> list[Any]:
 
 def _replica_mismatch_error(
     step: int, found: Sequence[Mapping[tuple[int, ...], Mapping[str, int]]]
-) -> TrainError:
-    """Returns the error that names, for each group of replicas, the tensor and the ranks that differ.
+) -> TrainError | None:
+    """Returns the error that names, for each group of replicas, the tensor and the ranks that differ, if any.
 
-    found: the checksums of each rank in the groups that differ
+    found: the checksums of each rank, by the ranks of a group and by name
     """
     lines: list[str] = []
     for holders in sorted({holders for one in found for holders in one}):
-        sums = {rank: found[rank][holders] for rank in holders}
-        name = next(name for name in sums[holders[0]] if len({one[name] for one in sums.values()}) > 1)
-        (usual, votes), *others = Counter(one[name] for one in sums.values()).most_common()
-        odd = [rank for rank in holders if sums[rank][name] != usual]
+        sums = {rank: found[rank].get(holders, {}) for rank in holders}
+        names = [name for one in sums.values() for name in one]
+        counts = {name: Counter(one.get(name) for one in sums.values()) for name in names}
+        name = next((name for name, count in counts.items() if len(count) > 1), None)
+        if name is None:
+            continue
+        (usual, votes), *others = counts[name].most_common()
+        odd = [rank for rank in holders if sums[rank].get(name) != usual]
         if others[0][1] == votes:  # a tie
             lines.append(f"{rank_list_text(holders)} differ in {name}, none more than another")
         else:
             rest = [rank for rank in holders if rank not in odd]
             lines.append(f"{rank_list_text(odd)} differs from {rank_list_text(rest)}, first in {name}")
+    if not lines:
+        return None
     return TrainError(
         f"replicas are not the same after step {step}: {lines[0]}.",
         got="; ".join(lines),

@@ -23,9 +23,9 @@ NAMES = require_names(
 )
 
 
-def has_backend(device: str) -> bool:
-    """Returns whether the default group runs collectives on tensors of this device type."""
-    group: Any = dist.group.WORLD
+def has_backend(device: str, group: Any = None) -> bool:
+    """Returns whether `group` (None: the default group) runs collectives on tensors of this device type."""
+    group = group or dist.group.WORLD
     try:
         return group is not None and group._get_backend(torch.device(device)) is not None
     except RuntimeError:
