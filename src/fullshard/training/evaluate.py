@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fullshard.distributed.agreement import (
     ErrorCapture,
     all_gather_object,
+    all_ranks_have,
     largest_over_ranks,
     rank,
     world_size,
@@ -109,10 +110,11 @@ def _iterate_equally_many(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         most = int(largest_over_ranks([len(held)])[0])
         if not most:
             return
-        if turn == 0 and (first := abs(largest_over_ranks([-math.inf if held else -rank()])[0])) < math.inf:
+        if turn == 0 and not all_ranks_have(bool(held)):
+            first = all_gather_object(bool(held)).index(False)
             raise TrainError(
                 "a rank has no batch to evaluate on, and others have some.",
-                got=f"none on rank {first:.0f}, {most} or more on another rank",
+                got=f"none on rank {first}, {most} or more on another rank",
                 why="a rank that does not compute with the others would let them wait forever",
                 fix="at least one batch for each rank; its labels may all be -100",
             )
