@@ -309,7 +309,7 @@ def test_ranks_of_several_machines_that_do_not_meet_name_the_store_of_rank_0(
 ) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
-        host, port = socket.gethostname(), str(free.getsockname()[1])
+        host, port = "0.0.0.0", str(free.getsockname()[1])  # this machine, but not by its loopback address
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port}
     for name, value in {**variables, "MASTER_ADDR": host}.items():
         monkeypatch.setenv(name, value)
