@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -40,7 +41,7 @@ from fullshard.spec.value import FrozenModel
 from fullshard.system.files import open_regular_file, write_file_atomically
 from fullshard.system.process import installed_version
 from fullshard.system.small_files import VALUE_BYTES, read_bytes
-from fullshard.system.terminal import escape_to_single_line, print_to_stderr
+from fullshard.system.terminal import escape_to_single_line, is_live_terminal, print_to_stderr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +136,7 @@ def _build_and_trace_model(
         known = _recordings_by_expert_degree(json.dumps(json.loads(key.settings) | {"experts": None}))
     found = known.get(degree) or derive_recording(known, degree)
     if found is None:
-        if os.environ.get("RANK", "0") == "0":
+        if is_live_terminal(sys.stderr) and os.environ.get("RANK", "0") == "0":
             print_to_stderr(f"planning: tracing {_what_is_traced(model, recorder.plan)} without weights …")
         found = known[degree] = record_all_settings(recorder, plan, attention_kernel=attention_kernel)
     return build_spec(recorder, found)
