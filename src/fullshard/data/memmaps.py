@@ -91,7 +91,9 @@ def _index_documents(
     reading: FirstReading,
     waits: bool,
 ) -> Path:
-    """Returns the cache entry with the bounds of a token file's documents; reads the file if there is none.
+    """Returns the cache entry with the bounds of a token file's documents.
+
+    Reads the file if the cache has no such entry.
 
     bounds: those in the file or in its .idx; None to find the ends of documents by `eod_token`
     index_digests: the digest of the .idx, if there is one

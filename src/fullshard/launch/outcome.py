@@ -119,8 +119,8 @@ class FailureReport:
 def _find_directory_of_node() -> tuple[Path, str]:
     """Returns (directory that the ranks of a launch on this node share, name of this rank in it).
 
-    Raises KeyError if there is none. Under srun, makes it in the temporary directory, where it stays; raises
-    OSError if it is another user's.
+    Under srun, makes the directory in the temporary directory, and leaves it there. Raises KeyError if
+    neither torchrun nor srun started this process, and OSError if the directory is another user's.
     """
     if _ERROR_FILE in os.environ or not is_started_by_srun():
         of_rank = Path(os.environ[_ERROR_FILE]).parent

@@ -14,7 +14,7 @@ _MOST_PARTS = 1 << 20  # largest denominator of a quotient, such as rows per exp
 
 
 class Weights(NamedTuple):
-    """Weights of values in a sum, as numerators of one denominator. The weights add up to 1."""
+    """Weights of values in a sum, as numerators of one denominator."""
 
     numerators: tuple[int, ...]
     denominator: int
@@ -42,6 +42,8 @@ def find_weights(points: Sequence[Sequence[Fraction | int]], target: Sequence[Fr
 def combine(values: Sequence[Any], weights: Weights) -> Any:
     """Returns the weighted sum of numbers, or of each number in nests of equal structure.
 
+    weights: they add up to 1, so values that are equal stay as they are
+
     Raises ValueError for nests that differ in structure, values that differ and are not numbers, and integers
     whose sum is not an integer.
     """
@@ -51,8 +53,6 @@ def combine(values: Sequence[Any], weights: Weights) -> Any:
     if is_dataclass(first) and not isinstance(first, type):
         own = {one.name: [getattr(value, one.name) for value in values] for one in fields(first)}
         return replace(first, **{name: combine(parts, weights) for name, parts in own.items()})
-    if isinstance(first, dict):
-        return {name: combine([value[name] for value in values], weights) for name in first}
     if isinstance(first, list | tuple):
         parts = [combine(parts, weights) for parts in zip(*values, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
@@ -60,11 +60,11 @@ def combine(values: Sequence[Any], weights: Weights) -> Any:
         raise ValueError(f"{values} are not numbers")
     exact = [_as_exact(value) for value in values]
     total = sum(weight * value for weight, value in zip(weights.numerators, exact, strict=True))
-    if isinstance(first, int) and total % weights.denominator:
+    if isinstance(first, float):
+        return float(total / weights.denominator)
+    if total % weights.denominator:
         raise ValueError(f"{values} give {total} / {weights.denominator}")
-    return (
-        type(first)(total / weights.denominator) if isinstance(first, float) else total // weights.denominator
-    )
+    return total // weights.denominator
 
 
 def _as_exact(value: float) -> int | Fraction:
