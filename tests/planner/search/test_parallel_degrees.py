@@ -256,6 +256,28 @@ def test_no_more_ranks_share_work_where_kernels_take_nearly_all_of_the_step() ->
     assert tried == [[(2, 2), (1, 4), (1, 8)], [(2, 2)]]
 
 
+@pytest.mark.parametrize(("gib", "tried"), [(10, 1), (20, 4)])
+def test_experts_are_divided_as_without_shared_matmuls_where_state_exceeds_memory(
+    gib: int, tried: int
+) -> None:
+    """The state of each of 8 ranks is 11 GiB: with 20 GiB, some number of ranks might need no offload."""
+    asked: list[tuple[int, int]] = []
+
+    def describe(run: Run) -> ModelSpec:
+        experts = 1 if run.sharding.expert_parallel == "auto" else run.sharding.expert_parallel
+        asked.append((run.sharding.tensor_degree, experts))
+        spec = Describing()(run)
+        units = tuple(one.model_copy(update={"has_experts": one.is_block}) for one in spec.units)
+        return spec.model_copy(update={"units": units, "expert_parallel": experts})
+
+    more = ("model.experts=8", "sharding.expert_parallel=auto", "offload.tier=auto", "recompute.mode=full")
+    hardware = hardware_of(1, 8, gib=gib).model_copy(update={"host_bytes_per_second": 5e10})
+    answer = search_parallel_degrees(describe, open_run(*more, batch=64, length=2048), hardware=hardware)
+    assert answer.found.best is not None
+    for tensor in (2, 4, 8):
+        assert len({experts for own, experts in asked if own == tensor}) == tried
+
+
 def test_models_and_settings_that_cannot_share_matmuls_keep_whole_ones() -> None:
     experts = [
         "sharding.tensor_parallel_styles={head='head'}",

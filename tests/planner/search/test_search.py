@@ -93,9 +93,24 @@ def test_the_search_equals_brute_force(data: st.DataObject):
     run = run_for(SMALL, f"train.global_batch={4 * nodes * ranks}", *pins)
     if hardware.world_size == 1 and "sharding.shard_degree=2" in pins:
         return
+    check_search(spec, hardware, run, spread=spread)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
+def test_the_search_equals_brute_force_where_only_experts_are_sharded(spread: float):
+    """Ranks that share matmuls shard experts, though no others shard; with `no_shard` they do not."""
+    whole = decoder_spec(SMALL)
+    units = tuple(one.model_copy(update={"has_experts": one.is_block}) for one in whole.units)
+    degrees = {"tensor_parallel": 4, "expert_parallel": 2}
+    spec = whole.model_copy(update={"units": units, **degrees})
+    run = run_for(SMALL, "model.experts=4", "train.global_batch=4").with_settings({"sharding": degrees})
+    check_search(spec, hardware_of(1, 4, scale=0.02), run, spread=spread)
+
+
+def check_search(spec: ModelSpec, hardware: Hardware, run: Run, *, spread: float) -> None:
+    """Compares a search with all candidates, where nothing fits, or all does, or anything between."""
     everything = brute_force(spec, hardware, run)
     needs = sorted(one.needed for one in everything)
-    # Nothing fits, or all does, or anything between.
     capacity = int(needs[0] * 0.99 + spread * (needs[-1] - needs[0] * 0.98))
     found = search(spec, hardware, run, capacity_bytes=capacity)
     own = [one for one in everything if not one.is_duplicate]

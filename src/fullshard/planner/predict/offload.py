@@ -238,15 +238,16 @@ def host_busy_ticks(
     """Returns the busy ticks per step of each host stream.
 
     costs: for each unit, its costs, its count in the model, and its shard loads per step.
-    reductions: gradient reductions per step.
+    reductions: gradient reductions per step. Those of replicas are summed on the device until the last.
     norm, disk: ticks of the gradient norm on the host, and of drive reads before all-gathers.
     """
     update = into = out = 0
     for cost, count, gathers in costs:
+        sums = 1 if cost.is_replicated else reductions
         disk += count * cost.update_disk
-        update += count * (cost.update + (reductions - 1) * cost.add)
+        update += count * (cost.update + (sums - 1) * cost.add)
         into += count * (cost.update_in + cost.back) + gathers * cost.fetch
-        out += count * (cost.update_out + reductions * cost.leave)
+        out += count * (cost.update_out + sums * cost.leave)
     return HostBusyTicks(max(0, disk), update + norm, into, out)
 
 

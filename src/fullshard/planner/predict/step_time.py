@@ -152,8 +152,8 @@ class StepTimePredictor:
 
     def unit_costs(self, plan: Plan) -> UnitCosts:
         trace = self.spec.trace_for_plan(plan)
-        mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
-        apart = (plan.tensor_parallel, plan.run.offload, plan.run.communication)
+        mesh = (plan.strategy, plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward)
+        apart = (plan.precision, plan.tensor_parallel, plan.run.offload, plan.run.communication)
         section = plan.run.optimizer
         update = (section.name, bool(section.options.get("momentum")), section.matrix_section, plan.run.ema)
         key = (*mesh, *apart, id(trace), *update)
@@ -281,7 +281,7 @@ class StepTimePredictor:
     def _host_busy_ticks(self, plan: Plan, *, shards_read: int | None = None) -> offload.HostBusyTicks:
         """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
         units = self.unit_costs(plan)
-        reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
+        reductions = plan.accumulation if plan.sync_each_microbatch else 1
         gathers = offload.count_gathers_per_step(plan, units.trace, costs=units.costs, counts=units.counts)
         each = list(zip(units.costs, units.counts, gathers, strict=True))
         read = offload.least_shard_bytes_read(plan, each) if shards_read is None else shards_read

@@ -15,7 +15,8 @@ none is tried after a plan that is not notably slower than the kernels and the u
 
 Of the numbers of ranks that divide experts, the least is chosen that no other is notably faster than.
 Plans that offload are compared only if none fits without. Ranks that share sequences or matmuls are tried
-with the number that is chosen without them, if it has a plan that fits without offload.
+with the number that is chosen without them, if it has a plan that fits without offload, or if the shards of
+the state alone exceed the devices' memory, so that no plan does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
+from fullshard.planner.predict.memory import least_bytes_of_mesh
 from fullshard.planner.search import candidates
 from fullshard.planner.search.explain import NOTABLE, Describe
 from fullshard.planner.search.search import SearchResult, list_offload_targets, search
@@ -132,12 +134,12 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
         largest = max((unit.numel for unit in whole.spec.units), default=0)
         if largest > hardware.world_size * hardware.device_bytes_limit:  # all ranks share gathered units
             return whole
-    if fitting and not _offloads_without_being_asked(_fitting_plan(fitting[0]), run):
-        if not may_pay_to_share_matmuls(_fitting_plan(fitting[0]), hardware):
-            return fitting[0]
+    is_resident = bool(fitting) and not _offloads_without_being_asked(_fitting_plan(fitting[0]), run)
+    if is_resident and not may_pay_to_share_matmuls(_fitting_plan(fitting[0]), hardware):
+        return fitting[0]
+    if is_resident or _does_state_exceed_memory(fitting, hardware):
         run = fitting[0].run
-    else:
-        fitting += _iterate_context_searches(searcher, run)
+    fitting += () if is_resident else _iterate_context_searches(searcher, run)
     for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
         if any(_is_bound_by_kernels(one, run) for one in fitting):
             break  # other numbers compute as much
@@ -256,6 +258,16 @@ def most_sequences_shared_by_ranks(run: Run, *, ranks: int, per_node: int, most_
 def _offloads_without_being_asked(plan: Plan, run: Run) -> bool:
     """Returns whether a plan offloads although `run` does not ask for it."""
     return run.offload.tier == "auto" and plan.run.offload.tier != "none"
+
+
+def _does_state_exceed_memory(fitting: Sequence[DegreeSearch], hardware: Hardware) -> bool:
+    """Returns whether plans fit only with offload: a rank's least part of the state exceeds its memory."""
+    if not fitting:
+        return False
+    settings = {"offload": {"tier": "none"}, "sharding": {"strategy": "full_shard", "shard_degree": None}}
+    run = _fitting_plan(fitting[0]).run.with_settings(settings)
+    plan = Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
+    return least_bytes_of_mesh(fitting[0].spec, plan).always > hardware.device_bytes_limit
 
 
 def _is_bound_by_kernels(searched: DegreeSearch, run: Run) -> bool:
