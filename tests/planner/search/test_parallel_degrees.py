@@ -257,10 +257,8 @@ def test_no_more_ranks_share_work_where_kernels_take_nearly_all_of_the_step() ->
 
 
 @pytest.mark.parametrize(("gib", "tried"), [(10, 1), (20, 4)])
-def test_experts_are_divided_as_without_shared_matmuls_where_state_exceeds_memory(
-    gib: int, tried: int
-) -> None:
-    """The state of each of 8 ranks is 11 GiB: with 20 GiB, some number of ranks might need no offload."""
+def test_experts_are_divided_as_in_the_first_plan_that_fits_as_well_as_any_may(gib: int, tried: int) -> None:
+    """The state of each of 8 ranks is 11 GiB: with 20 GiB, a plan may need no offload."""
     asked: list[tuple[int, int]] = []
 
     def describe(run: Run) -> ModelSpec:
@@ -274,8 +272,8 @@ def test_experts_are_divided_as_without_shared_matmuls_where_state_exceeds_memor
     hardware = hardware_of(1, 8, gib=gib).model_copy(update={"host_bytes_per_second": 5e10})
     answer = search_parallel_degrees(describe, open_run(*more, batch=64, length=2048), hardware=hardware)
     assert answer.found.best is not None
-    for tensor in (2, 4, 8):
-        assert len({experts for own, experts in asked if own == tensor}) == tried
+    for tensor, count in ((2, tried), (4, 1), (8, 1)):
+        assert len({experts for own, experts in asked if own == tensor}) == count
 
 
 def test_models_and_settings_that_cannot_share_matmuls_keep_whole_ones() -> None:

@@ -15,13 +15,13 @@ none is tried after a plan that is not notably slower than the kernels and the u
 
 Of the numbers of ranks that divide experts, the least is chosen that no other is notably faster than.
 Plans that offload are compared only if none fits without. Ranks that share sequences or matmuls are tried
-with the number that is chosen without them, if it has a plan that fits without offload, or if the shards of
-the state alone exceed the devices' memory, so that no plan does.
+with the number of the first plan that fits without offload, or with offload if the shards of the state alone
+exceed the devices' memory, so that no plan fits without.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
 from fullshard.planner.predict.memory import least_bytes_of_mesh
@@ -137,12 +137,11 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
     is_resident = bool(fitting) and not _offloads_without_being_asked(_fitting_plan(fitting[0]), run)
     if is_resident and not may_pay_to_share_matmuls(_fitting_plan(fitting[0]), hardware):
         return fitting[0]
-    if is_resident or _does_state_exceed_memory(fitting, hardware):
-        run = fitting[0].run
-    fitting += () if is_resident else _iterate_context_searches(searcher, run)
+    fitting += () if is_resident else _iterate_context_searches(searcher, run, fitting)
     for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
         if any(_is_bound_by_kernels(one, run) for one in fitting):
             break  # other numbers compute as much
+        run = _with_expert_degree_of(fitting, run, hardware=hardware)
         fitting += _search_with_tensor_degree(searcher, run, tensor=tensor)
     if fitting:
         return choose_first_not_notably_slower(fitting, run)
@@ -165,17 +164,23 @@ def choose_first_not_notably_slower(searches: Sequence[DegreeSearch], run: Run) 
     return next(one for one in searches if fitting_plan_step_seconds(one) <= (1 + NOTABLE) * fastest)
 
 
-def _iterate_context_searches(searcher: _DegreeSearcher, run: Run) -> Iterator[DegreeSearch]:
+def _iterate_context_searches(
+    searcher: _DegreeSearcher, run: Run, fitting: Sequence[DegreeSearch]
+) -> Iterator[DegreeSearch]:
     """Yields the searches that found a plan, over ranks that share sequences.
+
+    fitting: the search with whole sequences, if it found a plan
 
     Ends after the first that needs neither recompute nor offload, or whose kernels take nearly all of the
     step: more ranks would only send more.
     """
     with suppress(ShardError, TraceError):  # no number of ranks can divide the sequences of this model
         for degree in iterate_context_degrees(searcher.hardware, run):
+            run = _with_expert_degree_of(fitting, run, hardware=searcher.hardware)
             searched = searcher.search_fitting(_with_degree(run, "context_parallel", degree=degree))
             if searched is not None:
                 yield searched
+                fitting = [*fitting, searched]
                 best = _fitting_plan(searched)
                 is_free = best.run.recompute.mode == "none" and not _offloads_without_being_asked(best, run)
                 if is_free or _is_bound_by_kernels(searched, run):
@@ -206,7 +211,7 @@ def may_pay_to_share_matmuls(plan: Plan, hardware: Hardware) -> bool:
     return is_open and waits > EXPOSED * time.total
 
 
-def _with_degree(run: Run, axis: str, *, degree: int) -> Run:
+def _with_degree(run: Run, axis: str, *, degree: int | Literal["auto"]) -> Run:
     return run.with_settings({"sharding": {axis: degree}})
 
 
@@ -260,14 +265,20 @@ def _offloads_without_being_asked(plan: Plan, run: Run) -> bool:
     return run.offload.tier == "auto" and plan.run.offload.tier != "none"
 
 
-def _does_state_exceed_memory(fitting: Sequence[DegreeSearch], hardware: Hardware) -> bool:
-    """Returns whether plans fit only with offload: a rank's least part of the state exceeds its memory."""
-    if not fitting:
-        return False
+def _with_expert_degree_of(fitting: Sequence[DegreeSearch], run: Run, *, hardware: Hardware) -> Run:
+    """Returns `run` with the ranks that divide experts in the first plan that fits as well as any may."""
+    for one in fitting:
+        if not _offloads_without_being_asked(_fitting_plan(one), run) or _must_offload(one, hardware):
+            return _with_degree(run, "expert_parallel", degree=one.run.sharding.expert_parallel)
+    return run
+
+
+def _must_offload(searched: DegreeSearch, hardware: Hardware) -> bool:
+    """Returns whether no plan fits without offload: a rank's least part of the state exceeds its memory."""
     settings = {"offload": {"tier": "none"}, "sharding": {"strategy": "full_shard", "shard_degree": None}}
-    run = _fitting_plan(fitting[0]).run.with_settings(settings)
+    run = _fitting_plan(searched).run.with_settings(settings)
     plan = Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
-    return least_bytes_of_mesh(fitting[0].spec, plan).always > hardware.device_bytes_limit
+    return least_bytes_of_mesh(searched.spec, plan).always > hardware.device_bytes_limit
 
 
 def _is_bound_by_kernels(searched: DegreeSearch, run: Run) -> bool:
