@@ -292,7 +292,7 @@ def messages_of_nodes(more: list[str], per_node: str | None) -> list[str]:
     [
         (LEVELS, None, []),
         (LEVELS, "4", []),
-        (LEVELS, "1", ["ranks_per_node = 2: sums within nodes cross hosts, which have 1 ranks"]),
+        (LEVELS, "1", ["ranks_per_node = 2: sums within nodes cross hosts, which have 1 rank"]),
         (LEVELS[1:2], "4", []),
         ((*LEVELS[1:], "sharding.tensor_parallel=2"), "4", ["communication.reduce has no effect"]),
         ((*LEVELS[1:], "sharding.tensor_parallel=2"), "2", ["communication.reduce_within has no effect"]),

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, Self, cast, runtime_checkable
@@ -138,13 +139,14 @@ class BackgroundSaver:
         running = self._running = thread.submit(self._run_save, staged, copy_ended, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
+        until_copied = partial(self._stall, copy_ended.wait, self._staging.make_gpu_wait_for_copies)
         if isinstance(state, UpdateNotifier):
             register = state.register_before_next_update
-            register(lambda: self._stall_until_copied(copy_ended))
+            register(until_copied)
             if self._staging.leaves_some:
-                register(lambda: register(lambda: self._stall_until_saved(running)))
+                register(lambda: register(lambda: self._stall(lambda: futures.wait([running]))))
         else:
-            self._stall_until_copied(copy_ended)
+            until_copied()
 
     def outcomes(self) -> list[SaveResult]:
         """Returns the results of the saves that finished since the last call."""
@@ -159,15 +161,10 @@ class BackgroundSaver:
             self._outcomes.append(replace(self._running.result(), stalled_seconds=self._stalled))
             self._running = None
 
-    def _stall_until_saved(self, running: Future[SaveResult]) -> None:
+    def _stall(self, *waits: Callable[[], object]) -> None:
         started = time.perf_counter()
-        futures.wait([running])
-        self._stalled += time.perf_counter() - started
-
-    def _stall_until_copied(self, copy_ended: threading.Event) -> None:
-        started = time.perf_counter()
-        copy_ended.wait()
-        self._staging.make_gpu_wait_for_copies()
+        for wait in waits:
+            wait()
         self._stalled += time.perf_counter() - started
 
     def _run_save(self, mine: Snapshot, copy_ended: threading.Event, *, started: float) -> SaveResult:

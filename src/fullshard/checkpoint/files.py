@@ -5,8 +5,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -103,10 +102,8 @@ class LocalFiles:
     def open_file(self, name: str) -> BinaryIO:
         return cast(BinaryIO, _KernelReadAheadFile(self.path / name, opener=open_regular_file))
 
-    @contextmanager
-    def create_file(self, name: str) -> Generator[BinaryIO]:
-        with DirectFileWriter(self.path / name) as file:
-            yield cast(BinaryIO, file)
+    def create_file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        return cast(AbstractContextManager[BinaryIO], DirectFileWriter(self.path / name))
 
 
 @dataclass(frozen=True)

@@ -248,23 +248,12 @@ def iterate_complete_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Ch
     Skips damaged checkpoints and interrupted saves, with a warning. Raises CheckpointError for a checkpoint
     that may be complete but cannot be read, since an older one is no substitute for it.
     """
-    last: list[tuple[CheckpointFiles, Manifest]] = []
-    for files, manifest in _iterate_complete_newest_first(place):
-        if manifest.why_avoided is None:
-            yield files, manifest
-            continue
-        last.append((files, manifest))
-        logger.warning("passing over %s, unless there is no other: %s", files, manifest.why_avoided)
-    yield from last
-
-
-def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[CheckpointFiles, Manifest]]:
+    last, seen = list[tuple[CheckpointFiles, Manifest]](), set[str]()
     with os_errors_as_checkpoint_errors(f"{place} cannot be read."):
         if not place.exists():
             return
         for draft in place.describe_drafts():
             logger.warning("passing over %s", draft)
-        seen: set[str] = set()
         # List again each time: a run that saves there may have removed one checkpoint and added another.
         while unseen := [files for _, files in place.list_checkpoints() if files.name not in seen]:
             files = unseen[0]
@@ -278,7 +267,12 @@ def _iterate_complete_newest_first(place: CheckpointLocation) -> Iterator[tuple[
                     raise
                 logger.warning("passing over %s: %s", files, error.got or error.what)
             else:
-                yield files, manifest
+                if manifest.why_avoided is None:
+                    yield files, manifest
+                    continue
+                last.append((files, manifest))
+                logger.warning("passing over %s, unless there is no other: %s", files, manifest.why_avoided)
+    yield from last
 
 
 def is_checkpoint_listed(place: CheckpointLocation, files: CheckpointFiles) -> bool:

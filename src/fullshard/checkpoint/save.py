@@ -44,7 +44,7 @@ from fullshard.distributed.agreement import (
 )
 from fullshard.distributed.tensors import TRAINED, detached_local_tensor, find_unusable_number
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
-from fullshard.quantities import format_bytes
+from fullshard.quantities import count_text, format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
 from fullshard.system.process import installed_version
@@ -200,14 +200,25 @@ class CheckpointSaver:
     def _lock_and_draft_unless_saved(
         self, held: ExitStack, mine: Snapshot, *, needed_bytes: int
     ) -> "CheckpointFiles | _SavedStep":
-        """Returns a new draft, or the step if it is already saved. Called on rank 0.
+        """Returns a new draft, or the step if it is already saved, complete and good. Called on rank 0.
 
-        The lock of `place.lock_for_writing()` is held until `held` closes.
+        Renames a damaged one, and removes one to avoid: [Note: the last good checkpoint]. The location stays
+        locked until `held` closes. Raises CheckpointError for another model.
         """
         held.enter_context(self.place.lock_for_writing())
-        there = self.place.find_checkpoint(mine.step)
-        saved = None if there is None else self._keep_saved_or_quarantine(there, mine)
-        return saved or self.place.clean_up_and_create_draft(mine.step, needed_bytes=needed_bytes)
+        if (there := self.place.find_checkpoint(mine.step)) is not None:
+            try:
+                manifest = read_manifest_and_check_sizes(there)
+            except DamagedCheckpointError as error:
+                aside = self.place.quarantine(there)
+                logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
+            else:
+                _check_same_model_as_saved(there, manifest, mine=mine)
+                if manifest.why_avoided is None:
+                    return _SavedStep(there, manifest)
+                logger.info("%s is replaced: %s", there, manifest.why_avoided)
+                self.place.remove_checkpoint(there)
+        return self.place.clean_up_and_create_draft(mine.step, needed_bytes=needed_bytes)
 
     def _quarantine_other_and_create_draft(
         self, mine: Snapshot, there: CheckpointFiles, *, needed_bytes: int
@@ -218,25 +229,6 @@ class CheckpointSaver:
             "%s had other numbers, of another run or from before a rollback; it is %s now", there, aside
         )
         return self.place.clean_up_and_create_draft(mine.step, needed_bytes=needed_bytes)
-
-    def _keep_saved_or_quarantine(self, there: CheckpointFiles, mine: Snapshot) -> "_SavedStep | None":
-        """Returns `there` if it is complete and good; else renames it, and returns None.
-
-        Removes it if it is to avoid: [Note: the last good checkpoint]. Raises CheckpointError for another
-        model.
-        """
-        try:
-            manifest = read_manifest_and_check_sizes(there)
-        except DamagedCheckpointError as error:
-            aside = self.place.quarantine(there)
-            logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
-            return None
-        _check_same_model_as_saved(there, manifest, mine=mine)
-        if manifest.why_avoided is not None:
-            logger.info("%s is replaced: %s", there, manifest.why_avoided)
-            self.place.remove_checkpoint(there)
-            return None
-        return _SavedStep(there, manifest)
 
     def _write_own_shards(
         self, mine: Snapshot, own: Sequence[OwnShard], *, plan: SavePlan, draft: CheckpointFiles
@@ -347,18 +339,14 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
     try:
         values = _VALUES.validate_python(state.values())
         json.dumps(values, allow_nan=False)
-    except (ValidationError, ValueError) as error:
-        reason = error.errors()[0]["loc"] if isinstance(error, ValidationError) else str(error)
+    except ValueError as error:
         raise CheckpointError(
             "the state's values cannot be saved.",
-            got=f"{reason}",
+            got=error.errors()[0]["loc"] if isinstance(error, ValidationError) else str(error),
             why="they go into a JSON file: strings, finite numbers, booleans, null, lists and objects",
         ) from error
-    finite = (
-        state.select_names_that_must_be_finite(tensors)
-        if isinstance(state, StateRequiringFiniteTensors)
-        else ()
-    )
+    has_finite = isinstance(state, StateRequiringFiniteTensors)
+    finite = state.select_names_that_must_be_finite(tensors) if has_finite else ()
     return Snapshot(state.step, values, tensors, finite)
 
 
@@ -402,7 +390,7 @@ def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mi
         other = {name for name, _ in model.items() ^ manifest.model_tensors.items()}
         raise CheckpointError(
             f"{there} exists, and holds another model.",
-            got=f"{len(other)} tensors are others, or are in one of the two alone: {min(other)} …",
+            got=f"{count_text(len(other), 'tensor')} differing or in one of the two alone: {min(other)} …",
             why="a checkpoint is never overwritten",
             fix="another directory for this run",
         )

@@ -7,6 +7,7 @@ does not have, and plain ones, are listed by the rank that writes them.
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,10 +72,7 @@ class SavePlan:
     @cached_property
     def shard_count(self) -> int:
         """Number of shards, without those that are listed."""
-        kinds: dict[tuple[ShardLayout, tuple[int, ...]], int] = {}
-        for name, layout in self.layouts.items():
-            kind = (layout._replace(copy=0), self.tensors[name].shape)
-            kinds[kind] = kinds.get(kind, 0) + 1
+        kinds = Counter((one._replace(copy=0), self.tensors[n].shape) for n, one in self.layouts.items())
         return sum(
             count * layout.count_shards(self.meshes[layout.mesh], shape)
             for (layout, shape), count in kinds.items()

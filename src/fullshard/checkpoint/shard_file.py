@@ -142,7 +142,7 @@ class ShardFileWriter:
             offset=self._start,
             length=self._position - self._start,
             data_offset=self._data_offset,
-            digests=self._blocks.finish_digests(),
+            digests=self._blocks.hexdigests(),
         )
         self._pieces.append(piece)
         return piece
@@ -201,28 +201,20 @@ class _BlockDigester:
     """Digests of a stream of bytes, one per BLOCK_BYTES."""
 
     def __init__(self) -> None:
-        self._digests: list[str] = []
-        self._hash = xxhash.xxh3_128()
-        self._room = BLOCK_BYTES
+        self._hashes = list[xxhash.xxh3_128]()
+        self._room = 0  # bytes that the last block lacks
 
     def update_digests(self, data: memoryview) -> None:
         while data.nbytes:
-            part = data[: self._room]
-            data = data[self._room :]
-            self._hash.update(part)
-            self._room -= part.nbytes
             if not self._room:
-                self._finish_block()
+                self._hashes.append(xxhash.xxh3_128())
+                self._room = BLOCK_BYTES
+            part, data = data[: self._room], data[self._room :]
+            self._hashes[-1].update(part)
+            self._room -= part.nbytes
 
-    def finish_digests(self) -> tuple[str, ...]:
-        if self._room < BLOCK_BYTES:
-            self._finish_block()
-        return tuple(self._digests)
-
-    def _finish_block(self) -> None:
-        self._digests.append(self._hash.hexdigest())
-        self._hash = xxhash.xxh3_128()
-        self._room = BLOCK_BYTES
+    def hexdigests(self) -> tuple[str, ...]:
+        return tuple(one.hexdigest() for one in self._hashes)
 
 
 class BlockBuffer:

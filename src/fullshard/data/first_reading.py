@@ -131,7 +131,7 @@ class FirstReading:
             read = [_load_range(get_range(one, waits)) if is_divided else read_range(one) for one in ranges]
             digests, facts = [digest for digest, _ in read], [facts for _, facts in read]
             joined = f"ranges-{xxhash.xxh3_128_hexdigest(''.join(digests).encode())}"
-            digest = self.find_digest(path) or (joined if len(digests) > 1 else digests[0])
+            digest = self.find_digest(path) or (joined if len(ranges) > 1 else digests[0])
             if is_settled:
                 with suppress(OSError):  # else it is read again next time
                     text = json.dumps({"seen": seen, "digest": digest})
@@ -208,14 +208,14 @@ class FirstReading:
         return self.range_bytes * max(-(-file_size // (self.range_bytes * _MOST_RANGES)), 1)
 
     def _count_read_bytes(self, files: Sequence[SourceFile]) -> int:
-        sizes = {file.path: file.size for file in files}
-        read = {path for path in sizes if self.find_digest(path) is not None}
-        parts = 0
-        for path in sizes.keys() - read:
-            if sizes[path] > self.range_bytes:
-                count = len([*self.root.glob(f"{self._range_prefix(path)}*")])
-                parts += min(count * self._range_size(sizes[path]), sizes[path])
-        return parts + sum(map(sizes.__getitem__, read))
+        done = 0
+        for file in files:
+            if self.find_digest(file.path) is not None:
+                done += file.size
+            elif file.size > self.range_bytes:
+                ranges = len([*self.root.glob(f"{self._range_prefix(file.path)}*")])
+                done += min(ranges * self._range_size(file.size), file.size)
+        return done
 
     def _range_prefix(self, path: str) -> str:
         return f"range-{self._remembered_digest_path(path).name}-"

@@ -7,12 +7,11 @@ of them.
 """
 
 import pickle
+import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,7 @@ from fullshard.errors import (
 from fullshard.system.files import checkpoint_error_from_os_error
 from fullshard.torch_private.groups import find_default_store, has_backend
 
-# Python runs no handler of a signal while it waits in the store, so it waits in parts.
-_WAIT_SECONDS = 10.0
+_MOST_PAUSE_SECONDS = 10.0
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -45,10 +43,8 @@ class ErrorCapture(AbstractContextManager["ErrorCapture"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Exception):  # interrupts are not caught
-            self.error = error
-            return True
-        return False
+        self.error = error if isinstance(error, Exception) else None  # interrupts are not caught
+        return self.error is not None
 
     def raise_captured(self) -> None:
         """Raises the exception that the block raised, if any."""
@@ -122,7 +118,7 @@ def raise_on_all_ranks(doing: str, *, group: Group = None) -> Generator[None]:
         return
     gathered = all_gather_object(_make_rank_failure(attempt, doing), group=group)
     named = _choose_failure_to_report([one for one in gathered if one is not None])
-    raise named.as_checkpoint_error() from attempt.error or named.offload
+    raise named.error from attempt.error or named.offload
 
 
 def run_on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
@@ -144,7 +140,7 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
             dist.broadcast_object_list(answer, src=0, group=group)
     content, failure = answer[0]
     if failure is not None:
-        raise failure.as_checkpoint_error() from attempt.error
+        raise failure.error from attempt.error
     return (results or pickle.loads(content))[0]
 
 
@@ -171,9 +167,10 @@ def call_on_rank_zero(act: Callable[[], T]) -> T:
                 raise LaunchError.for_early_exit(left) from left
             content = pickle.dumps(results)
         store.set(key, "done")
+    # Python runs no handler of a signal within `store.wait`, and torch warns when its time is over.
+    began = time.monotonic()
     while not store.check([key]):  # raises if the store has gone
-        with suppress(RuntimeError):  # the time is over
-            store.wait([key], timedelta(seconds=_WAIT_SECONDS))
+        time.sleep(min(0.01 + 0.1 * (time.monotonic() - began), _MOST_PAUSE_SECONDS))
     answer: list[Any] = [(content, attempt.error and _pickle_error(attempt.error))]
     dist.broadcast_object_list(answer, src=0)
     attempt.raise_captured()
@@ -202,35 +199,29 @@ def run_raising_checkpoint_error(act: Callable[[], T], *, doing: str) -> T:
         return act()
     failure = _make_rank_failure(attempt, doing)
     assert failure is not None, "the block returns unless it raises"
-    raise failure.as_checkpoint_error() from attempt.error
+    raise failure.error from attempt.error
 
 
-@dataclass(frozen=True)
-class _RankFailure:
-    """The class and texts of a CheckpointError, and the rank on which it occurred."""
+class _RankFailure(NamedTuple):
+    """A CheckpointError of texts alone, the rank on which it occurred, and the OffloadError behind it."""
 
     rank: int
-    error_class: type[CheckpointError]
-    what: str
-    details: dict[str, str | None]
-    offload: OffloadError | None = None
-
-    def as_checkpoint_error(self) -> CheckpointError:
-        return self.error_class(self.what, **self.details)
+    error: CheckpointError
+    offload: OffloadError | None
 
 
 def _choose_failure_to_report(failures: Sequence[_RankFailure]) -> _RankFailure:
     """Returns the lowest rank's failure, damage last. Its text names the rank, unless all failed alike."""
     # Errors other than damage come first: only damage is cured by another checkpoint.
-    first = min(failures, key=lambda one: (one.error_class is DamagedCheckpointError, one.rank))
-    alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)
-    if len(failures) == world_size() and all(alike):
+    first = min(failures, key=lambda one: (isinstance(one.error, DamagedCheckpointError), one.rank))
+    if len(failures) == world_size() and len({(type(one.error), str(one.error)) for one in failures}) == 1:
         return first
-    return replace(first, what=f"rank {first.rank}: {first.what}")
+    error, what = first.error, f"rank {first.rank}: {first.error.what}"
+    return first._replace(error=type(error)(what, got=error.got, why=error.why, fix=error.fix))
 
 
 def _make_rank_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None:
-    """Returns the texts of `attempt`'s exception, to send to other ranks; None if it has none."""
+    """Returns `attempt`'s exception as it is sent to other ranks; None if it has none."""
     error = attempt.error
     if error is None:
         return None
@@ -238,8 +229,8 @@ def _make_rank_failure(attempt: ErrorCapture, doing: str) -> _RankFailure | None
     if not isinstance(error, CheckpointError):
         error = _as_checkpoint_error(error, doing)
     kind = DamagedCheckpointError if isinstance(error, DamagedCheckpointError) else CheckpointError
-    details = {"got": None if error.got is None else str(error.got), "why": error.why, "fix": error.fix}
-    return _RankFailure(rank(), kind, error.what, details, offload)
+    got = None if error.got is None else str(error.got)
+    return _RankFailure(rank(), kind(error.what, got=got, why=error.why, fix=error.fix), offload)
 
 
 def _as_checkpoint_error(error: Exception, doing: str) -> CheckpointError:

@@ -26,11 +26,8 @@ def allocate_host_memory(size_bytes: int, *, pinned: bool) -> Tensor:
     try:
         mapping = mmap.mmap(-1, size_bytes)
     except (OSError, ValueError, OverflowError) as error:
-        raise OffloadError(
-            f"the host has no {format_bytes(size_bytes)} in one piece.",
-            got=str(error),
-            fix=_FIX,
-        ) from error
+        what = f"the host has no {format_bytes(size_bytes)} in one piece."
+        raise OffloadError(what, got=str(error), fix=_FIX) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from fullshard.distributed.agreement import rank
 from fullshard.distributed.collectives import gather_parts, reduce_parts
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import TrainError
+from fullshard.quantities import count_text
 from fullshard.spec.plan import Plan
 from fullshard.torch_private.groups import group_of_name
 
@@ -71,11 +72,10 @@ class SequencePart:
         """
         tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
         if not isinstance(tokens, Tensor) or "labels" not in batch:
+            keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
             raise TrainError(
                 "only batches of tokens and labels can be cut into parts of sequences.",
-                got=f"{type(batch).__name__} of {', '.join(map(str, batch))}"
-                if isinstance(batch, Mapping)
-                else type(batch).__name__,
+                got=f"{type(batch).__name__}{keys}",
                 fix="sharding.context_parallel = 1, or batches with tokens and labels (rows, sequence)",
             )
         rows, length = tokens.shape
@@ -131,7 +131,7 @@ def indivisible_length_error(length: int, *, ranks: int, pieces: int) -> TrainEr
     each = ranks * pieces
     return TrainError(
         f"sequences of {length:,} tokens cannot be cut into {each} equal pieces.",
-        got=f"{ranks} ranks, with {pieces} {'piece' if pieces == 1 else 'pieces'} each",
+        got=f"{ranks} ranks, with {count_text(pieces, 'piece')} each",
         fix=f"data.sequence_length = {max(length // each, 1) * each:,} or {(length // each + 1) * each:,}",
     )
 

@@ -64,11 +64,8 @@ class ShardPlacer:
             if own not in self.meshes:
                 self.meshes.append(own)
             self._numbers[mesh] = self.meshes.index(own)
-        number = self._numbers[mesh]
-        layout = ShardLayout(number, cuts_of_placements(tensor.placements, mesh.shape, dims=tensor.ndim), 0)
-        copy = 0
-        for axis in uncut_axes(layout.cuts, mesh=self.meshes[number]):
+        cuts, copy = cuts_of_placements(tensor.placements, mesh.shape, dims=tensor.ndim), 0
+        for axis in uncut_axes(cuts, mesh=self.meshes[self._numbers[mesh]]):
             copy = copy * mesh.shape[axis] + coordinate[axis]
-        return layout._replace(copy=copy), cut_box(
-            tensor.shape, layout.cuts, sizes=mesh.shape, coordinate=coordinate
-        )
+        box = cut_box(tensor.shape, cuts, sizes=mesh.shape, coordinate=coordinate)
+        return ShardLayout(self._numbers[mesh], cuts, copy), box

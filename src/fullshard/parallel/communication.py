@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.distributed.agreement import all_gather_object, rank
-from fullshard.distributed.collectives import DirectAllGather, EmptyBuffers
-from fullshard.distributed.compression import CompressedCommunication, UnitCommunication, gather_rows
+from fullshard.distributed.collectives import DirectAllGather, EmptyBuffers, gather_parts
+from fullshard.distributed.compression import CompressedCommunication, UnitCommunication
 from fullshard.distributed.ranges import TimedRange
 from fullshard.errors import ShardError
+from fullshard.quantities import count_text
 from fullshard.spec.plan import MergedUnitSettings, Plan
 from fullshard.spec.settings.communication_section import import_hook
 
@@ -44,7 +45,8 @@ class HookedAllGather(_Hooked):
         if input_tensor.dtype not in _COMPRESSED:
             if input_tensor.is_cpu:
                 return DirectAllGather()(output_tensor, input_tensor, group, async_op)
-            output_tensor.view(group.size(), -1).copy_(gather_rows(input_tensor, group))
+            whole = gather_parts(input_tensor, group.group_name, direct=False)
+            output_tensor.view(group.size(), -1).copy_(whole)
             return None
         with TimedRange("all_gather"):
             gathered = self._hook.gather(input_tensor, group)
@@ -104,8 +106,8 @@ def settle_ranks_per_node(plan: Plan) -> Plan:
             fix="communication.ranks_per_node, or torchrun, which sets LOCAL_WORLD_SIZE",
         )
     if rank() == 0 and of_host and section.ranks_per_node != "auto" and of_host % section.ranks_per_node:
-        text = "communication.ranks_per_node = %d: sums within nodes cross hosts, which have %d ranks"
-        logger.warning(text, section.ranks_per_node, of_host)
+        text = "communication.ranks_per_node = %d: sums within nodes cross hosts, which have %s"
+        logger.warning(text, section.ranks_per_node, count_text(of_host, "rank"))
     plan = plan.with_ranks_per_node(of_host or 1)
     near = MergedUnitSettings.for_unit(plan, None, kept=False).near_degree
     if rank() == 0 and (near == 1 or (near == plan.shard_degree and section.reduce != "auto")):

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from fullshard.errors import CheckpointError
 from fullshard.jobs.checks.model_trial import ModelTrial, build_model_trial, make_eager_fp32_cpu_run
 from fullshard.models.build import build_model
 from fullshard.parallel.mesh import RankInfo, process_group
+from fullshard.quantities import count_text
 from fullshard.spec.plan import Plan
 from fullshard.spec.records.finding import CheckReport, Finding
 from fullshard.spec.run import Run
@@ -84,17 +86,15 @@ def check_same_settings(settings: Sequence[Mapping[str, str]], *, hosts: Sequenc
             why="ranks that run different programs hang, or train different models",
             fix="one environment and one copy of the code for all hosts",
         )
-    return Finding.ok(f"{len(settings)} ranks have the same versions, code and environment")
+    return Finding.ok(f"the same versions, code and environment on {count_text(len(settings), 'rank')}")
 
 
 def _rank_settings(run: Run, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the versions, code and environment variables that must be equal on all ranks."""
     found = {"python": platform.python_version(), "code of fullshard": _digest_of_code("fullshard")}
-    for package in _PACKAGES:
-        found[package] = installed_version(package) or "absent"
+    found |= {package: installed_version(package) or "absent" for package in _PACKAGES}
     dotted = [getattr(run.model, "python", None), run.train.loss, run.data.factory]
-    for name in filter(None, dotted):
-        found[f"code of {name}"] = _digest_of_code(name.partition(":")[0])
+    found |= {f"code of {name}": _digest_of_code(name.partition(":")[0]) for name in dotted if name}
     if run.run.device != "cpu" and torch.version.cuda:
         found["CUDA"] = torch.version.cuda
     compared = (n for n in environment if n.startswith(_COMPARED) and not n.startswith(_OWN))
@@ -103,17 +103,15 @@ def _rank_settings(run: Run, environment: Mapping[str, str]) -> dict[str, str]:
 
 def _digest_of_code(module: str) -> str:
     """Returns a digest of the Python files of a package or module; `absent` if it is not found."""
-    try:
+    found = None
+    with suppress(ImportError, ValueError):
         append_working_directory_to_path(module)
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return "absent"
     if found is None:
         return "absent"
-    if found.submodule_search_locations:
-        paths = [path for root in found.submodule_search_locations for path in Path(root).rglob("*.py")]
-    else:
-        paths = [Path(found.origin)] if found.origin else []
+    paths = [path for root in found.submodule_search_locations or () for path in Path(root).rglob("*.py")]
+    if not paths and found.origin:
+        paths = [Path(found.origin)]
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(paths):
         digest.update(path.name.encode() + path.read_bytes())
@@ -149,8 +147,7 @@ def check_sharded_step(run: Run, *, ranks: RankInfo) -> Finding:
         )
     loss = _largest_relative_difference(zip(losses, expected, strict=True))
     steps = f"{_STEPS} steps sharded over {choose_shard_degree(ranks.world_size)} of {ranks.world_size} ranks"
-    worst = max(errors, key=lambda name: errors[name])
-    largest = errors[worst]
+    worst, largest = max(errors.items(), key=lambda one: one[1])
     if not math.isfinite(loss + largest) or loss > _LOSS_TOLERANCE or largest > _PARAMETER_TOLERANCE:
         return _rank_dependence_finding(
             f"{steps} differ from unsharded ones: loss {loss:.1e}, {worst} {largest:.1e}"
@@ -187,8 +184,8 @@ def _shard_and_train(trial: ModelTrial, model: nn.Module, *, steps: int, ranks: 
     rows = len(tensors[0]) if tensors else 1
     run = make_eager_fp32_cpu_run(trial.run, rows=rows * ranks.world_size, microbatch=rows)
     lengths = [one.shape[1] for one in tensors if one.ndim == 2 and not one.is_floating_point()]
-    length = [f"data.sequence_length={lengths[0]}"] if lengths else []
-    settings = [*length, "fault_tolerance.on_spike=none", f"train.steps={steps}"]
+    settings = ["fault_tolerance.on_spike=none", f"train.steps={steps}"]
+    settings += [f"data.sequence_length={length}" for length in lengths[:1]]
     if (degree := choose_shard_degree(ranks.world_size)) < ranks.world_size:
         settings += ["sharding.strategy=hybrid_shard", f"sharding.shard_degree={degree}"]
     own = run.model_copy(update={"optimizer": _SGD, "schedule": _CONSTANT_RATE})

@@ -13,14 +13,14 @@ two recordings define every change, and every running total, as a line over the 
 microbatch, the highest moment of a phase is on the upper envelope of the lines of its running totals.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise, product
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 from torch import nn
 
-from fullshard.parallel.activation_offload import Way
 from fullshard.parallel.units import Unit
 from fullshard.planner.describe.operations import KernelLaunch, PhaseRecord
 from fullshard.spec.model import (
@@ -179,19 +179,19 @@ def _block_signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit])
             for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ]
         settings = [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
-        plain = sorted((key, value) for key, value in settings if not _is_not_in_signature(key, value, at=at))
+        plain = sorted(
+            (key, value)
+            for key, value in settings
+            if key != "training" and not key.endswith(_COUNTS) and (key, value) != ("layer", at)
+        )
         unit = owner.get(module)
         override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
         modules.append((name, type(module), own, plain, override))
     return modules
 
 
-def _is_not_in_signature(key: str, value: object, *, at: int) -> bool:
-    is_own_layer = key == "layer" and isinstance(value, int) and value == at
-    return is_own_layer or key == "training" or key.endswith(_COUNTS)
-
-
 Recording = Sequence[PhaseRecord]
+_Line = Callable[[float, float], LinearInMicrobatch]
 
 
 class KernelIndex:
@@ -206,18 +206,16 @@ class KernelIndex:
         return tuple(kernel for kernel, _ in self._index)
 
     def index_and_count_launches(
-        self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], low_microbatch: int
+        self, low: Sequence[KernelLaunch], high: Sequence[KernelLaunch], *, line: _Line
     ) -> tuple[KernelIndexAndCount, ...]:
         """Returns the number of launches per kernel, in order of first use.
 
-        low, high: the same launches at `low_microbatch` and at one more sequence
+        low, high: the same launches at a microbatch and at one more sequence, whose sizes are on a `line`
         """
         counts: dict[int, int] = {}
         for a, b in zip(low, high, strict=True):
-            lines: dict[str, Any] = {
-                name: _line_over_microbatch(getattr(a, name), getattr(b, name), low_microbatch=low_microbatch)
-                for name in ("flops", "bytes", "pieces", "rows")
-            }
+            sizes = ("flops", "bytes", "pieces", "rows")
+            lines: dict[str, Any] = {name: line(getattr(a, name), getattr(b, name)) for name in sizes}
             kernel = Kernel(**a._asdict() | lines)
             count = len(self._index)
             index = self._index.setdefault((kernel, count if self.keep_all else 0), count)
@@ -240,24 +238,21 @@ def merge_recordings(
     has all its moments as `peaks`, not only the highest.
     """
     phases: list[TracePhase] = []
-    state = LiveTensorBytes()
+    state, line = LiveTensorBytes(), partial(_line_over_microbatch, low_microbatch=low_microbatch)
     for a, b in zip(low, high, strict=True):
-        is_compiled = a.unit in compiled_units
-        totals = _running_memory_totals(state, low=a, high=b, low_microbatch=low_microbatch)
+        totals = _running_memory_totals(state, low=a, high=b, line=line)
         state, totals = totals[-1], totals[a.event_change_count :]
+        work = (a.fused, b.fused) if a.unit in compiled_units else (a.work, b.work)
+        copies = [(way, line(one, other)) for (way, one), (_, other) in zip(a.copies, b.copies, strict=True)]
         phases.append(
             TracePhase(
                 event=a.event,
                 unit=a.unit,
                 peaks=tuple(totals if table.keep_all else _upper_envelope(totals)),
                 end=state,
-                work=table.index_and_count_launches(
-                    a.fused if is_compiled else a.work,
-                    high=b.fused if is_compiled else b.work,
-                    low_microbatch=low_microbatch,
-                ),
-                out=_host_copy_bytes_by_microbatch("out", low=a, high=b, low_microbatch=low_microbatch),
-                back=_host_copy_bytes_by_microbatch("back", low=a, high=b, low_microbatch=low_microbatch),
+                work=table.index_and_count_launches(*work, line=line),
+                out=tuple(size for way, size in copies if way == "out"),
+                back=tuple(size for way, size in copies if way == "back"),
                 waits=any(way == "wait" for way, _ in a.copies),
             )
         )
@@ -288,26 +283,16 @@ def _phase_structure(recorded: PhaseRecord) -> tuple[object, ...]:
     return recorded.event, recorded.unit, recorded.event_change_count, kinds, work, ways
 
 
-def _host_copy_bytes_by_microbatch(
-    way: Way, *, low: PhaseRecord, high: PhaseRecord, low_microbatch: int
-) -> tuple[LinearInMicrobatch, ...]:
-    return tuple(
-        _line_over_microbatch(a, b, low_microbatch=low_microbatch)
-        for (done, a), (_, b) in zip(low.copies, high.copies, strict=True)
-        if done == way
-    )
-
-
 def _line_over_microbatch(low: float, high: float, *, low_microbatch: int) -> LinearInMicrobatch:
     return LinearInMicrobatch(float(low - (high - low) * low_microbatch), float(high - low))
 
 
 def _running_memory_totals(
-    state: LiveTensorBytes, *, low: PhaseRecord, high: PhaseRecord, low_microbatch: int
+    state: LiveTensorBytes, *, low: PhaseRecord, high: PhaseRecord, line: _Line
 ) -> list[LiveTensorBytes]:
     totals = [state]
     for (kind, a), (_, b) in zip(low.changes, high.changes, strict=True):
-        old, change = getattr(state, kind), _line_over_microbatch(a, b, low_microbatch=low_microbatch)
+        old, change = getattr(state, kind), line(a, b)
         new = LinearInMicrobatch(old.fixed + change.fixed, old.per_sequence + change.per_sequence)
         state = state._replace(**{kind: new})
         totals.append(state)
@@ -315,29 +300,17 @@ def _running_memory_totals(
 
 
 def _upper_envelope(states: Sequence[LiveTensorBytes]) -> list[LiveTensorBytes]:
-    """Returns the states that are the highest for some microbatch of 1 or more."""
-    lines = (
+    """Returns the states that are the highest for some microbatch of 1 or more, of equal ones the last."""
+    lines = [
         (sum(line.per_sequence for line in state), sum(line.fixed for line in state), index)
         for index, state in enumerate(states)
-    )
-    # Ordered by slope, with the highest of equal slope, each line must become the highest before the next.
-    ordered = sorted(lines, key=lambda one: one[:2])
-    steepest = [list(group)[-1] for _, group in groupby(ordered, key=lambda one: one[0])]
-    kept: list[tuple[float, float, int]] = []
-    for slope, fixed, index in steepest:
-        while kept and _is_last_line_never_highest(kept, slope=slope, fixed=fixed):
-            kept.pop()
-        kept.append((slope, fixed, index))
-    return [states[index] for _, _, index in kept]
-
-
-def _is_last_line_never_highest(kept: list[tuple[float, float, int]], *, slope: float, fixed: float) -> bool:
-    """Returns whether the last of `kept` is never the highest line, at 1 or more, beside a steeper line."""
-    last_slope, last_fixed, _ = kept[-1]
-    meets = (last_fixed - fixed) / (slope - last_slope)
-    if meets <= 1:
-        return True
-    if len(kept) == 1:
-        return False
-    before_slope, before_fixed, _ = kept[-2]
-    return meets <= (before_fixed - last_fixed) / (last_slope - before_slope)
+    ]
+    slope, fixed, index = max(lines, key=lambda one: (one[0] + one[1], one[0], one[2]))
+    kept = [index]
+    while steeper := [one for one in lines if one[0] > slope]:
+        # The next to be the highest is the one that meets the last first; of several, the steepest.
+        slope, fixed, index = min(
+            steeper, key=lambda one: ((fixed - one[1]) / (one[0] - slope), -one[0], -one[2])
+        )
+        kept.append(index)
+    return [states[index] for index in kept]
