@@ -14,7 +14,7 @@ def prepare(tmp_path: Path, *settings: str) -> int:
     return main(["data", "prepare", *(word for one in own for word in ("--set", one)), "--json"])
 
 
-def test_data_is_prepared_once(tmp_path: Path, capsys):
+def test_data_is_prepared_once_and_summed_up_by_rank_0(tmp_path: Path, capsys, monkeypatch):
     texts_file(tmp_path / "a.jsonl", 200)
     tokenizer = save_tokenizer(tmp_path / "tok")
     settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/*.jsonl"]', f'data.tokenizer="{tokenizer}"')
@@ -28,6 +28,9 @@ def test_data_is_prepared_once(tmp_path: Path, capsys):
     assert prepare(tmp_path, *settings) == 0
     assert json.loads(capsys.readouterr().out) == summary
     assert written == {path: path.stat().st_mtime_ns for path in written}
+    monkeypatch.setenv("RANK", "1")
+    assert prepare(tmp_path, *settings) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_data_prepare_prints_a_summary_for_people(tmp_path: Path, capsys):

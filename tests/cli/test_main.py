@@ -274,3 +274,26 @@ def test_a_rank_that_is_no_number_is_not_named(capsys: Any, monkeypatch: pytest.
     monkeypatch.setenv("RANK", "x")
     assert main(["trace", "a" * 300]) == SpecError.exit_code
     assert capsys.readouterr().err.startswith("error: a")
+
+
+RANK_OF_TORCHRUN = {"LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "3"}
+TASK_OF_SRUN = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variable"), [(RANK_OF_TORCHRUN, "RANK"), (TASK_OF_SRUN, "SLURM_PROCID")]
+)
+def test_of_the_ranks_of_a_launcher_one_plans_for_all(
+    launcher: dict[str, str], variable: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchruns = (*RANK_OF_TORCHRUN, "LOCAL_WORLD_SIZE", "RANK")
+    for rank in range(3):
+        for name in torchruns:  # those of srun's tasks are set by the command
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in (launcher | {variable: str(rank)}).items():
+            monkeypatch.setenv(name, value)
+        assert main(["plan", "--set", "run.device=cpu", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert err == ("" if rank else "note: rank 0 of 3 runs fullshard plan, and the others end\n")
+        assert out == "" if rank else json.loads(out)["best"]["world_size"] == 3

@@ -1,6 +1,7 @@
 """`fullshard data prepare`."""
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data))
     data = build_packed_data(run)
     check_vocabulary(run, token_count=data.vocabulary)
+    if os.environ.get("RANK", "0") != "0":  # all ranks have made the same data, together
+        return
     steps = resolve_epochs(run, data).train.step_count
     epochs = steps * run.train.global_batch / data.training_sequences
     summary: dict[str, Any] = data.summary_values() | {"steps": steps, "epochs": epochs}

@@ -22,9 +22,9 @@ from fullshard.cli import (
     trace,
     train,
 )
-from fullshard.cli.options import SettingHintCommand
+from fullshard.cli.options import RankZeroCommand, SettingHintCommand
 from fullshard.errors import PlanError, SpecError
-from fullshard.launch.environment import drop_leftover_torchrun_variables, set_default_user_name
+from fullshard.launch import environment
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.terminal import escape_log_messages, prepare_standard_streams
 
@@ -51,7 +51,8 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "ckpt import": import_checkpoint.import_checkpoint,
     "data prepare": data.prepare_data,
 }
-
+# Ranks that torchrun or srun started share the work of these; of the others, rank 0 does all of it.
+_SHARED = ("train", "check", "calibrate", "ckpt verify", "data prepare")
 
 # Command -> lines. Text behind two blanks explains; the rest runs as it is, with files of the user's.
 EXAMPLES = {
@@ -132,8 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         prepare_standard_streams()
     escape_log_messages()
-    drop_leftover_torchrun_variables(os.environ)
-    set_default_user_name(os.environ)
+    environment.drop_leftover_torchrun_variables(os.environ)
+    environment.set_torchrun_variables_of_srun_task(os.environ)
+    environment.set_default_user_name(os.environ)
     with ProcessOutcome() as ending:
         try:
             build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
@@ -153,7 +155,8 @@ def build_app() -> typer.Typer:
     groups = {"": app, "ckpt": checkpoints, "data": prepared}
     for words, command in _COMMANDS.items():
         group, _, name = words.rpartition(" ")
-        groups[group].command(name, cls=SettingHintCommand, epilog=_examples_text(words))(command)
+        kind = SettingHintCommand if words in _SHARED else RankZeroCommand
+        groups[group].command(name, cls=kind, epilog=_examples_text(words))(command)
     app.add_typer(checkpoints, name="ckpt")
     app.add_typer(prepared, name="data")
     return app

@@ -1,6 +1,7 @@
 """Arguments and options that several commands share, and the class of commands with `--set`."""
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,8 @@ import typer
 from typer.core import TyperCommand
 
 from fullshard.errors import SpecError
+from fullshard.launch.environment import is_started_by_torchrun
+from fullshard.system.terminal import print_to_stderr
 
 
 def require_positive_number(value: float | None) -> float | None:
@@ -57,6 +60,17 @@ class SettingHintCommand(TyperCommand):
             if "--set" in known and option.startswith("--") and option not in known:
                 _check_is_not_setting(option)
         return super().parse_args(ctx, args)
+
+
+class RankZeroCommand(SettingHintCommand):
+    """A command that only rank 0 runs, of ranks that torchrun or srun started."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if is_started_by_torchrun() and (ranks := os.environ["WORLD_SIZE"]) != "1":
+            if os.environ["RANK"] != "0":
+                return None
+            print_to_stderr(f"note: rank 0 of {ranks} runs {ctx.command_path}, and the others end")
+        return super().invoke(ctx)
 
 
 def _check_is_not_setting(option: str) -> None:

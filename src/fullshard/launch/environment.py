@@ -43,14 +43,19 @@ def drop_leftover_torchrun_variables(environment: MutableMapping[str, str]) -> N
             del environment[name]
 
 
+def set_torchrun_variables_of_srun_task(environment: MutableMapping[str, str]) -> None:
+    """Sets torchrun's variables if srun started this process as one of several tasks, unless they are set."""
+    if is_started_by_srun(environment) and not is_started_by_torchrun(environment):
+        environment.update(torchrun_variables_from_slurm(environment))
+
+
 def prepare_environment_if_started_as_rank(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Sets log levels, threads, allocator and (under srun) torchrun's variables, before a rank imports torch.
 
     Returns False, and sets nothing, if neither torchrun nor srun started this process as a rank. Raises
     LaunchError if only some of a rank's variables are set, or if they are not numbers of a rank.
     """
-    if is_started_by_srun(environment) and not is_started_by_torchrun(environment):
-        environment.update(torchrun_variables_from_slurm(environment))
+    set_torchrun_variables_of_srun_task(environment)
     if "RANK" not in environment:
         return False
     _check_rank_variables(environment)

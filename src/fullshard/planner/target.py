@@ -9,13 +9,14 @@ from typing import Any
 
 from fullshard.errors import PlanError, SpecError
 from fullshard.launch.detect import detect_hardware
+from fullshard.launch.environment import is_started_by_torchrun
 from fullshard.launch.gc import disable_gc
 from fullshard.launch.request import LaunchRequest
 from fullshard.launch.start import choose_rank_count_and_device
 from fullshard.planner.describe.describe_run import describe_run
 from fullshard.planner.search.candidates import LONG_RUN_STEPS
 from fullshard.planner.search.parallel_degrees import most_sequences_shared_by_ranks
-from fullshard.quantities import format_count
+from fullshard.quantities import count_text, format_count
 from fullshard.spec import pretrained
 from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import Hardware
@@ -150,8 +151,8 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
         shared = most_sequences_shared_by_ranks(run, ranks=ranks, per_node=per_node, most_tokens=most)
         if shared is not None:
             return shared, (
-                f"planned with {shared:,} sequences = {format_count(shared * length)} tokens a step, each of "
-                f"which {ranks // shared} or more of the {ranks:,} ranks share"
+                f"planned with {count_text(shared, 'sequence')} = {format_count(shared * length)} tokens a "
+                f"step, each of which {ranks // shared} or more of the {ranks:,} ranks share"
             )
     if tokens is None:
         if sequences * length <= most:
@@ -163,8 +164,8 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
         )
     if sequences * length > 2 * tokens:
         raise PlanError(
-            f"{format_count(tokens)} tokens a step are too few for {ranks:,} ranks.",
-            got=f"{tokens:,} tokens, {once:,} sequences of {length:,} at once",
+            f"{format_count(tokens)} tokens a step are too few for {count_text(ranks, 'rank')}.",
+            got=f"{tokens:,} tokens, {count_text(once, 'sequence')} of {length:,} at once",
             why="every rank computes at least one microbatch of whole sequences a step",
             fix=f"--tokens-per-step {sequences * length}, shorter sequences, or fewer ranks",
         )
@@ -172,18 +173,19 @@ def choose_global_batch(run: Run, *, tokens: int | None, ranks: int, per_node: i
         return sequences, None
     return sequences, (
         f"{tokens:,} tokens a step are {tokens / length:,.2f} sequences of {length:,}; "
-        f"planned with {sequences:,} = {sequences * length:,} tokens, which {ranks:,} ranks can share evenly"
+        f"planned with {sequences:,} = {sequences * length:,} tokens, "
+        f"which {count_text(ranks, 'rank')} can share evenly"
     )
 
 
 def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
-    """Returns the hardware named by `on` with `ranks` ranks, or this machine if `on` is None.
+    """Returns the hardware named by `on` with `ranks` ranks; if `on` is None, this machine or the launcher's.
 
     Raises SpecError for unknown hardware, or ranks that do not fill whole nodes.
     """
     if on is None:
         own, device = choose_rank_count_and_device(LaunchRequest(run=run))
-        return detect_hardware(device, ranks=ranks or own)
+        return detect_hardware(device, ranks=ranks or (None if is_started_by_torchrun() else own))
     hardware = hardware_on(on)
     each, ranks = hardware.ranks_per_node, ranks or hardware.world_size
     if ranks > each and ranks % each:
