@@ -1,7 +1,7 @@
 """Parsing and formatting of bytes, counts, seconds and lists of names as text for people."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fullshard.errors import SpecError
 
@@ -10,7 +10,7 @@ _DECIMAL = ("", "k", "M", "G", "T", "P")
 _BYTE_FACTORS = {unit: 1024**i for i, unit in enumerate(_BINARY)} | {
     unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
 }
-_BYTES = _COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def format_bytes(count: float) -> str:
@@ -22,15 +22,10 @@ def format_bytes(count: float) -> str:
     return f"{sign}{count:.0f} B" if power == 0 else f"{sign}{count:.2f} {_BINARY[power]}"
 
 
-def parse_bytes(text: str) -> int:
-    """Returns the bytes of `"1.5 GiB"`, `"80GB"` or `"4096"`. Raises SpecError for any other text."""
-    match = _BYTES.fullmatch(text)
-    factors = {unit.lower(): factor for unit, factor in _BYTE_FACTORS.items()} | {"": 1}
-    if match is None or match[2].lower() not in factors:
-        raise SpecError(
-            "not a number of bytes.", got=repr(text), fix=f"a number and one of {', '.join(_BYTE_FACTORS)}"
-        )
-    return int(_scale_within_64_bits(match[1], factors[match[2].lower()], text=text))
+def parse_bytes(text: str, *, source: str) -> int:
+    """Returns the bytes of `"1.5 GiB"`, `"80GB"` or `"4096"`. Raises SpecError, which names `source`."""
+    what, fix = f"{source} is not a number of bytes.", f"a number and one of {', '.join(_BYTE_FACTORS)}"
+    return int(_parse_number(text, {"": 1} | _BYTE_FACTORS, what=what, fix=fix))
 
 
 def format_count(count: float) -> str:
@@ -50,18 +45,16 @@ def format_decimal(count: float) -> str:
     return f"{sign}{count:.{digits}f}{_DECIMAL[power]}"
 
 
-def count_text(count: int, noun: str) -> str:
-    """Returns `1 rank`, `1,024 ranks`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def count_text(count: float, noun: str) -> str:
+    """Returns `1 rank`, `1,024 ranks`, `2.5 days`."""
+    return f"{f'{count:,}'.removesuffix('.0')} {noun}{'' if count == 1 else 's'}"
 
 
-def parse_count(text: str) -> int:
-    """Returns the count of `"15T"`, `"4M"`, `"1.5B"` (billion) or `"65_536"`. Raises SpecError."""
-    match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
-    factors = {unit.lower(): 1000**i for i, unit in enumerate(_DECIMAL)} | {"b": 1000**3}
-    if match is None or match[2].lower() not in factors:
-        raise SpecError("not a count.", got=repr(text), fix="a number, with k, M, B, T or P behind it or not")
-    return round(_scale_within_64_bits(match[1], factors[match[2].lower()], text=text))
+def parse_count(text: str, *, source: str) -> int:
+    """Returns the count of `"15T"`, `"1.5B"` or `"65_536"`. Raises SpecError, which names `source`."""
+    factors = {unit: 1000**i for i, unit in enumerate(_DECIMAL)} | {"B": 1000**3}
+    plain, fix = text.replace("_", "").replace(",", ""), "a number, with k, M, B, T or P behind it or not"
+    return round(_parse_number(plain, factors, what=f"{source} is not a count.", fix=fix))
 
 
 def format_trained_token_share(share: float | None) -> str:
@@ -69,12 +62,15 @@ def format_trained_token_share(share: float | None) -> str:
     return "" if share is None or not share < 0.9995 else f"loss on {100 * share:.1f} % of the tokens"
 
 
-def _scale_within_64_bits(digits: str, factor: int, *, text: str) -> float:
-    """Returns the number in `digits` times `factor`. Raises SpecError, with `text`, from 2**63 on."""
-    count = float(digits) * factor
-    if count >= 2**63:
-        raise SpecError("a number is too large.", got=repr(text[:60]), why="it has more than 64 bits")
-    return count
+def _parse_number(text: str, factors: Mapping[str, int], *, what: str, fix: str) -> float:
+    """Returns a number times the factor of its unit, in any case. Raises SpecError for another text."""
+    match, by_unit = _NUMBER.fullmatch(text), {unit.lower(): factor for unit, factor in factors.items()}
+    if match is None or match[2].lower() not in by_unit:
+        raise SpecError(what, got=repr(text), fix=fix)
+    number = float(match[1]) * by_unit[match[2].lower()]
+    if number >= 2**63:
+        raise SpecError(what, got=repr(text[:60]), why="it is too large: it has more than 64 bits")
+    return number
 
 
 def format_seconds(seconds: float) -> str:

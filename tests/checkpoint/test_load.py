@@ -153,7 +153,7 @@ def test_a_target_of_another_shape_or_dtype_is_refused(tmp_path, tensor):
     saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match="1 of another shape or dtype"):
         load(_Careless(0, {"model.uneven": tensor}), tmp_path)
-    with pytest.raises(CheckpointError, match="1 tensors missing"):
+    with pytest.raises(CheckpointError, match="1 tensor missing"):
         load(_Careless(0, {"model.absent": tensor}), tmp_path)
 
 

@@ -375,7 +375,7 @@ def check_same_tensors(expected: Mapping[str, Tensor], saved: Mapping[str, Saved
     found = [("not in the checkpoint: ", missing), ("only in the checkpoint: ", unexpected), ("", other)]
     raise CheckpointError(
         "the checkpoint is of another model or optimizer: "
-        f"{len(missing)} tensors missing, {len(unexpected)} not expected, "
+        f"{count_text(len(missing), 'tensor')} missing, {len(unexpected)} not expected, "
         f"{len(other)} of another shape or dtype.",
         got="; ".join(f"{label}{join_names(names, most=3)}" for label, names in found if names),
         why="names, shapes and dtypes must agree, else weights would silently stay as they were initialised",

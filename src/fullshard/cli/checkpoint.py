@@ -5,12 +5,14 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from fullshard.cli.options import AsJson
+from fullshard.quantities import parse_bytes
 from fullshard.system.terminal import escape_to_single_line
 
 if TYPE_CHECKING:
@@ -117,6 +119,15 @@ def _verify_one_checkpoint(files: "CheckpointFiles", *, part: tuple[int, int]) -
 
 
 ExportFormat = Literal["safetensors", "hf", "peft", "dcp", "torchtitan", "accelerate", "torch"]
+ShardBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--shard-size",
+        metavar="SIZE",
+        parser=partial(parse_bytes, source="--shard-size"),
+        help="Write several files of at most this size (5 GB), and an index.",
+    ),
+]
 
 
 def export_checkpoint(  # signature: typer's, one parameter an option  # noqa: PLR0913
@@ -136,9 +147,7 @@ def export_checkpoint(  # signature: typer's, one parameter an option  # noqa: P
     dtype: Annotated[
         Literal["bf16", "fp32"] | None, typer.Option(help="Dtype of floats, if not as trained.")
     ] = None,
-    shard_size: Annotated[
-        str | None, typer.Option(help="Write several files of at most this size (5 GB), and an index.")
-    ] = None,
+    shard_bytes: ShardBytes = None,
     weights: Annotated[
         Literal["model", "ema"], typer.Option(help="ema writes the averages that a run with [ema] keeps.")
     ] = "model",
@@ -146,9 +155,7 @@ def export_checkpoint(  # signature: typer's, one parameter an option  # noqa: P
 ) -> None:
     """Write a checkpoint as safetensors, or for another trainer."""
     from fullshard.errors import SpecError
-    from fullshard.quantities import parse_bytes
 
-    shard_bytes = None if shard_size is None else parse_bytes(shard_size)
     if form not in ("safetensors", "hf") and (shard_bytes is not None or dtype is not None):
         what = f"--format {form} takes neither --shard-size nor --dtype."
         raise SpecError(what, fix="--format hf, or neither")

@@ -3,16 +3,20 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.quantities import count_text
 from fullshard.system.terminal import escape_control_characters, print_to_stderr
 
 if TYPE_CHECKING:
     from fullshard.takeover.names import MatchedCheckpoint
     from fullshard.takeover.source import ForeignCheckpoint
     from fullshard.takeover.write import ImportTarget
+
+_DIFFERS = """the run continues with other settings than the source: see DIFFERS
+try: the [schedule] of the source, this [optimizer], and a new DIR"""
 
 
 def import_checkpoint(
@@ -45,9 +49,9 @@ def import_checkpoint(
     from fullshard.spec.records.run_files import CHECKPOINTS
     from fullshard.spec.run import Run
     from fullshard.system.small_files import SETTINGS_BYTES, read_text, read_toml
+    from fullshard.takeover import write
     from fullshard.takeover.formats import open_foreign_checkpoint
     from fullshard.takeover.names import ORDERS, match_names
-    from fullshard.takeover.write import ImportTarget, make_snapshot, read_all, write_checkpoint
 
     place = directory if "://" in directory else str(Path(directory, CHECKPOINTS))
     if location_of(place).list_checkpoints():
@@ -57,27 +61,28 @@ def import_checkpoint(
     if run_path is None:
         _print_offered_run(found, source, directory=directory)
         return
-    target = ImportTarget.of_run(Run.load(run_path))
+    target = write.ImportTarget.of_run(Run.load(run_path))
     listed = order if order in (None, *ORDERS) else read_text(order, most_bytes=SETTINGS_BYTES).split()
     names = {key: str(value) for key, value in read_toml(names_path).items()} if names_path else {}
     matched = match_names(found, target.model, names=names, order=listed)
     settings = list(target.compare_settings(matched, step=found.step))
     beside = [(f"{one.key} of {one.group}", str(one)) for one in settings]
     show_labelled_lines([*_report_rows(found, matched, target=target), *beside], file=sys.stderr)
-    snapshot = make_snapshot(found, matched, target=target)
+    snapshot = write.make_snapshot(found, matched, target=target)
     if dry_run:
-        read_all(snapshot)
+        write.read_all(snapshot)
     else:
-        typer.echo(str(write_checkpoint(snapshot, place, plan=target.plan)))
+        typer.echo(str(write.write_checkpoint(snapshot, place, plan=target.plan)))
     if target.run.run.dir != directory:
         print(f"it continues with --set run.dir={directory}", file=sys.stderr)
     if any(one.differs for one in settings):
-        _print_optimizer_of_source(found, matched, target=target)
+        print_to_stderr(f"{_DIFFERS}\n{write.optimizer_toml(found, matched, target=target)}")
         raise typer.Exit(SpecError.exit_code)
 
 
 def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: str) -> None:
-    from fullshard.convert.conversion import convert_config
+    from fullshard.convert.conversion import convert_config, nested_tables
+    from fullshard.system.small_files import toml_text
     from fullshard.takeover.write import offered_settings
 
     offered = offered_settings(found)
@@ -91,26 +96,9 @@ def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: s
         for key in converted.lost_keys:
             print_to_stderr(f"not in this run.toml: {key} of the source's settings")
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
-    typer.echo(_format_toml({"run.dir": directory} | offered, head=head), nl=False)
+    text = toml_text(nested_tables({"run.dir": directory} | offered), head=head, comment=lambda _: None)
+    typer.echo(escape_control_characters(text), nl=False)
     print("nothing is imported: complete this run.toml, and give it as --run", file=sys.stderr)
-
-
-def _print_optimizer_of_source(
-    found: "ForeignCheckpoint", matched: "MatchedCheckpoint", *, target: "ImportTarget"
-) -> None:
-    from fullshard.takeover.write import copy_optimizer
-
-    fix = "try: the [schedule] of the source, this [optimizer], and a new DIR"
-    print(f"the run continues with other settings than the source: see DIFFERS\n{fix}", file=sys.stderr)
-    print(_format_toml(copy_optimizer(found, matched, target=target), head=""), file=sys.stderr)
-
-
-def _format_toml(settings: dict[str, Any], *, head: str) -> str:
-    """Returns TOML text of {dotted key: value}."""
-    from fullshard.convert.conversion import nested_tables
-    from fullshard.system.small_files import toml_text
-
-    return escape_control_characters(toml_text(nested_tables(settings), head=head, comment=lambda _: None))
 
 
 def _report_rows(
@@ -119,7 +107,7 @@ def _report_rows(
     for name, sources in matched.sources.items():
         state = ", ".join(matched.moments.get(name, {})) or "no state of the optimizer"
         count = matched.updates.get(name, found.update_steps)
-        state += "" if count == found.update_steps else f", updated in {count:.0f} steps"
+        state += "" if count == found.update_steps else f", updated in {count_text(round(count), 'step')}"
         yield name, f"{'taken' if sources == (name,) else 'renamed, from ' + ', '.join(sources)}; {state}"
     yield from ((name, "missing in the source") for name in matched.missing)
     yield from ((name, "state not taken: frozen in the run") for name in matched.frozen)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.options import AsJson, Overrides, complete_presets, require_positive_number
+from fullshard.quantities import parse_count
 
 if TYPE_CHECKING:
     from fullshard.planner.result import PlanOptions
@@ -32,15 +33,24 @@ On = Annotated[
 Ranks = Annotated[int | None, typer.Option(min=1, help="Use this many ranks of the hardware.")]
 Length = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of a sequence: 8192.")]
 Tokens = Annotated[
-    str | None,
-    typer.Option(metavar="TOKENS", help="Tokens of a step, over all ranks: 4M, 524288."),
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        parser=partial(parse_count, source="--tokens-per-step"),
+        help="Tokens of a step, over all ranks: 4M, 524288.",
+    ),
 ]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(metavar="MODE", help="fp32, bf16, bf16_reduce, bf16_pure, fp16, fp8, fp8_rowwise."),
 ]
 BudgetOption = Annotated[
-    str | None, typer.Option(metavar="TOKENS", help="Show how long this many tokens take: 15T.")
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        parser=partial(parse_count, source="--budget"),
+        help="Show how long this many tokens take: 15T.",
+    ),
 ]
 Price = Annotated[
     float | None,

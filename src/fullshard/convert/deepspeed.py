@@ -20,6 +20,7 @@ from fullshard.convert.rules import (
     strategy_for_zero_stage,
 )
 from fullshard.errors import SpecError
+from fullshard.quantities import count_text
 
 _ZERO = "zero_optimization"
 
@@ -147,7 +148,8 @@ def _convert_batch_sizes(state: ConversionState) -> None:
     if total:
         state.record_setting(keys[0], "train.global_batch", value=total)
         if micro and steps and not ranks:
-            state.notes.append(f"its batch sizes are for {total // (micro * steps) * shared} ranks")
+            there = count_text(total // (micro * steps) * shared, "rank")
+            state.notes.append(f"its batch sizes are for {there}")
     if state.checked_positive_integer(keys[1]):
         state.record_setting(
             keys[1], "train.microbatch", value=micro, why="sequences per rank and microbatch"

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
 from fullshard.errors import DataError, MissingExtraError
+from fullshard.quantities import count_text
 
 FileKind = Literal["text", "jsonl", "parquet", "memmap"]
 
@@ -81,7 +82,7 @@ def list_matching_files(patterns: Sequence[str], *, kind: FileKind) -> list[Sour
     if not files:
         raise DataError(
             "there is no text to train on.",
-            got=f"{len(found)} files, all empty",
+            got=f"{count_text(len(found), 'file')}, all empty",
             fix="files with text in data.paths",
         )
     return files

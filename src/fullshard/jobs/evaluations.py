@@ -16,7 +16,7 @@ from fullshard.distributed.agreement import rank
 from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.errors import SpecError
 from fullshard.models.loss import Loss
-from fullshard.quantities import format_count
+from fullshard.quantities import count_text, format_count
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.evaluate_section import (
@@ -114,12 +114,13 @@ def evaluation_lines(evaluations: Sequence[RunEvaluation]) -> list[str]:
         settings = one.settings
         if settings.name == VALIDATION:
             continue
-        when = [f"every {settings.every} steps"] if settings.every else []
+        every = "every step" if settings.every == 1 else f"every {settings.every} steps"
+        when = [every] if settings.every else []
         when += ["at the start"] if settings.at_start else []
         when += ["at the end"] if settings.at_end else []
         what = settings.call or settings.task
         if one.data is not None:
-            most = f", at most {settings.sequences:,} sequences" if settings.sequences else ""
+            most = f", at most {count_text(settings.sequences, 'sequence')}" if settings.sequences else ""
             tokens = format_count(one.data.validation_tokens)
             what = f"loss of {tokens} tokens in {', '.join(settings.paths)}{most}"
         weights = ", of the averages" if settings.weights == "ema" else ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
+from fullshard.quantities import count_text
 from fullshard.spec.machine import catalog
 from fullshard.spec.machine.hardware import AttentionKernel, Chip, CollectiveRate, Hardware, Link
 from fullshard.system.process import count_cores_of_rank, count_usable_cores
@@ -102,7 +103,7 @@ def detect_hardware(
         )
     if saved is None:
         return found
-    other = f"; {path} is of {saved.ranks_per_node} ranks on {saved.chip.name}"
+    other = f"; {path} is of {count_text(saved.ranks_per_node, 'rank')} on {saved.chip.name}"
     return found.model_copy(update={"source": found.source + other})
 
 

@@ -21,6 +21,7 @@ from fullshard.launch.gc import disable_gc
 from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, LaunchEventLog, ProcessOutcome
 from fullshard.launch.rank import perform_as_torchrun_rank
 from fullshard.launch.request import LaunchRequest
+from fullshard.quantities import count_text
 from fullshard.spec.plan import DeviceType, too_few_gpus_error
 from fullshard.system.process import RecordedSignals, count_oom_kills, raise_open_file_limit, record_signals
 from fullshard.system.terminal import print_to_stderr
@@ -135,7 +136,7 @@ class RestartBudget:
         gained_nothing = self._note_attempt_and_compare(failure, step or 0)
         pause_seconds = 0.0
         if self.done == self.restarts:
-            said = f"not restarted: it was already, {self.restarts} times (run.restarts)"
+            said = f"not restarted: it was already, {count_text(self.restarts, 'time')} (run.restarts)"
         elif not can_restart_help(failure):
             said = "not restarted: it would fail again"
         elif interrupted_by is not None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from fullshard.distributed.agreement import ErrorCapture
 from fullshard.errors import FullshardError, MissingExtraError, SpecError
+from fullshard.quantities import count_text
 from fullshard.spec.records.run_files import TRACKERS
 from fullshard.spec.run import Run
 from fullshard.spec.settings.run_checks import TRACKERS_OF_EXTRAS
@@ -169,10 +170,10 @@ class TrackerThread:
     def wait_until_closed(self, *, seconds: float) -> None:
         self._thread.join(seconds)
         if self._thread.is_alive():
-            waiting = f"{max(0, self._waiting.qsize() - 1)} steps wait"
-            self._messages.put(f"{self._name} did not end within {CLOSE_SECONDS:g} s; {waiting}")
+            waiting = count_text(max(0, self._waiting.qsize() - 1), "step")
+            self._messages.put(f"{self._name} did not end within {CLOSE_SECONDS:g} s, with {waiting} waiting")
         elif self._left_out:
-            self._messages.put(f"{self._name} was too slow: it lacks {self._left_out:,} steps")
+            self._messages.put(f"{self._name} was too slow: it lacks {count_text(self._left_out, 'step')}")
 
     def _run(self) -> None:
         with ErrorCapture() as caught:

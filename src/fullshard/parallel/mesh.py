@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.distributed import loopback
 from fullshard.distributed.agreement import all_gather_object
 from fullshard.errors import LaunchError, PlanError
+from fullshard.quantities import count_text
 from fullshard.spec.model import SharedAxis
 from fullshard.spec.plan import DeviceType, Plan, too_few_gpus_error
 from fullshard.system.process import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, raise_open_file_limit
@@ -270,7 +271,7 @@ def _choose_and_send_store_prefix(store: dist.Store, *, world_size: int, timeout
             store.set(f"{_MEETING}/answer/{own.decode()}", attempt)
             answered.add(own)
         if time.monotonic() > deadline:
-            got = f"{here + 1} ranks after {timeout.total_seconds():.0f} s"
+            got = f"{count_text(here + 1, 'rank')} after {timeout.total_seconds():.0f} s"
             raise _missing_ranks_error(0, world_size, got=got)
         time.sleep(_TURN_SECONDS)
     return attempt
@@ -432,8 +433,8 @@ def _find_group_of_plan(plan: Plan) -> dist.ProcessGroup:
         )
     if dist.get_world_size() != plan.world_size:
         raise PlanError(
-            f"the plan is for {plan.world_size} ranks.",
-            got=f"{dist.get_world_size()} ranks",
+            f"the plan is for {count_text(plan.world_size, 'rank')}.",
+            got=count_text(dist.get_world_size(), "rank"),
             fix="make the plan with world_size=torch.distributed.get_world_size()",
         )
     return world

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from fullshard.distributed.agreement import all_gather_object, rank
 from fullshard.distributed.tensors import storage_key
 from fullshard.errors import ShardError
-from fullshard.quantities import join_names
+from fullshard.quantities import count_text, join_names
 from fullshard.spec.plan import Dtype, Precision
 from fullshard.torch_private.tensors import (
     gradient_hooks,
@@ -342,7 +342,7 @@ def _find_model_difference_error(
     if extra:
         return ShardError(
             "weights that rank 0 does not.",
-            got=f"{len(extra)} parameters, {extra[0]} among them, on the meta device of rank 0",
+            got=f"{count_text(len(extra), 'parameter')}, {extra[0]} among them, on the meta device of rank 0",
             why="rank 0's values are the ones that every rank gets",
             fix="load the weights on rank 0, or on every rank",
         )

@@ -63,7 +63,7 @@ def plan_fewest_gpus(
     if hardware.across is None:
         limit = "the link between nodes is not known"
     raise PlanError(
-        f"no number of GPUs that was tried is done in {days:g} days.",
+        f"no number of GPUs that was tried is done in {count_text(days, 'day')}.",
         got=f"the quickest that fits: {found}",
         why=f"tried up to {count_text(nodes - 1, 'node')}: {limit}",
         fix="more days, a larger --tokens-per-step, which more GPUs can share, or GPUs with more memory",

@@ -58,7 +58,7 @@ def _parse_machine(text: str) -> tuple[str, float | None]:
     except ValueError:
         dollars = 0.0
     if not 0 < dollars < float("inf"):
-        raise SpecError("the price of a machine is not a positive number.", got=text, fix=f"{name}@2.5")
+        raise SpecError("a price of --machines is not a positive number.", got=text, fix=f"{name}@2.5")
     return name, dollars
 
 

@@ -10,7 +10,7 @@ from fullshard.planner.search.explain import PlanExplanation, explain_plan
 from fullshard.planner.search.parallel_degrees import DegreeSearch, search_parallel_degrees
 from fullshard.planner.search.search import SearchResult, require_best
 from fullshard.planner.target import ModelToPlan, choose_global_batch, choose_hardware, resolve_model_to_plan
-from fullshard.quantities import count_text, format_bytes, format_count, parse_count
+from fullshard.quantities import count_text, format_bytes, format_count
 from fullshard.report.plan import PlanReport, TrainingBudget, plan_rows, show_plan_table
 from fullshard.report.table import show_labelled_lines
 from fullshard.spec.machine.certainty import speed_deviation_of_plan
@@ -47,7 +47,7 @@ class PlanRequest:
         # Active parameters are shown for sparse experts only, as an embedding lookup is not worth a mention.
         if spec.active_numel is not None and spec.active_numel < 0.7 * spec.numel:
             text += f", {format_count(spec.active_numel)} of them for each token"
-        return f"{text}, {blocks} blocks" if blocks else text
+        return f"{text}, {count_text(blocks, 'block')}" if blocks else text
 
     @property
     def hardware_summary(self) -> str:
@@ -64,8 +64,8 @@ class PlanOptions(NamedTuple):
     model: str | None
     pinned: tuple[str, ...]
     ranks: int | None = None
-    tokens_per_step: str | None = None
-    budget: str | None = None
+    tokens_per_step: int | None = None
+    budget: int | None = None
     price: float | None = None
 
     def build_request(
@@ -94,7 +94,7 @@ class PlanOptions(NamedTuple):
         if self.tokens_per_step is not None or is_open:
             sequences, note = choose_global_batch(
                 asked,
-                tokens=None if self.tokens_per_step is None else parse_count(self.tokens_per_step),
+                tokens=self.tokens_per_step,
                 ranks=max(1, hardware.world_size // asked.sharding.ranks_per_sequence),
                 per_node=hardware.ranks_per_node,
             )
@@ -116,10 +116,9 @@ class PlanOptions(NamedTuple):
     def budget_on(self, hardware: Hardware, price: float | None = None) -> TrainingBudget | None:
         """Returns the tokens of --budget and the price of --price or the hardware; None without either."""
         price = price or self.price or hardware.price_per_hour
-        tokens = None if self.budget is None else parse_count(self.budget)
-        if tokens is None and price is None:
+        if self.budget is None and price is None:
             return None
-        figures = {"tokens": tokens, "price_per_hour": price}
+        figures = {"tokens": self.budget, "price_per_hour": price}
         return TrainingBudget.parse(figures, source="--budget and --price")
 
 
@@ -146,7 +145,7 @@ class PlanResult:
     def answer(self) -> str:
         """The answer to a question beyond the plan, with which the page begins; empty without one."""
         days, ranks = self.fewest_for_days, self.best.world_size
-        return "" if days is None else f"fewest for {days:g} days: {count_text(ranks, 'GPU')}"
+        return "" if days is None else f"fewest for {count_text(days, 'day')}: {count_text(ranks, 'GPU')}"
 
     def print_report(self, budget: TrainingBudget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies."""

@@ -24,16 +24,16 @@ def too_few_gpus_error(ranks: int, *, gpus: int, got: str) -> LaunchError:
     """Returns the error for more ranks on a machine than it has GPUs."""
     return LaunchError(
         f"{ranks} ranks need a GPU each.",
-        got=f"{got}, {gpus} GPUs",
+        got=f"{got}, {count_text(gpus, 'GPU')}",
         why="NCCL refuses two ranks on one device",
-        fix=f'{gpus} ranks (run.ranks, or --nproc-per-node of torchrun), or run.device = "cpu"',
+        fix=f'{count_text(gpus, "rank")} (run.ranks, or --nproc-per-node of torchrun), or run.device = "cpu"',
     )
 
 
 def other_rank_count_error(planned: int, ranks: int) -> PlanError:
     """Returns the error for a plan that is not for this number of ranks."""
-    fix = f"start {planned}, or make a plan for {ranks}"
-    return PlanError(f"the plan is for {planned} ranks.", got=f"{ranks} ranks", fix=fix)
+    got, fix = count_text(ranks, "rank"), f"start {planned}, or make a plan for {ranks}"
+    return PlanError(f"the plan is for {count_text(planned, 'rank')}.", got=got, fix=fix)
 
 
 class Fp8Matmuls(FrozenModel):

@@ -35,7 +35,7 @@ from fullshard.distributed.agreement import all_gather_object, all_ranks_have, l
 from fullshard.distributed.tensors import local_tensor
 from fullshard.distributed.unit_order import UnitEvents
 from fullshard.errors import TrainError
-from fullshard.quantities import SHOWN_AT_ENDS, leave_out_middle, rank_list_text
+from fullshard.quantities import SHOWN_AT_ENDS, count_text, leave_out_middle, rank_list_text
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.store_rows import append_row, count_rows
@@ -238,7 +238,7 @@ def _fingerprint_text(one: StepFingerprint | None, names: Sequence[str]) -> str:
     if one is None:
         return "in another collective"
     values = {name: getattr(one, name) for name in names}
-    return ", ".join(f"{v} collectives" if k == "collectives" else f"{k} {v}" for k, v in values.items())
+    return ", ".join(count_text(v, k[:-1]) if k == "collectives" else f"{k} {v}" for k, v in values.items())
 
 
 logger = logging.getLogger("fullshard")

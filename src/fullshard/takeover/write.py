@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.save import CheckpointSaver, Snapshot
+from fullshard.convert.conversion import nested_tables
 from fullshard.distributed.host import as_memoryview
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.build import build_model
@@ -25,6 +26,7 @@ from fullshard.quantities import join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.system.files import xxh3_digest, xxh3_digest_of_file
+from fullshard.system.small_files import toml_text
 from fullshard.takeover.names import MatchedCheckpoint
 from fullshard.takeover.optimizer_state import MOMENTUM_SETTINGS
 from fullshard.takeover.source import ForeignCheckpoint, LazyTensor
@@ -156,7 +158,8 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
         keys, digests = target.state_keys(name), dict[str, str]()
         if set(moments) != set(keys):
             got = f"{join_names(sorted(moments))} of {name}; in the run {join_names([*keys]) or 'nothing'}"
-            fix = "optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there"
+            there = optimizer_toml(source, matched, target=target)
+            fix = f"optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there, which has:\n{there}"
             raise CheckpointError("the source's optimizer is another than the run's.", got=got, fix=fix)
         for key, one in moments.items():
             dtype = wanted[f"model.{name}"].dtype  # as of the state that the run's optimizer makes
@@ -244,10 +247,8 @@ def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
     return {"optimizer.name": kind} | settings | dict(source.settings)
 
 
-def copy_optimizer(
-    source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget
-) -> dict[str, Any]:
-    """Returns {dotted key: value} of an [optimizer] with the source's settings for each of its groups."""
+def optimizer_toml(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, target: ImportTarget) -> str:
+    """Returns TOML of an [optimizer] with the source's settings for each of its groups."""
     offered = {key: one for key, one in offered_settings(source).items() if key.startswith("optimizer.")}
     made: list[dict[str, Any]] = []
     for group in matched.groups:
@@ -259,4 +260,5 @@ def copy_optimizer(
         if names := [name for name in group.names if name in target.groups]:
             made.append({"match": names} | {key: one for key, one in own.items() if one is not None})
     made.sort(key=lambda one: len(one["match"]))
-    return offered | {"optimizer.groups": [*made[:-1], *({**one, "match": ["*"]} for one in made[-1:])]}
+    offered["optimizer.groups"] = [*made[:-1], *({**one, "match": ["*"]} for one in made[-1:])]
+    return toml_text(nested_tables(offered), head="", comment=lambda _: None)

@@ -21,6 +21,7 @@ from fullshard.distributed.sequence_parts import cut_sequences
 from fullshard.distributed.unit_order import find_unit_order_recorder
 from fullshard.errors import TrainError
 from fullshard.models.loss import Loss, next_token_loss
+from fullshard.quantities import count_text
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import ReplicaCheck
 from fullshard.survival.phase import RunPhase
@@ -422,16 +423,16 @@ def _too_many_skipped_error(skips: _SkipsInARow, *, losses: str) -> TrainError:
     count, last = skips.count, skips.last
     if skips.without_labels == count:
         return TrainError(
-            f"{count} steps in a row had nothing to train on.",
+            f"{count_text(count, 'step')} in a row had nothing to train on.",
             got="no label that counts on any rank",
             why="a step without such a label updates nothing",
             fix="data.train_on = all, or a longer data.sequence_length (answers beyond are cut off); "
             "of your own data and loss, labels other than -100, and counts above 0",
         )
     loaded = skips.begun_after if count == skips.total else 0  # step of a checkpoint right before them, or 0
-    or_stands_out = ", or stood out" if last.spike else ""
+    stands_out = ", or stood out" if last.spike else ""
     return TrainError(
-        f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",
+        f"{count_text(count, 'step')} in a row had a loss or gradient norm that is not finite{stands_out}.",
         got=f"loss {last.loss}, gradient norm {last.grad_norm}; in the last of them, {losses}",
         why="nothing was updated in them, and nothing suggests that the next one would differ",
         fix=f"an older checkpoint, if that of step {loaded} is what is wrong (move it away), "

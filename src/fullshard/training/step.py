@@ -290,7 +290,7 @@ def _iterate_expected_batches(batches: Iterable[Any], expected: int, *, where: P
 
 def _microbatch_count_error(got: str, expected: int) -> TrainError:
     return TrainError(
-        f"a step takes {expected} microbatches of each rank.",
+        f"a step takes {expected} microbatch{'' if expected == 1 else 'es'} of each rank.",
         got=got,
         why="gradients are reduced after the last one, on all ranks together",
         fix="data whose microbatches(step, rank=..., plan=plan) yields plan.accumulation of them",

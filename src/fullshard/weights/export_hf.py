@@ -25,6 +25,7 @@ from fullshard.models.adapted_parameters import name_in_base
 from fullshard.models.adapters import ADAPTER, has_transposed_weight, insert_adapters, iterate_adapted_layers
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import build_hf_model, remove_code_references
+from fullshard.quantities import count_text
 from fullshard.spec.pretrained import locate_config_file
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
@@ -259,7 +260,7 @@ def layer_merging_by_name(model: nn.Module, *, base: nn.Module) -> dict[str, Lay
     absent = [name for name, one in names.items() if there.get(name) != one.shape]
     if absent:
         raise _merge_error(
-            f"{len(absent)} tensors that the base model does not have in this shape: {', '.join(absent[:4])}"
+            f"{count_text(len(absent), 'tensor')} not as in the base model: {', '.join(absent[:4])}"
         )
     adapted = dict(iterate_adapted_layers(model))
     layers = {name: _layer_merging(name, layer) for name, layer in adapted.items()}

@@ -29,7 +29,7 @@ from fullshard.offload.state import (
 )
 from fullshard.parallel.materialize import Initialise, initialise_parameters
 from fullshard.parallel.unit_events import reshard_unsharded_units
-from fullshard.quantities import join_names
+from fullshard.quantities import count_text, join_names
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.settings.model_section import HuggingFaceModel
@@ -82,8 +82,8 @@ class LoadReport:
 
     def describe(self) -> str:
         """Returns one line about the tensors read, and one for each kind of difference from the model."""
-        turned = ", ".join(f"{count} {kind}" for kind, count in self.dtypes.items())
-        lines = [f"{self.tensors} tensors from {self.directory}" + (f": {turned}" if turned else "")]
+        read, turned = count_text(self.tensors, "tensor"), [f"{n} {kind}" for kind, n in self.dtypes.items()]
+        lines = [f"{read} from {self.directory}" + (f": {', '.join(turned)}" if turned else "")]
         for names, what in (
             (self.converted, "of them put together as the model has them"),
             (self.surplus, "in the files that the model does not have"),
@@ -167,8 +167,8 @@ def _check_needed_were_read(loaded: LoadReport, parameters: Mapping[str, nn.Para
     if missing:
         surplus = f"; instead it has {join_names(loaded.surplus)}" if loaded.surplus else ""
         raise CheckpointError(
-            f"{loaded.directory} lacks {len(missing)} tensors of the model.",
-            got=f"{loaded.tensors} tensors read, without {join_names(missing)}{surplus}",
+            f"{loaded.directory} lacks {count_text(len(missing), 'tensor')} of the model.",
+            got=f"{count_text(loaded.tensors, 'tensor')} read, without {join_names(missing)}{surplus}",
             why=why,
             fix=fix,
         )
@@ -342,7 +342,7 @@ def _check_shapes_match(shapes: Mapping[str, Shape], found: WeightMap, *, path: 
     ]
     if other:
         raise CheckpointError(
-            f"{path} holds another model: {len(other)} tensors of another shape.",
+            f"{path} holds another model: {count_text(len(other), 'tensor')} of another shape.",
             got=join_names(other),
             fix='the config.json that stands beside the weights; or weights = "none", to start without',
         )

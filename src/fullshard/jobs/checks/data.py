@@ -202,18 +202,18 @@ def check_duplicates(trial: DataTrial) -> Finding:
     shared = [rank for rank, found in by_rank.items() if rank and found == by_rank[0]]
     if shared:
         return Finding.failure(
-            f"ranks 0 and {shared[0]} get the same rows in the first {steps} steps",
+            f"ranks 0 and {shared[0]} get the same rows in the first {count_text(steps, 'step')}",
             why="the step trains on fewer sequences than train.global_batch, and more ranks change nothing",
             fix="rows chosen by `rank` in microbatches(step, rank=..., plan=...)",
         )
     repeated = 1 - len(set(rows)) / max(1, len(rows))
     if repeated > _MOST_REPEATED:
         return Finding.warning(
-            f"{repeated:.0%} of {len(rows)} rows in the first {steps} steps are repeated",
+            f"{repeated:.0%} of {len(rows)} rows in the first {count_text(steps, 'step')} are repeated",
             why="repeated rows are learnt by heart, and hide how well others are predicted",
             fix="data without duplicates, or microbatches that depend on `step`",
         )
-    found = f"{len(rows)} rows in {steps} steps on {count_text(trial.ranks, 'rank')}"
+    found = f"{len(rows)} rows in {count_text(steps, 'step')} on {count_text(trial.ranks, 'rank')}"
     return Finding.ok(f"{found}, {repeated:.1%} repeated")
 
 

@@ -169,7 +169,7 @@ def check_memory_and_quota(context: RunContext) -> Finding:
             what = "the container may use" if min(known) == limit else "the machine has free"
             return Finding.warning(
                 f"{format_bytes(min(known))} of memory {what}",
-                why=f"{context.ranks_on_host} ranks need {format_bytes(needed)}, or the kernel kills one",
+                why=f"its ranks ({context.ranks_on_host}) need {format_bytes(needed)}, or one is killed",
                 fix="fewer ranks or a smaller train.microbatch, or more memory for the container",
             )
     quota, _, period = (machine.read("sys/fs/cgroup/cpu.max") or "").partition(" ")
@@ -232,8 +232,8 @@ def check_settings(context: RunContext) -> Finding:
             why="each setting is valid, and together they rarely are what is intended",
             fix="; ".join(dict.fromkeys(f"{one.key} = {one.value}" for one in found)),
         )
-    section = context.run.train
-    return Finding.ok(f"{section.step_count} steps, warmup of {context.run.schedule.warmup_steps}")
+    steps = count_text(context.run.train.step_count, "step")
+    return Finding.ok(f"{steps}, warmup of {context.run.schedule.warmup_steps}")
 
 
 class _SettingProblem(NamedTuple):

@@ -263,7 +263,7 @@ class Compilation(FrozenModel):
             "recompilation": self.recompilations,
         }
         each = ", ".join(count_text(count, name) for name, count in counts.items())
-        return f"{self.blocks} blocks{eager}: {each}, {format_seconds(self.seconds)}"
+        return f"{count_text(self.blocks, 'block')}{eager}: {each}, {format_seconds(self.seconds)}"
 
 
 class Measurement(FrozenModel):

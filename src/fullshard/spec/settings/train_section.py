@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from fullshard.errors import SpecError
+from fullshard.quantities import count_text
 from fullshard.spec import value
 from fullshard.spec.dealing import newton_schulz_flops
 from fullshard.spec.shard_layout import Shape
@@ -281,7 +282,7 @@ class RecomputeSection(value.FrozenModel):
     @property
     def mode_text(self) -> str:
         """The mode, with `blocks` and `inputs` if they are set: `full`, or `full of 24 blocks`."""
-        blocks = "" if self.blocks is None else f" of {self.blocks} blocks"
+        blocks = "" if self.blocks is None else f" of {count_text(self.blocks, 'block')}"
         return self.mode + blocks + (", inputs on the host" if self.inputs == "host" else "")
 
     def applies_to(self, position: int) -> bool:
