@@ -1,6 +1,9 @@
 """`fullshard data prepare` makes what the run needs, and says what there is."""
 
+import io
 import json
+import os
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,21 @@ def test_data_is_prepared_once_and_summed_up_by_rank_0(tmp_path: Path, capsys, m
     monkeypatch.setenv("RANK", "1")
     assert prepare(tmp_path, *settings) == 0
     assert capsys.readouterr().out == ""
+
+
+def prepare_on_rank(tmp_path: Path, path: str) -> str:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
+        assert (
+            prepare(tmp_path, "data.source=jsonl", f'data.paths=["{path}"]', "data.sequence_length=64") == 0
+        )
+    return printed.getvalue()
+
+
+def test_one_of_the_ranks_that_prepare_data_prints_the_summary(ranks, tmp_path: Path):
+    first, other = ranks(2).run(prepare_on_rank, tmp_path, texts_file(tmp_path / "a.jsonl", 200))
+    assert json.loads(first)["documents"] == 200
+    assert other == ""
 
 
 def test_data_prepare_prints_a_summary_for_people(tmp_path: Path, capsys):

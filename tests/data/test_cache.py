@@ -21,6 +21,8 @@ from fullshard.data.token_store import (
     divide_by_rank,
     get_or_build_entry,
     make_cache_directory,
+    remove_entries,
+    remove_entry,
 )
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSection
@@ -122,6 +124,16 @@ def test_a_damaged_entry_is_removed_without_the_files_of_others(tmp_path: Path):
     with pytest.raises(DataError, match="Directory not empty"):
         get_or_build_entry(tmp_path, "entry", build=counting([]))
     assert [path.read_text() for path in theirs] == ["theirs"] * 3
+
+
+def test_entries_are_removed_with_their_locks_even_if_one_of_both_is_left(tmp_path: Path):
+    for name in ("a-1-x", "a-2-x", "a-3-x", "a-4-y", "b-1-x"):
+        get_or_build_entry(tmp_path, name, build=counting([]))
+    (tmp_path / ".a-2-x.lock").unlink()
+    remove_entry(tmp_path / "a-3-x")
+    remove_entries(tmp_path, "a-*", kept_key="-y")
+    kept = {"a-4-y", ".a-4-y.lock", "b-1-x", ".b-1-x.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path):

@@ -193,6 +193,16 @@ def test_ranges_stay_until_the_digest_is_remembered(tmp_path: Path):
     assert not [*cache.glob("range-*")]
 
 
+def test_a_process_that_locks_a_range_after_all_were_read_leaves_no_lock(tmp_path: Path):
+    reading, answers = FirstReading(tmp_path / "cache", range_bytes=RANGE), iter([None, None])
+    found = reading.read(
+        tokens_file(tmp_path), find=lambda: next(answers, "found"), finish=lambda *_: "read again", waits=True
+    )
+    assert found == "found"
+    assert next(answers, None) is None, "it has asked twice before it had the lock"
+    assert not [*(tmp_path / "cache").glob("*range-*")]
+
+
 def digest_path(path: str) -> str:
     """Returns the name of the file that remembers the digest of `path`."""
     return hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()

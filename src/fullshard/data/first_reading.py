@@ -123,8 +123,8 @@ class FirstReading:
             )
 
         is_divided = len(ranges) > 1 and is_settled and find() is None
-        if is_divided:
-            self._remove_ranges(path, kept_key=key)  # of the file before it changed
+        if is_divided:  # ranges with another key are of the file before it changed
+            token_store.remove_entries(self.root, f"{self._range_prefix(path)}*", kept_key=key)
             token_store.divide_by_rank(ranges, get_range, waits=waits)
 
         def finish_file() -> T:
@@ -136,13 +136,13 @@ class FirstReading:
                 with suppress(OSError):  # else it is read again next time
                     text = json.dumps({"seen": seen, "digest": digest})
                     write_file_atomically(self._remembered_digest_path(path), text)
-            found = finish(digest, facts)
-            if is_divided and find() is not None:  # other ranks find the result now, not the ranges
-                self._remove_ranges(path)
-            return found
+            return finish(digest, facts)
 
         lock = self.lock_of_digest(path)
-        return token_store.find_or_build(find, finish_file, lock=lock, alive=self.alive, waits=waits)
+        found = token_store.find_or_build(find, finish_file, lock=lock, alive=self.alive, waits=waits)
+        if is_divided and find() is not None:  # other ranks find the result now, not the ranges
+            token_store.remove_entries(self.root, f"{self._range_prefix(path)}*-{key}")
+        return found
 
     def reporting(
         self, files: Sequence[SourceFile], now: Callable[[], float] = time.monotonic
@@ -197,12 +197,6 @@ class FirstReading:
             got = f"{now[0]:,} bytes, and {seen[0]:,} before"
             raise DataError(f"{path} changed while it was read.", got=got, fix="a file that nobody writes")
         return hasher.hexdigest(), facts
-
-    def _remove_ranges(self, path: str, *, kept_key: str | None = None) -> None:
-        for entry in self.root.glob(f"{self._range_prefix(path)}*"):
-            if not (kept_key and entry.name.endswith(kept_key)):
-                token_store.remove_entry(entry)
-                entry.with_name(f".{entry.name}.lock").unlink(missing_ok=True)
 
     def _range_size(self, file_size: int) -> int:
         return self.range_bytes * max(-(-file_size // (self.range_bytes * _MOST_RANGES)), 1)

@@ -1,13 +1,22 @@
-"""Opens the sources of a run as token stores, and tokenizes those that are not cached yet."""
+"""Opens the sources of a run as token stores, and tokenizes those that are not cached yet.
+
+[Note: entries, chunks and joins]
+The tokens of a source are one entry of the cache. On one host, one rank makes it, while the others wait. In a
+job on several hosts, the ranks divide the source into chunks. Each chunk is an entry, too, which one rank
+makes. Then one rank joins the chunks: it copies them in order into the entry, and all ranks remove them. The
+entry has the bytes that one host writes; a document may end in a later chunk, so chunks keep all their ends.
+
+If a rank fails or dies, a rank that waits for its lock does its work. If all die, a start with as many ranks
+per host continues with the complete chunks. If each host has a cache of its own, its ranks make all chunks.
+"""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +28,27 @@ from fullshard.data.first_reading import FirstReading, report_progress
 from fullshard.data.memmaps import open_memmap_stores
 from fullshard.data.readers import SHARD_BYTES, FilePart, check_reader_installed, open_dataset, split_file
 from fullshard.data.row_fields import TOKEN_LIMIT
-from fullshard.data.tokenize import TokenizedTask, TokenizeSettings, tokenize_tasks
+from fullshard.data.tokenize import Task, TokenizedTask, TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import list_tokenizer_files, open_tokenizer_safely, read_tokenizer_text
 from fullshard.data.worker import call_in_worker
 from fullshard.errors import DataError
 from fullshard.spec.settings.data_section import DataSection, DataSource, DataSourceFields
 from fullshard.system.files import open_new_file
 from fullshard.system.object_store import is_remote_url, without_secrets
-from fullshard.system.process import count_usable_cores
+from fullshard.system.process import count_cores_of_rank
+
+T = TypeVar("T")
+Facts = dict[str, Any]
+Pieces = Iterable[TokenizedTask]
+Chunk = tuple[str, Sequence[Task]]
+"""(name of the entry of a chunk, its tasks)."""
 
 IN_MEMORY_BYTES = 64 << 20
 """Without a tokenizer, uncompressed texts of at most this size together are encoded in memory, not cached."""
+
+# Size and least tasks of the chunks that the ranks of a host make at once: a compressed file is one task.
+_CHUNK_BYTES, _CHUNK_TASKS, _MOST_CHUNKS = 4 << 30, 64, 1024
+_TOKENS, _OFFSETS, _TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 # Fields of a source that say where its rows are, which the content of the files stands for.
 _LOCATION_FIELDS = {"paths", "validation_paths", "name", "subset", "split", "dtype", "eod_token"}
@@ -41,7 +60,6 @@ _ANSWERS: Mapping[str, Literal["assistant", "completion"]] = {
 }
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
-_TOKENS, _OFFSETS, _TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,10 @@ class _FileSet:
         """True for uncompressed texts that are few enough to be encoded as bytes at each start."""
         small = self.kind == "text" and self.total_file_bytes <= IN_MEMORY_BYTES
         return small and not any(is_compressed(file.path) for file in self.files)
+
+    def list_tasks(self) -> list[list[FilePart]]:
+        """Returns the parts in tasks of about SHARD_BYTES, so that many small files make few tasks."""
+        return _group(self.split(), lambda part: part.size, most_bytes=SHARD_BYTES)
 
 
 def check_validation_files_are_apart(sources: Sequence[DataSource | DataSection]) -> None:
@@ -127,38 +149,30 @@ def open_token_stores(
         dtype="uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "uint32",
         trust_remote_code=section.trust_remote_code,
         chat_template=section.chat_template,
+        vocabulary_size=None if foreign else tokenizer.vocabulary_size,
     )
-    vocabulary = None if foreign else tokenizer.vocabulary_size
     if section.tokenizer is None and files.is_small_text:
-        tasks: list[TokenizedTask] = []
-        offsets, facts = _tokenize_and_write(files, settings, processes=0, write=tasks.append)
+        tasks = [*tokenize_tasks(files.list_tasks(), settings, processes=0)]
+        offsets, facts = _count(tasks, settings)
         tokens = np.concatenate([task.tokens for task in tasks])
-        facts |= {"vocabulary": vocabulary}
         store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
     else:
-        reading = FirstReading(root, alive).reporting(files.files)
-        digests = [*reading.digests(files.files), *files.fingerprints]
-        key = token_store.cache_key({"files": digests, "kind": files.kind, **_settings_cache_facts(settings)})
-        processes = section.processes or count_usable_cores()
-
-        def write_token_files(draft: Path) -> Mapping[str, Any]:
-            facts = _tokenize_into_draft(draft, files, settings=settings, processes=processes, alive=alive)
-            return {**facts, "vocabulary": vocabulary or facts["largest"] + 1}
-
-        entry = token_store.get_or_build_entry(root, f"tokens-{key}", build=write_token_files, alive=alive)
-        store = _open_cached_store(entry, name=files.name)
+        digests = FirstReading(root, alive).reporting(files.files).digests(files.files)
+        facts = {"files": [*digests, *files.fingerprints], "kind": files.kind}
+        name = f"tokens-{token_store.cache_key(facts | _settings_cache_facts(settings))}"
+        entry = _TokenEntry(name, files, settings, section.processes, root, alive)
+        store = _open_cached_store(entry.find_or_make(), files.name)
     _check_has_trained_tokens(store, section)
     return [store]
 
 
-def _open_cached_store(entry: Path, *, name: str) -> token_store.TokenStore:
+def _open_cached_store(entry: Path, name: str) -> token_store.TokenStore:
     facts, trained = token_store.read_manifest(entry), entry / _TRAINED
     tokens = token_store.memory_map_numbers(entry / _TOKENS, facts["dtype"])
     offsets = np.load(entry / _OFFSETS, mmap_mode="r")
     store = token_store.make_token_store(name, entry.name, tokens=tokens, offsets=offsets, facts=facts)
-    if not trained.exists():
-        return store
-    return replace(store, loss_mask=token_store.memory_map_numbers(trained, "uint8"))
+    mask = token_store.memory_map_numbers(trained, "uint8") if trained.exists() else None
+    return replace(store, loss_mask=mask)
 
 
 def _check_has_trained_tokens(store: token_store.TokenStore, section: DataSection) -> None:
@@ -218,68 +232,131 @@ def _list_dataset_parts(fields: DataSourceFields) -> tuple[list[FilePart], list[
     return parts, files, fingerprints
 
 
-def _tokenize_into_draft(
-    draft: Path, files: _FileSet, *, settings: TokenizeSettings, processes: int, alive: token_store.Heartbeat
-) -> Mapping[str, Any]:
-    """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
-    with ExitStack() as stack:
-        read_bytes, what = 0, f"tokenizing {files.name}"
-        reporting = report_progress(what, files.total_file_bytes, count_bytes=lambda: read_bytes, alive=alive)
-        tokens = stack.enter_context(open_new_file(draft / _TOKENS))
-        trained = stack.enter_context(open_new_file(draft / _TRAINED)) if settings.needs_loss_mask else None
+@dataclass(frozen=True)
+class _TokenEntry:
+    """An entry of the cache with the tokens of a source. See [Note: entries, chunks and joins]."""
 
-        def write_task_tokens(one: TokenizedTask) -> None:
-            nonlocal read_bytes
-            tokens.write(one.tokens.data)
-            if trained is not None and one.loss_mask is not None:
-                trained.write(one.loss_mask.data)
-            reporting()
-            read_bytes += one.size
+    name: str
+    files: _FileSet
+    settings: TokenizeSettings
+    processes: int
+    root: Path
+    alive: token_store.Heartbeat
 
-        offsets, facts = _tokenize_and_write(files, settings, processes=processes, write=write_task_tokens)
-    token_store.save_array(draft / _OFFSETS, offsets)
-    if facts["trained"] == facts["tokens"]:
-        (draft / _TRAINED).unlink(missing_ok=True)
-    return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
+    def find_or_make(self) -> Path:
+        """Returns the entry, after the chunks are removed. Ranks on several hosts make it together."""
+        ranks, neighbours = token_store.count_ranks_of_job_and_node()
+        find = partial(token_store.find_complete_entry, self.root / self.name)
+        make = self._make_on_one_host
+        if ranks > neighbours and find() is None and len(chunks := self._list_chunks(neighbours)) > 1:
+            get_chunk = partial(self._reporting_chunks(chunks)._get_chunk, unless=find)
+            token_store.divide_by_rank(chunks, get_chunk, waits=True)
+            make = partial(self._join, chunks)
+        entry = token_store.get_or_build_entry(self.root, self.name, build=make, alive=self.alive)
+        token_store.remove_entries(self.root, f"chunk-{self.name}-*")
+        return entry
+
+    def _make_on_one_host(self, draft: Path) -> Facts:
+        return self._write(draft, self._tokenize(self.files.list_tasks(), ranks=1), doing="tokenizing")
+
+    def _list_chunks(self, neighbours: int) -> list[Chunk]:
+        """Returns the chunks of the source, which are smaller for more ranks per host."""
+        most_bytes = max(_CHUNK_BYTES // neighbours, self.files.total_file_bytes // _MOST_CHUNKS)
+        group = partial(_group, most_bytes=most_bytes, least_count=_CHUNK_TASKS // neighbours)
+        groups = group(self.files.list_tasks(), lambda task: sum(part.size for part in task))
+        return [(f"chunk-{self.name}-{neighbours}-{i}", tasks) for i, tasks in enumerate(groups)]
+
+    def _reporting_chunks(self, chunks: Sequence[Chunk]) -> "_TokenEntry":
+        """Returns an entry that on rank 0 also prints how long the ranks will take to make `chunks`."""
+        what, total = f"tokenizing {self.files.name}", self.files.total_file_bytes
+
+        def count_bytes() -> int:
+            return total * sum((self.root / name).exists() for name, _ in chunks) // len(chunks)
+
+        reporting = report_progress(what, total, count_bytes=count_bytes, alive=self.alive)
+        return replace(self, alive=reporting) if os.environ.get("RANK") == "0" else self
+
+    def _get_chunk(self, chunk: Chunk, waits: bool, *, unless: Callable[[], Any] = lambda: None) -> Path:
+        """Returns the entry of `chunk`, and makes it if there is none. See `get_or_build_entry`."""
+        name, tasks = chunk
+        pieces = self._tokenize(tasks, ranks=token_store.count_ranks_of_job_and_node()[1])
+        make = partial(self._write, pieces=pieces, doing="tokenizing", is_chunk=True)
+        return token_store.get_or_build_entry(
+            self.root, name, build=make, alive=self.alive, waits=waits, unless=unless
+        )
+
+    def _join(self, chunks: Sequence[Chunk], draft: Path) -> Facts:
+        size = self.files.total_file_bytes // len(chunks)
+        stores = (_open_cached_store(self._get_chunk(chunk, True), "") for chunk in chunks)
+        pieces = (TokenizedTask(size, one.tokens, one.ends, one.loss_mask, one.notes) for one in stores)
+        return self._write(draft, pieces, doing="joining the tokens of")
+
+    def _tokenize(self, tasks: Sequence[Task], *, ranks: int) -> Pieces:
+        """Yields the tokens of `tasks`, made by one rank's share of the host's processes."""
+        share = self.processes // ranks if self.processes else int(count_cores_of_rank(ranks))
+        return tokenize_tasks(tasks, self.settings, processes=max(share, 1))
+
+    def _write(self, draft: Path, pieces: Pieces, *, doing: str, is_chunk: bool = False) -> Facts:
+        """Writes `pieces` into the directory `draft`, and returns the contents of its manifest."""
+        done, what, total = 0, f"{doing} {self.files.name}", self.files.total_file_bytes
+        printing = report_progress(what, total, count_bytes=lambda: done, alive=self.alive)
+        report = self.alive if is_chunk else printing  # see `_reporting_chunks`
+        with open_new_file(draft / _TOKENS) as tokens, open_new_file(draft / _TRAINED) as trained:
+
+            def write(piece: TokenizedTask) -> TokenizedTask:
+                nonlocal done
+                tokens.write(piece.tokens.data)
+                trained.write(b"" if piece.loss_mask is None else piece.loss_mask.data)
+                report()
+                done += piece.size
+                return piece
+
+            offsets, facts = _count(map(write, pieces), self.settings, is_chunk=is_chunk)
+        token_store.save_array(draft / _OFFSETS, offsets)
+        if facts["trained"] == facts["tokens"] and not (is_chunk and self.settings.needs_loss_mask):
+            (draft / _TRAINED).unlink()
+        return {"source": self.files.name, "dtype": self.settings.dtype, **facts}
 
 
-def _tokenize_and_write(
-    files: _FileSet, settings: TokenizeSettings, *, processes: int, write: Callable[[TokenizedTask], None]
-) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
+def _count(
+    pieces: Pieces, settings: TokenizeSettings, *, is_chunk: bool = False
+) -> tuple[NDArray[np.int64], Facts]:
+    """Returns (boundaries of the documents, counts). A chunk keeps those of empty documents."""
     ends, tokens, trained, largest = [np.zeros(1, dtype=np.int64)], 0, 0, -1
     notes = token_store.TokenizeNotes()
-    for one in tokenize_tasks(_group_parts_into_tasks(files.split()), settings, processes=processes):
-        write(one)
-        ends.append(one.ends + tokens)
-        tokens += one.tokens.size
-        trained += one.tokens.size if one.loss_mask is None else int(one.loss_mask.sum())
-        largest = max(largest, int(one.tokens.max(initial=0)))
-        notes.add(one.notes)
+    for piece in pieces:
+        ends.append(piece.ends + tokens)
+        tokens += piece.tokens.size
+        trained += piece.tokens.size if piece.loss_mask is None else int(piece.loss_mask.sum())
+        largest = max(largest, int(piece.tokens.max(initial=0)))
+        notes.add(piece.notes)
     boundaries = np.concatenate(ends)
-    offsets = np.unique(boundaries)
+    offsets = boundaries if is_chunk else np.unique(boundaries)
     notes.empty = len(boundaries) - len(offsets)
     notes.skip_messages = notes.skip_messages[:5]
-    return offsets, {"tokens": tokens, "trained": trained, "largest": largest, **vars(notes)}
+    counts = {"documents": len(offsets) - 1, "tokens": tokens, "trained": trained, "largest": largest}
+    return offsets, {**counts, **vars(notes), "vocabulary": settings.vocabulary_size or largest + 1}
 
 
-def _group_parts_into_tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
-    """Groups parts into tasks of about SHARD_BYTES, so that many small files make few tasks."""
-    tasks, size = list[list[FilePart]](), 0
-    for part in parts:
-        if not tasks or size + part.size > SHARD_BYTES:
-            tasks.append([])
+def _group(
+    items: Sequence[T], size_of: Callable[[T], int], *, most_bytes: int, least_count: int = 1
+) -> list[list[T]]:
+    """Returns runs of `items`, which have at most `most_bytes`, or else `least_count` items."""
+    groups, size = list[list[T]](), 0
+    for item in items:
+        if not groups or (size + size_of(item) > most_bytes and len(groups[-1]) >= least_count):
+            groups.append([])
             size = 0
-        tasks[-1].append(part)
-        size += part.size
-    return tasks
+        groups[-1].append(item)
+        size += size_of(item)
+    return groups
 
 
-def _settings_cache_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
+def _settings_cache_facts(settings: TokenizeSettings) -> Facts:
     """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
     # Without pairs the facts lack the field, so that older caches stay valid.
     no_pairs = {"rejected_field"} if settings.fields.rejected_field is None else set[str]()
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "version": 5,
         "fields": settings.fields.model_dump(mode="json", exclude=_LOCATION_FIELDS | no_pairs),
         "train_on": settings.train_on,

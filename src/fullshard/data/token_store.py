@@ -16,7 +16,7 @@ import secrets
 import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -39,7 +39,7 @@ from fullshard.system.small_files import VALUE_BYTES, parse_json, read_bytes
 
 Integers = NDArray[Any]
 T = TypeVar("T")
-Item = TypeVar("Item", bound=Hashable)
+Item = TypeVar("Item")
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -142,6 +142,18 @@ def remove_entry(directory: Path) -> None:
         directory.rmdir()
 
 
+def remove_entries(root: Path, pattern: str, *, kept_key: str = "/") -> None:
+    """Removes the entries whose names match `pattern` and do not end with `kept_key`, and their locks.
+
+    A process that waits for an entry may make its lock again, so each one that may have waited calls this.
+    """
+    for path in (*root.glob(pattern), *root.glob(f".{pattern}.lock")):
+        name = path.name.removeprefix(".").removesuffix(".lock")
+        if not name.endswith(kept_key):
+            remove_entry(root / name)
+            (root / f".{name}.lock").unlink(missing_ok=True)
+
+
 class BuiltElsewhere(Exception):
     """Raised instead of waiting for what another process builds or reads at this moment."""
 
@@ -177,24 +189,29 @@ def find_or_build(
         raise _unwritable_cache_error(lock.parent, error) from error
 
 
+def count_ranks_of_job_and_node() -> tuple[int, int]:
+    """Returns (number of ranks that start together, number of those on this node)."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def divide_by_rank(items: Sequence[Item], get: Callable[[Item, bool], T], *, waits: bool) -> list[T]:
     """Returns `get(item, waits)` for each item. Ranks that start together divide the items.
 
     Ranks of a node begin at the same item or near it, and leave to others those for which `get` raises
     BuiltElsewhere. With `waits`, a rank gets these at the end, and does the work of ranks that have failed.
     """
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    first, found, passed = len(items) * rank // ranks, dict[Item, T](), 0
-    for item in [*items[first:], *items[:first]]:
+    rank, (ranks, neighbours) = int(os.environ.get("RANK", "0")), count_ranks_of_job_and_node()
+    first, found, passed = len(items) * rank // ranks, dict[int, T](), 0
+    for i in [*range(first, len(items)), *range(first)]:
         try:
-            found[item], passed = get(item, False), 0
+            found[i], passed = get(items[i], False), 0
         except BuiltElsewhere:
             passed += 1
             # Thousands of ranks would ask for each item. Those of a node may be alone with their cache.
             if ranks > len(items) and passed == neighbours:
                 break
-    return [found[item] if item in found else get(item, waits) for item in items]
+    return [found[i] if i in found else get(item, waits) for i, item in enumerate(items)]
 
 
 def find_complete_entry(entry: Path) -> Path | None:
@@ -325,6 +342,7 @@ def make_token_store(
     facts: the counts of the tokenization, which are the manifest of a cache entry
     """
     known = {one.name: facts[one.name] for one in fields(TokenizeNotes) if one.name in facts}
+    known["unwritten"] = Counter[str](known.get("unwritten", {}))
     return TokenStore(
         name=name,
         key=key,

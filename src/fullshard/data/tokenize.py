@@ -44,6 +44,7 @@ class TokenizeSettings:
     dtype: dtype of the tokens
     trust_remote_code: see `DataSection`
     limits: limits of each worker; not used with `trust_remote_code`
+    vocabulary_size: the tokenizer's; None for tokens that another program made
     """
 
     fields: DataSourceFields
@@ -55,6 +56,7 @@ class TokenizeSettings:
     trust_remote_code: bool = False
     chat_template: str | None = None
     limits: Limits = LIMITS
+    vocabulary_size: int | None = None
 
     @property
     def needs_loss_mask(self) -> bool:
