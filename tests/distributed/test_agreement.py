@@ -1,7 +1,10 @@
 """A failure on one rank is raised on all."""
 
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -67,6 +70,63 @@ def test_all_ranks_return_or_raise_what_rank_zero_does(ranks):
     assert first == ["3", "3", "PlanError: no plan.\n  got: 4\n  try: 5", "ZeroDivisionError: by 0"]
     lost = "LaunchError: rank 0 failed in work that it does for all ranks.\n  got: ZeroDivisionError: by 0"
     assert others == [[*first[:3], lost]] * 2
+
+
+def call_while_others_work(directory: str, error: Exception | None) -> object:
+    """Returns the result or error of a call on rank 0 while the others work, of which one fails."""
+    others, done = (
+        [Path(directory, str(rank)) for rank in range(1, dist.get_world_size())],
+        Path(directory, "0"),
+    )
+
+    def act() -> int:
+        wait_for(*others)
+        done.touch()
+        if error is not None:
+            raise error
+        return 3
+
+    def work(alive: Callable[[], None]) -> None:
+        others[dist.get_rank() - 1].touch()
+        if dist.get_rank() == 1:
+            raise ValueError("rank 1 fails")
+        wait_for(done)
+        while True:
+            time.sleep(0.1)
+            alive()
+
+    try:
+        return call_on_rank_zero(act, meanwhile=work)
+    except PlanError as raised:
+        return raised.what
+
+
+def wait_for(*paths: Path) -> None:
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [None, PlanError("no plan.")])
+def test_other_ranks_work_until_the_call_on_rank_zero_ends(ranks, tmp_path: Path, error: PlanError | None):
+    found = ranks(3).run(call_while_others_work, str(tmp_path), error)
+    assert found == [3 if error is None else "no plan."] * 3
+
+
+def interrupt_other_rank(interrupt: type[BaseException]) -> None:
+    def work(alive: Callable[[], None]) -> None:
+        raise interrupt
+
+    if dist.get_rank() == 0:
+        call_on_rank_zero(lambda: 3, meanwhile=work)
+        return
+    with pytest.raises(interrupt):
+        call_on_rank_zero(lambda: 3, meanwhile=work)
+    dist.broadcast_object_list([None], src=0)  # rank 0 waits until the end of this rank is noticed
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_rank_that_works_meanwhile_is_raised(ranks, interrupt: type[BaseException]):
+    ranks(2).run(interrupt_other_rank, interrupt)
 
 
 def return_and_raise_what_cannot_be_pickled() -> list[str]:

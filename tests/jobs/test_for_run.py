@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import time
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.records.event import RunEvent
 from fullshard.spec.run import Run
+from tests.data.samples import texts_file
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
 
@@ -114,6 +116,27 @@ def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> No
     steps = by_epochs.run.train.step_count
     assert f"sequences: train.steps = {steps}" in capsys.readouterr().err
     assert by_epochs == planned(*data, f"train.steps={steps}")
+
+
+def plan_of_epochs_on_ranks(settings: tuple[str, ...], cache: str) -> int:
+    """Returns the number of steps of a run, which rank 0 plans after others have tokenized the data."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    own = request(*settings, f"data.cache={cache}")
+
+    def make_plan() -> LaunchRequest:
+        while not [*Path(cache).glob("tokens-*")]:
+            time.sleep(0.01)
+        return request_with_plan(own, plain_defaults=True)
+
+    with redirect_stderr(io.StringIO()), planned_on_rank_zero(own, make_plan) as planned:
+        return planned.run.train.step_count
+
+
+def test_other_ranks_tokenize_the_data_of_epochs_too(ranks, tmp_path: Path) -> None:
+    path = texts_file(tmp_path / "a.jsonl", 100)
+    data = ("data.source=jsonl", f'data.paths=["{path}"]', "train.epochs=3", "data.processes=1")
+    first, other = ranks(2).run(plan_of_epochs_on_ranks, data, str(tmp_path / "cache"))
+    assert first == other > 1
 
 
 def test_settings_that_a_launcher_replaces_are_noted(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

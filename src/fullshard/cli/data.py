@@ -18,7 +18,7 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
     """
     from fullshard.data.build import build_packed_data, resolve_epochs, tokenizer_vocabulary_size
     from fullshard.errors import SpecError
-    from fullshard.launch.environment import prepare_environment_if_started_as_rank
+    from fullshard.launch.environment import is_started_by_torchrun
     from fullshard.models.build import check_vocabulary
     from fullshard.spec.run import Run
     from fullshard.spec.settings.run_checks import check_own_model_has_data
@@ -32,16 +32,13 @@ def prepare_data(run_path: RunPath = None, *, overrides: Overrides = None, as_js
         )
     check_own_model_has_data(run)
     check_vocabulary(run, token_count=tokenizer_vocabulary_size(run.data))
-    prepare_environment_if_started_as_rank()  # so that ranks of srun divide the work
     data = build_packed_data(run)
     check_vocabulary(run, token_count=data.vocabulary)
-    if os.environ.get("RANK", "0") != "0":  # all ranks have made the same data, together
+    if is_started_by_torchrun() and os.environ["RANK"] != "0":  # the ranks have made the data together
         return
     steps = resolve_epochs(run, data).train.step_count
     epochs = steps * run.train.global_batch / data.training_sequences
     summary: dict[str, Any] = data.summary_values() | {"steps": steps, "epochs": epochs}
-    if os.environ.get("RANK", "0") != "0":
-        return
     if as_json:
         typer.echo(json.dumps(summary))
         return

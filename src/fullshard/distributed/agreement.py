@@ -144,12 +144,17 @@ def run_on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -
     return (results or pickle.loads(content))[0]
 
 
-def call_on_rank_zero(act: Callable[[], T]) -> T:
+def call_on_rank_zero(
+    act: Callable[[], T], *, meanwhile: Callable[[Callable[[], None]], object] = lambda alive: None
+) -> T:
     """Calls `act()`, which may take hours, on rank 0, and returns its result on all ranks. Collective.
 
     All ranks raise a FullshardError that `act` raises, and a LaunchError if it calls `sys.exit`. If it raises
     another error or its result cannot be pickled, rank 0 raises that error, and the others a LaunchError.
     Without a process group, returns `act()`.
+
+    meanwhile: called on the other ranks, with a function for it to call regularly, which raises an error once
+        `act` has ended; its errors are ignored
 
     >>> fs.call_on_rank_zero(lambda: 3)  # such as a plan, which need not be made on each rank
     3
@@ -158,7 +163,15 @@ def call_on_rank_zero(act: Callable[[], T]) -> T:
         return act()
     attempt, results, content = ErrorCapture(), list[T](), b""
     # The others wait in the store: a collective would time out. All ranks count the same calls.
-    key = f"fullshard/call/{store.add(f'fullshard/calls/{rank()}', 1)}"
+    key, due = f"fullshard/call/{store.add(f'fullshard/calls/{rank()}', 1)}", 0.0
+
+    def raise_if_done() -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + _MOST_PAUSE_SECONDS
+            if store.check([key]):
+                raise LaunchError("rank 0 has ended its work.")
+
     if rank() == 0:
         with attempt:
             try:
@@ -167,6 +180,9 @@ def call_on_rank_zero(act: Callable[[], T]) -> T:
                 raise LaunchError.for_early_exit(left) from left
             content = pickle.dumps(results)
         store.set(key, "done")
+    else:
+        with ErrorCapture():
+            meanwhile(raise_if_done)
     # Python runs no handler of a signal within `store.wait`, and torch warns when its time is over.
     began = time.monotonic()
     while not store.check([key]):  # raises if the store has gone

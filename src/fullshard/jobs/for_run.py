@@ -49,7 +49,8 @@ def planned_on_rank_zero(
 
     There the ranks open the process group of `request` first, and `call_on_rank_zero` calls `make_plan`. If
     that fails, rank 0 raises its error, and the others exit with its exit code: one text is shown. A rank
-    with other settings than rank 0 keeps those of `_PATHS_OF_NODE`, and prints the others.
+    with other settings than rank 0 keeps those of `_PATHS_OF_NODE`, and prints the others. To plan epochs,
+    rank 0 needs the data, which all ranks build together.
 
     timeout_seconds: how long the ranks wait for each other; None for the run's time
     """
@@ -60,12 +61,19 @@ def planned_on_rank_zero(
     with freeze_imports_in_gc():
         from fullshard.distributed.agreement import call_on_rank_zero
         from fullshard.parallel.mesh import process_group
+
+    def build_epochs(alive: Callable[[], None]) -> None:
+        if request.run.train.epochs is not None and request.run.data.source != "python":
+            import_module("fullshard.data.build").build_data(request.run, alive=alive)
+
     timeout_seconds = timeout_seconds or request.run.fault_tolerance.process_group_timeout_seconds
     with ExitStack() as stack:
         with OwnFaultRecorder(request.run.run.dir):
             stack.enter_context(process_group(request.run.run.device, timeout_seconds=timeout_seconds))
             try:
-                texts = call_on_rank_zero(lambda: [o.model_dump_json() for o in (make_plan(), request)])
+                texts = call_on_rank_zero(
+                    lambda: [o.model_dump_json() for o in (make_plan(), request)], meanwhile=build_epochs
+                )
             except FullshardError as error:
                 if os.environ["RANK"] == "0":
                     raise
