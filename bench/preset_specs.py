@@ -3,15 +3,16 @@
     python -m bench.preset_specs [NAME …]
 
 Run it after a change of what `describe` finds. The first line of a file names the version of torch that it
-ran with; add others with which `test_a_shipped_spec_equals_a_fresh_one` passes. It takes about half a minute
-of processor time for each preset; with names, it describes these, and keeps the others' specs. A model of
-transformers is described for each kernel of attention, whose name is in its key. Of presets from 100B
-parameters on, the parts that each of 8 ranks has are described too, since there are often more ranks than
-sequences in a batch. A mixture is also described for each number of ranks, in nodes of 8, that may divide
-their experts, in a second file: three are traced, for minutes, and the others follow. A third file has two
-specs of each reference decoder, from eight traces: with whole sequences, and with sequences that ranks share.
-The specs of other sequence lengths follow from these. The default run, whose name here is `default`, is
-described for CPU ranks, so that a first run there starts without a trace of 5 to 20 s.
+ran with; add others with which `test_a_shipped_spec_equals_a_fresh_one` passes. It takes about ten seconds
+of processor time for each spec; with names, it describes these presets, and keeps the others' specs. A model
+of transformers is described for each kernel of attention, whose name is in its key. Of presets from LARGE
+parameters on, the parts that each of 2, 4 and 8 ranks has of its matmuls are described too, for the kernel
+of H100 and later, since there are often more ranks than sequences in a batch. A mixture is also described
+for each number of ranks, in nodes of 8, that may divide their experts, in a second file: three are traced,
+and the others follow. A third file has two specs of each dense reference decoder that is made for more than
+LONG tokens, and of each division of its matmuls, from eight traces: with whole sequences, and with sequences
+that ranks share. The specs of other sequence lengths follow from these. The default run, whose name here is
+`default`, is described for CPU ranks, so that a first run there starts without a trace of 5 to 20 s.
 """
 
 import json
@@ -35,7 +36,7 @@ from fullshard.planner.describe.describe_run import (
     version_without_build,
 )
 from fullshard.planner.describe.sequence_lengths import settings_for_any_length
-from fullshard.planner.search.parallel_degrees import iterate_expert_degrees
+from fullshard.planner.search.parallel_degrees import iterate_expert_degrees, iterate_tensor_degrees
 from fullshard.planner.target import resolve_model_to_plan
 from fullshard.spec.machine.catalog import hardware_on
 from fullshard.spec.machine.hardware import AttentionKernel
@@ -43,9 +44,10 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
-from fullshard.spec.settings.model_section import DecoderConfig, can_decoder_be_split
+from fullshard.spec.settings.model_section import DecoderConfig
 
-PER_NODE, LARGE = 8, 1e11
+PER_NODE, LARGE, LONG = 8, 8e9, 8192
+H100_KERNEL: AttentionKernel = "cudnn_256"
 FILES = (SHIPPED_FILE, SHIPPED_EXPERTS_FILE, SHIPPED_LENGTHS_FILE)
 torch = version_without_build(version("torch"))
 os.environ[VARIABLE] = OFF  # nothing is read from the cache
@@ -76,6 +78,11 @@ def add_specs_of_divided_experts(name: str, run: Run, spec: ModelSpec, *, kernel
         add_spec(name, own, "cuda", kernel=kernel, path=SHIPPED_EXPERTS_FILE)
 
 
+def has_specs_of_all_lengths(model: DecoderConfig) -> bool:
+    """Returns whether the model is dense, and made for sequences longer than those of the other files."""
+    return not model.is_mixture and model.max_sequence > LONG
+
+
 def add_specs_of_all_lengths(name: str, run: Run) -> None:
     """Adds the specs from which those of any length follow, with whole sequences and with shared ones."""
     for shared in (False, True):
@@ -93,23 +100,21 @@ def add_specs_of_all_lengths(name: str, run: Run) -> None:
 
 
 for preset in read_presets():
-    is_decoder = isinstance(preset.model, DecoderConfig)
-    for ranks in (1, PER_NODE):
-        settings = ["precision.mode=bf16", f"sharding.tensor_parallel={ranks}"]
-        run = resolve_model_to_plan(preset.name).load_run(settings)
-        kernels = ("flash",) if is_decoder else get_args(AttentionKernel)
-        specs = {kernel: add_spec(preset.name, run, "cuda", kernel=kernel) for kernel in kernels}
-        spec = specs["flash"]
-        assert spec is not None, "every preset is shipped with whole experts"
-        if is_decoder:
-            add_specs_of_all_lengths(preset.name, run)
-        for kernel in kernels if ranks == 1 else ():
-            add_specs_of_divided_experts(preset.name, run, spec, kernel=kernel)
-        can_be_split = isinstance(preset.model, DecoderConfig) and can_decoder_be_split(
-            preset.model, PER_NODE
-        )
-        if spec.numel < LARGE or not can_be_split:
+    is_decoder, numel = isinstance(preset.model, DecoderConfig), 0
+    whole = resolve_model_to_plan(preset.name).load_run(["precision.mode=bf16"])
+    open_run = whole.with_settings({"sharding": {"tensor_parallel": "auto"}})
+    for tensor in (1, *iterate_tensor_degrees(open_run, per_node=PER_NODE)):
+        if tensor > 1 and numel < LARGE:
             break
+        run = whole.with_settings({"sharding": {"tensor_parallel": tensor}})
+        kernels = ("flash",) if is_decoder else get_args(AttentionKernel) if tensor == 1 else (H100_KERNEL,)
+        for kernel in kernels:
+            spec = add_spec(preset.name, run, "cuda", kernel=kernel)
+            assert spec is not None, "every preset is shipped with whole experts"
+            numel = max(numel, spec.numel)
+            add_specs_of_divided_experts(preset.name, run, spec, kernel=kernel)
+        if isinstance(preset.model, DecoderConfig) and has_specs_of_all_lengths(preset.model):
+            add_specs_of_all_lengths(preset.name, run)
 for mode in ("none", "auto"):  # a first run tries the first, and traces the second only if it may pay
     add_spec("default", Run.load(overrides=["precision.mode=fp32", f"recompute.mode={mode}"]), "cpu")
 for path, own_lines in lines.items():

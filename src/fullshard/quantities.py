@@ -23,7 +23,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str, *, source: str) -> int:
-    """Returns the bytes of `"1.5 GiB"`, `"80GB"` or `"4096"`. Raises SpecError, which names `source`."""
+    """Returns the bytes of `"1.5 GiB"`, `"80GB"` or `"4096"`. Raises SpecError for other text of `source`."""
     what, fix = f"{source} is not a number of bytes.", f"a number and one of {', '.join(_BYTE_FACTORS)}"
     return int(_parse_number(text, {"": 1} | _BYTE_FACTORS, what=what, fix=fix))
 
@@ -47,13 +47,14 @@ def format_decimal(count: float) -> str:
 
 def count_text(count: float, noun: str) -> str:
     """Returns `1 rank`, `1,024 ranks`, `2.5 days`."""
-    return f"{f'{count:,}'.removesuffix('.0')} {noun}{'' if count == 1 else 's'}"
+    number = f"{int(count):,}" if count == int(count) else f"{count:,g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"
 
 
 def parse_count(text: str, *, source: str) -> int:
-    """Returns the count of `"15T"`, `"1.5B"` or `"65_536"`. Raises SpecError, which names `source`."""
+    """Returns the count of `"15T"`, `"1.5B"` or `"65_536"`. Raises SpecError for other text of `source`."""
     factors = {unit: 1000**i for i, unit in enumerate(_DECIMAL)} | {"B": 1000**3}
-    plain, fix = text.replace("_", "").replace(",", ""), "a number, with k, M, B, T or P behind it or not"
+    plain, fix = text.replace("_", "").replace(",", ""), "a number, optionally followed by k, M, B, T or P"
     return round(_parse_number(plain, factors, what=f"{source} is not a count.", fix=fix))
 
 
@@ -63,13 +64,13 @@ def format_trained_token_share(share: float | None) -> str:
 
 
 def _parse_number(text: str, factors: Mapping[str, int], *, what: str, fix: str) -> float:
-    """Returns a number times the factor of its unit, in any case. Raises SpecError for another text."""
+    """Returns a number times the factor of its unit, whose case does not count. Raises SpecError."""
     match, by_unit = _NUMBER.fullmatch(text), {unit.lower(): factor for unit, factor in factors.items()}
     if match is None or match[2].lower() not in by_unit:
         raise SpecError(what, got=repr(text), fix=fix)
     number = float(match[1]) * by_unit[match[2].lower()]
     if number >= 2**63:
-        raise SpecError(what, got=repr(text[:60]), why="it is too large: it has more than 64 bits")
+        raise SpecError(what, got=repr(text[:60]), why="it is too large for 64 bits")
     return number
 
 

@@ -17,7 +17,7 @@ def prepare(tmp_path: Path, *settings: str) -> int:
     return main(["data", "prepare", *(word for one in own for word in ("--set", one)), "--json"])
 
 
-def test_data_is_prepared_once_and_summed_up_by_rank_0(tmp_path: Path, capsys, monkeypatch):
+def test_data_is_prepared_once(tmp_path: Path, capsys):
     texts_file(tmp_path / "a.jsonl", 200)
     tokenizer = save_tokenizer(tmp_path / "tok")
     settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/*.jsonl"]', f'data.tokenizer="{tokenizer}"')
@@ -31,9 +31,6 @@ def test_data_is_prepared_once_and_summed_up_by_rank_0(tmp_path: Path, capsys, m
     assert prepare(tmp_path, *settings) == 0
     assert json.loads(capsys.readouterr().out) == summary
     assert written == {path: path.stat().st_mtime_ns for path in written}
-    monkeypatch.setenv("RANK", "1")
-    assert prepare(tmp_path, *settings) == 0
-    assert capsys.readouterr().out == ""
 
 
 def prepare_on_rank(tmp_path: Path, path: str) -> str:

@@ -283,7 +283,7 @@ TASK_OF_SRUN = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
 @pytest.mark.parametrize(
     ("launcher", "variable"), [(RANK_OF_TORCHRUN, "RANK"), (TASK_OF_SRUN, "SLURM_PROCID")]
 )
-def test_of_the_ranks_of_a_launcher_one_plans_for_all(
+def test_rank_zero_alone_plans_for_all_ranks(
     launcher: dict[str, str], variable: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torchruns = (*RANK_OF_TORCHRUN, "LOCAL_WORLD_SIZE", "RANK")
@@ -291,7 +291,8 @@ def test_of_the_ranks_of_a_launcher_one_plans_for_all(
         for name in torchruns:  # those of srun's tasks are set by the command
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
-        for name, value in (launcher | {variable: str(rank)}).items():
+        local = variable.replace("RANK", "LOCAL_RANK").replace("PROCID", "LOCALID")
+        for name, value in (launcher | {variable: str(rank), local: str(rank)}).items():
             monkeypatch.setenv(name, value)
         assert main(["plan", "--set", "run.device=cpu", "--json"]) == 0
         out, err = capsys.readouterr()

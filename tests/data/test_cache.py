@@ -126,7 +126,7 @@ def test_a_damaged_entry_is_removed_without_the_files_of_others(tmp_path: Path):
     assert [path.read_text() for path in theirs] == ["theirs"] * 3
 
 
-def test_entries_are_removed_with_their_locks_even_if_one_of_both_is_left(tmp_path: Path):
+def test_an_entry_without_lock_and_a_lock_without_entry_are_removed_too(tmp_path: Path):
     for name in ("a-1-x", "a-2-x", "a-3-x", "a-4-y", "b-1-x"):
         get_or_build_entry(tmp_path, name, build=counting([]))
     (tmp_path / ".a-2-x.lock").unlink()

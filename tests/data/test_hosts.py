@@ -17,7 +17,7 @@ from fullshard.data.token_store import make_cache_directory
 from fullshard.errors import DataError
 from tests.data.samples import run_of
 
-RANKS_PER_HOST = 4096  # of which one is in time; a chunk is then one task
+RANKS_PER_HOST = 4096  # one of each host is started; with so many, a chunk is one task
 TASK_BYTES = 1 << 20
 
 
@@ -95,7 +95,7 @@ def open_store_on_hosts(job: Job, failing: int = -1) -> str | None:
     return None
 
 
-def entries(cache: str | Path) -> dict[str, bytes]:
+def cache_file_contents(cache: str | Path) -> dict[str, bytes]:
     """Returns the content of each file of the cache, except remembered digests."""
     paths = [path for path in Path(cache).rglob("*") if path.is_file() and path.parent.name != "digests"]
     return {str(path.relative_to(cache)): b"" if "lock" in path.name else path.read_bytes() for path in paths}
@@ -106,13 +106,11 @@ def entries(cache: str | Path) -> dict[str, bytes]:
     [(write_texts, 1), (write_rows_of_tokens, 1), (write_rows_of_tokens, 2)],
     indirect=["job"],
 )
-def test_hosts_leave_the_files_of_one_host_in_a_cache_that_they_share_or_in_each(
-    ranks, job: Job, caches: int
-):
+def test_several_hosts_write_the_same_files_as_one(ranks, job: Job, caches: int):
     job = replace(job, caches=job.caches[:caches])
     assert ranks(2).run(open_store_on_hosts, job) == [None] * 2
-    assert all(entries(cache) == entries(job.one) for cache in job.caches)
-    assert len(entries(job.one)) == 4 + ("records" in job.settings)
+    assert all(cache_file_contents(cache) == cache_file_contents(job.one) for cache in job.caches)
+    assert len(cache_file_contents(job.one)) == 4 + ("records" in job.settings)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -120,7 +118,7 @@ def test_the_chunk_of_a_rank_that_fails_is_tokenized_by_another(ranks, job: Job,
     job = replace(job, caches=job.caches[:1])
     found = ranks(2).run(open_store_on_hosts, job, failing)
     assert found == ["this rank failed." if host == failing else None for host in range(2)]
-    assert entries(job.caches[0]) == entries(job.one)
+    assert cache_file_contents(job.caches[0]) == cache_file_contents(job.one)
 
 
 @pytest.fixture
@@ -150,7 +148,7 @@ def test_a_job_that_was_interrupted_continues_with_its_chunks(job: Job):
     )
     assert kept in chunks
     assert len(chunks) == 3
-    assert entries(cache) == entries(job.one)
+    assert cache_file_contents(cache) == cache_file_contents(job.one)
 
 
 @pytest.mark.usefixtures("first_rank")

@@ -118,7 +118,7 @@ def test_a_run_of_epochs_is_the_run_of_their_steps(tmp_path: Path, capsys) -> No
     assert by_epochs == planned(*data, f"train.steps={steps}")
 
 
-def plan_of_epochs_on_ranks(settings: tuple[str, ...], cache: str) -> int:
+def step_count_planned_on_rank_zero(settings: tuple[str, ...], cache: str) -> int:
     """Returns the number of steps of a run, which rank 0 plans after others have tokenized the data."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     own = request(*settings, f"data.cache={cache}")
@@ -135,7 +135,7 @@ def plan_of_epochs_on_ranks(settings: tuple[str, ...], cache: str) -> int:
 def test_other_ranks_tokenize_the_data_of_epochs_too(ranks, tmp_path: Path) -> None:
     path = texts_file(tmp_path / "a.jsonl", 100)
     data = ("data.source=jsonl", f'data.paths=["{path}"]', "train.epochs=3", "data.processes=1")
-    first, other = ranks(2).run(plan_of_epochs_on_ranks, data, str(tmp_path / "cache"))
+    first, other = ranks(2).run(step_count_planned_on_rank_zero, data, str(tmp_path / "cache"))
     assert first == other > 1
 
 

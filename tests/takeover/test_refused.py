@@ -243,13 +243,17 @@ def test_tensors_that_the_source_lacks_are_named(tmp_path: Path) -> None:
 
 def test_state_without_a_parameter_and_state_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     state = {"exp_avg": torch.ones(11, 6), "exp_avg_sq": torch.ones(11, 6), "step": torch.tensor(1.0)}
-    one = {"state": {"embed.weight": state}, "param_groups": []}
-    one["param_groups"] = [{"params": ["embed.weight"], "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5}]
-    with pytest.raises(CheckpointError, match="another than the run's") as refused:
-        taken_over(saved(tmp_path, optimizer=one), run_of(tmp_path, SGD))
-    _, _, pasted = str(refused.value).partition("which has:\n")
-    found = tomllib.loads(pasted)["optimizer"]
-    assert (found["name"], found["learning_rate"], found["betas"]) == ("adamw", 0.01, [0.8, 0.9])
+    group = {"params": ["embed.weight"], "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5}
+    for moments, groups, options in (
+        (state, [], {}),
+        (state | {"max_exp_avg_sq": torch.ones(11, 6)}, [group], {"amsgrad": True}),
+    ):
+        one = {"state": {"embed.weight": moments}, "param_groups": groups}
+        with pytest.raises(CheckpointError, match="another than the run's") as refused:
+            taken_over(saved(tmp_path, optimizer=one), run_of(tmp_path, SGD))
+        found = tomllib.loads(str(refused.value).partition("Its settings:\n")[2])["optimizer"]
+        assert (found["name"], found.get("options", {})) == ("adamw", options)
+    assert (found["learning_rate"], found["betas"]) == (0.01, [0.8, 0.9])
     other = {"state": {"wqkv": state}, "param_groups": []}
     with pytest.raises(CheckpointError, match="wqkv"):
         taken_over(saved(tmp_path, optimizer=other), run_of(tmp_path))

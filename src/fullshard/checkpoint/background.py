@@ -21,7 +21,6 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, Self, cast, runtime_checkable
@@ -139,14 +138,13 @@ class BackgroundSaver:
         running = self._running = thread.submit(self._run_save, staged, copy_ended, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
-        until_copied = partial(self._stall, copy_ended.wait, self._staging.make_gpu_wait_for_copies)
         if isinstance(state, UpdateNotifier):
             register = state.register_before_next_update
-            register(until_copied)
+            register(lambda: self._stall_until_copied(copy_ended))
             if self._staging.leaves_some:
-                register(lambda: register(lambda: self._stall(lambda: futures.wait([running]))))
+                register(lambda: register(lambda: self._stall_until_saved(running)))
         else:
-            until_copied()
+            self._stall_until_copied(copy_ended)
 
     def outcomes(self) -> list[SaveResult]:
         """Returns the results of the saves that finished since the last call."""
@@ -161,10 +159,15 @@ class BackgroundSaver:
             self._outcomes.append(replace(self._running.result(), stalled_seconds=self._stalled))
             self._running = None
 
-    def _stall(self, *waits: Callable[[], object]) -> None:
+    def _stall_until_saved(self, running: Future[SaveResult]) -> None:
         started = time.perf_counter()
-        for wait in waits:
-            wait()
+        futures.wait([running])
+        self._stalled += time.perf_counter() - started
+
+    def _stall_until_copied(self, copy_ended: threading.Event) -> None:
+        started = time.perf_counter()
+        copy_ended.wait()
+        self._staging.make_gpu_wait_for_copies()
         self._stalled += time.perf_counter() - started
 
     def _run_save(self, mine: Snapshot, copy_ended: threading.Event, *, started: float) -> SaveResult:

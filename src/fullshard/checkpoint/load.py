@@ -113,10 +113,10 @@ def _is_removed_or_replaced(
     """
     if files.name == place.root_as_checkpoint().name:
         return False
-    with suppress(CheckpointError):
-        if read_manifest(files) != manifest:
-            return True
-    return not location.is_checkpoint_listed(place, files)
+    try:
+        return not location.is_checkpoint_listed(place, files) or read_manifest(files) != manifest
+    except CheckpointError:
+        return not location.is_checkpoint_listed(place, files)
 
 
 def resolve_checkpoint(

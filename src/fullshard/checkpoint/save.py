@@ -202,8 +202,8 @@ class CheckpointSaver:
     ) -> "CheckpointFiles | _SavedStep":
         """Returns a new draft, or the step if it is already saved, complete and good. Called on rank 0.
 
-        Renames a damaged one, and removes one to avoid: [Note: the last good checkpoint]. The location stays
-        locked until `held` closes. Raises CheckpointError for another model.
+        Renames a damaged checkpoint of the step, and removes one that is to be avoided: [Note: the last good
+        checkpoint]. The location stays locked until `held` closes. Raises CheckpointError for another model.
         """
         held.enter_context(self.place.lock_for_writing())
         if (there := self.place.find_checkpoint(mine.step)) is not None:
@@ -390,7 +390,7 @@ def _check_same_model_as_saved(there: CheckpointFiles, manifest: Manifest, *, mi
         other = {name for name, _ in model.items() ^ manifest.model_tensors.items()}
         raise CheckpointError(
             f"{there} exists, and holds another model.",
-            got=f"{count_text(len(other), 'tensor')} differing or in one of the two alone: {min(other)} …",
+            got=f"{count_text(len(other), 'tensor')} that differ or are in one alone: {min(other)} …",
             why="a checkpoint is never overwritten",
             fix="another directory for this run",
         )

@@ -51,7 +51,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "ckpt import": import_checkpoint.import_checkpoint,
     "data prepare": data.prepare_data,
 }
-# Ranks that torchrun or srun started share the work of these; of the others, rank 0 does all of it.
+# Ranks that torchrun or srun started share the work of these commands. Rank 0 alone runs all others.
 _SHARED = ("train", "check", "calibrate", "ckpt verify", "data prepare")
 
 # Command -> lines. Text behind two blanks explains; the rest runs as it is, with files of the user's.
@@ -134,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_standard_streams()
     escape_log_messages()
     environment.drop_leftover_torchrun_variables(os.environ)
-    environment.set_torchrun_variables_of_srun_task(os.environ)
     environment.set_default_user_name(os.environ)
     with ProcessOutcome() as ending:
+        environment.set_torchrun_variables_of_srun_task(os.environ)
         try:
             build_app()(args=None if argv is None else [*argv], prog_name="fullshard")
         finally:

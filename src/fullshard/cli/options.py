@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from fullshard.errors import SpecError
-from fullshard.launch.environment import is_started_by_torchrun
+from fullshard.launch.environment import check_rank_variables, is_started_by_torchrun
 from fullshard.system.terminal import print_to_stderr
 
 
@@ -63,14 +63,16 @@ class SettingHintCommand(TyperCommand):
 
 
 class RankZeroCommand(SettingHintCommand):
-    """A command that only rank 0 runs, of ranks that torchrun or srun started."""
+    """A command that rank 0 alone runs if torchrun or srun has started several ranks."""
 
     def invoke(self, ctx: Any) -> Any:
+        is_first = True
         if is_started_by_torchrun() and (ranks := os.environ["WORLD_SIZE"]) != "1":
-            if os.environ["RANK"] != "0":
-                return None
-            print_to_stderr(f"note: rank 0 of {ranks} runs {ctx.command_path}, and the others end")
-        return super().invoke(ctx)
+            check_rank_variables()
+            is_first = os.environ["RANK"] == "0"
+            if os.environ["LOCAL_RANK"] == "0":  # once per node
+                print_to_stderr(f"note: rank 0 of {ranks} runs {ctx.command_path}, and the others end")
+        return super().invoke(ctx) if is_first else None
 
 
 def _check_is_not_setting(option: str) -> None:

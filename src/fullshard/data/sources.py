@@ -153,7 +153,7 @@ def open_token_stores(
     )
     if section.tokenizer is None and files.is_small_text:
         tasks = [*tokenize_tasks(files.list_tasks(), settings, processes=0)]
-        offsets, facts = _count(tasks, settings)
+        offsets, facts = _consume(tasks, settings)
         tokens = np.concatenate([task.tokens for task in tasks])
         store = token_store.make_token_store(files.name, None, tokens=tokens, offsets=offsets, facts=facts)
     else:
@@ -249,7 +249,7 @@ class _TokenEntry:
         find = partial(token_store.find_complete_entry, self.root / self.name)
         make = self._make_on_one_host
         if ranks > neighbours and find() is None and len(chunks := self._list_chunks(neighbours)) > 1:
-            get_chunk = partial(self._reporting_chunks(chunks)._get_chunk, unless=find)
+            get_chunk = partial(self._with_progress_of_chunks(chunks)._get_chunk, unless=find)
             token_store.divide_by_rank(chunks, get_chunk, waits=True)
             make = partial(self._join, chunks)
         entry = token_store.get_or_build_entry(self.root, self.name, build=make, alive=self.alive)
@@ -266,8 +266,8 @@ class _TokenEntry:
         groups = group(self.files.list_tasks(), lambda task: sum(part.size for part in task))
         return [(f"chunk-{self.name}-{neighbours}-{i}", tasks) for i, tasks in enumerate(groups)]
 
-    def _reporting_chunks(self, chunks: Sequence[Chunk]) -> "_TokenEntry":
-        """Returns an entry that on rank 0 also prints how long the ranks will take to make `chunks`."""
+    def _with_progress_of_chunks(self, chunks: Sequence[Chunk]) -> "_TokenEntry":
+        """Returns this entry, whose heartbeat on rank 0 also prints how long `chunks` will take all ranks."""
         what, total = f"tokenizing {self.files.name}", self.files.total_file_bytes
 
         def count_bytes() -> int:
@@ -300,7 +300,7 @@ class _TokenEntry:
         """Writes `pieces` into the directory `draft`, and returns the contents of its manifest."""
         done, what, total = 0, f"{doing} {self.files.name}", self.files.total_file_bytes
         printing = report_progress(what, total, count_bytes=lambda: done, alive=self.alive)
-        report = self.alive if is_chunk else printing  # see `_reporting_chunks`
+        report = self.alive if is_chunk else printing  # see `_with_progress_of_chunks`
         with open_new_file(draft / _TOKENS) as tokens, open_new_file(draft / _TRAINED) as trained:
 
             def write(piece: TokenizedTask) -> TokenizedTask:
@@ -311,17 +311,17 @@ class _TokenEntry:
                 done += piece.size
                 return piece
 
-            offsets, facts = _count(map(write, pieces), self.settings, is_chunk=is_chunk)
+            offsets, facts = _consume(map(write, pieces), self.settings, is_chunk=is_chunk)
         token_store.save_array(draft / _OFFSETS, offsets)
         if facts["trained"] == facts["tokens"] and not (is_chunk and self.settings.needs_loss_mask):
             (draft / _TRAINED).unlink()
         return {"source": self.files.name, "dtype": self.settings.dtype, **facts}
 
 
-def _count(
+def _consume(
     pieces: Pieces, settings: TokenizeSettings, *, is_chunk: bool = False
 ) -> tuple[NDArray[np.int64], Facts]:
-    """Returns (boundaries of the documents, counts). A chunk keeps those of empty documents."""
+    """Consumes `pieces`. Returns (boundaries of documents, in a chunk also of empty ones; counts)."""
     ends, tokens, trained, largest = [np.zeros(1, dtype=np.int64)], 0, 0, -1
     notes = token_store.TokenizeNotes()
     for piece in pieces:
@@ -341,7 +341,7 @@ def _count(
 def _group(
     items: Sequence[T], size_of: Callable[[T], int], *, most_bytes: int, least_count: int = 1
 ) -> list[list[T]]:
-    """Returns runs of `items`, which have at most `most_bytes`, or else `least_count` items."""
+    """Returns groups of consecutive items: of at most `most_bytes`, or of one or `least_count` items."""
     groups, size = list[list[T]](), 0
     for item in items:
         if not groups or (size + size_of(item) > most_bytes and len(groups[-1]) >= least_count):

@@ -142,14 +142,14 @@ def remove_entry(directory: Path) -> None:
         directory.rmdir()
 
 
-def remove_entries(root: Path, pattern: str, *, kept_key: str = "/") -> None:
+def remove_entries(root: Path, pattern: str, *, kept_key: str | None = None) -> None:
     """Removes the entries whose names match `pattern` and do not end with `kept_key`, and their locks.
 
-    A process that waits for an entry may make its lock again, so each one that may have waited calls this.
+    A process that waits for an entry may make its lock again, so each that may have waited must call this.
     """
     for path in (*root.glob(pattern), *root.glob(f".{pattern}.lock")):
         name = path.name.removeprefix(".").removesuffix(".lock")
-        if not name.endswith(kept_key):
+        if kept_key is None or not name.endswith(kept_key):
             remove_entry(root / name)
             (root / f".{name}.lock").unlink(missing_ok=True)
 

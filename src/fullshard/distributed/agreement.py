@@ -28,7 +28,8 @@ from fullshard.errors import (
 from fullshard.system.files import checkpoint_error_from_os_error
 from fullshard.torch_private.groups import find_default_store, has_backend
 
-_MOST_PAUSE_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 2.0
+_CHECKS_PER_SECOND = 30_000  # by all ranks together: half of what a store can answer
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -153,8 +154,8 @@ def call_on_rank_zero(
     another error or its result cannot be pickled, rank 0 raises that error, and the others a LaunchError.
     Without a process group, returns `act()`.
 
-    meanwhile: called on the other ranks, with a function for it to call regularly, which raises an error once
-        `act` has ended; its errors are ignored
+    meanwhile: called on the other ranks, with a function that it must call regularly, and which raises an
+        error once `act` has ended. Errors of `meanwhile` are ignored, but not interrupts.
 
     >>> fs.call_on_rank_zero(lambda: 3)  # such as a plan, which need not be made on each rank
     3
@@ -168,7 +169,7 @@ def call_on_rank_zero(
     def raise_if_done() -> None:
         nonlocal due
         if (now := time.monotonic()) >= due:
-            due = now + _MOST_PAUSE_SECONDS
+            due = now + _LONGEST_PAUSE_SECONDS
             if store.check([key]):
                 raise LaunchError("rank 0 has ended its work.")
 
@@ -184,9 +185,10 @@ def call_on_rank_zero(
         with ErrorCapture():
             meanwhile(raise_if_done)
     # Python runs no handler of a signal within `store.wait`, and torch warns when its time is over.
-    began = time.monotonic()
+    pause = 0.01 + world_size() / _CHECKS_PER_SECOND
     while not store.check([key]):  # raises if the store has gone
-        time.sleep(min(0.01 + 0.1 * (time.monotonic() - began), _MOST_PAUSE_SECONDS))
+        time.sleep(pause)
+        pause = min(1.1 * pause, _LONGEST_PAUSE_SECONDS)
     answer: list[Any] = [(content, attempt.error and _pickle_error(attempt.error))]
     dist.broadcast_object_list(answer, src=0)
     attempt.raise_captured()
@@ -219,7 +221,7 @@ def run_raising_checkpoint_error(act: Callable[[], T], *, doing: str) -> T:
 
 
 class _RankFailure(NamedTuple):
-    """A CheckpointError of texts alone, the rank on which it occurred, and the OffloadError behind it."""
+    """A CheckpointError that can be pickled, the rank that it occurred on, and the OffloadError behind it."""
 
     rank: int
     error: CheckpointError

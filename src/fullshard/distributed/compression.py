@@ -76,9 +76,7 @@ class CompressedCommunication:
 
     def gather(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         ranks, n = group.size(), shard.numel()
-        wires = gather_parts(
-            encode(shard.view(1, n), self._section.gather).view(-1), group.group_name, direct=shard.is_cpu
-        )
+        wires = gather_rows(encode(shard.view(1, n), self._section.gather).view(-1), group)
         whole = shard.new_empty(ranks, n)
         rows = rows_at_once(n)
         for wire, part in zip(wires.split(rows), whole.split(rows), strict=True):
@@ -159,11 +157,18 @@ def decode(wire: Tensor, n: int) -> Tensor:
     return (blocks * scales).view(len(wire), scaled * BLOCK)[:, :n]
 
 
-def exchange_rows(rows: Tensor, group: dist.ProcessGroup, *, among: range) -> Tensor:
+def gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns (W, m): the `row` (m) of each rank of the group. Collective."""
+    return gather_parts(row, group.group_name, direct=row.is_cpu)
+
+
+def exchange_rows(rows: Tensor, group: dist.ProcessGroup, *, among: range | None = None) -> Tensor:
     """Returns (R, m): the rows for this rank in the `rows` (R, m) of each rank of the group. Collective.
 
-    among: ranks of the group that exchange rows with this rank, in order, an equal number of rows with each
+    among: the ranks of the group that exchange rows with this rank, in order, an equal number of rows with
+        each; None: all ranks
     """
+    among = among or range(group.size())
     if len(among) == 1:
         return rows
     counts = [len(rows) // len(among) if one in among else 0 for one in range(group.size())]

@@ -15,8 +15,17 @@ from fullshard.torch_private.tensors import local_part, storage_id
 
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot compare fp8
 TRAINED = "parameter"
-# Keys of optimizer state that is a sum or mean of squares, and roles of what is squared.
-_SUMS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "row_var", "col_var", "variance"}
+# Keys of optimizer state that is a mean or sum of squares, and roles of what is squared.
+_SQUARES = {
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "square_avg",
+    "sum",
+    "acc_delta",
+    "row_var",
+    "col_var",
+    "variance",
+}
 _SQUARED = {TRAINED, "exp_avg", "momentum_buffer"}
 
 
@@ -98,7 +107,7 @@ def find_unusable_number(tensor: Tensor, *, role: str | None) -> float | None:
     if role in _SQUARED:
         largest = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max ** 0.5
     low, high = (one.item() for one in torch.aminmax(tensor.detach()))  # both are NaN if an element is
-    if math.isnan(low) or low < (0.0 if role in _SUMS else -largest):
+    if math.isnan(low) or low < (0.0 if role in _SQUARES else -largest):
         return low
     return high if high > largest else None
 

@@ -62,7 +62,7 @@ def planned_on_rank_zero(
         from fullshard.distributed.agreement import call_on_rank_zero
         from fullshard.parallel.mesh import process_group
 
-    def build_epochs(alive: Callable[[], None]) -> None:
+    def build_data_of_epochs(alive: Callable[[], None]) -> None:
         if request.run.train.epochs is not None and request.run.data.source != "python":
             import_module("fullshard.data.build").build_data(request.run, alive=alive)
 
@@ -72,7 +72,8 @@ def planned_on_rank_zero(
             stack.enter_context(process_group(request.run.run.device, timeout_seconds=timeout_seconds))
             try:
                 texts = call_on_rank_zero(
-                    lambda: [o.model_dump_json() for o in (make_plan(), request)], meanwhile=build_epochs
+                    lambda: [o.model_dump_json() for o in (make_plan(), request)],
+                    meanwhile=build_data_of_epochs,
                 )
             except FullshardError as error:
                 if os.environ["RANK"] == "0":

@@ -44,9 +44,16 @@ def drop_leftover_torchrun_variables(environment: MutableMapping[str, str]) -> N
 
 
 def set_torchrun_variables_of_srun_task(environment: MutableMapping[str, str]) -> None:
-    """Sets torchrun's variables if srun started this process as one of several tasks, unless they are set."""
+    """Sets torchrun's variables if srun started this process as one of several tasks, unless they are set.
+
+    Raises LaunchError if a variable of SLURM is not a number.
+    """
     if is_started_by_srun(environment) and not is_started_by_torchrun(environment):
-        environment.update(torchrun_variables_from_slurm(environment))
+        try:
+            environment.update(torchrun_variables_from_slurm(environment))
+        except ValueError as error:
+            what = "SLURM's variables are not those of a task of srun."
+            raise LaunchError(what, got=str(error), fix="srun … fullshard, which sets them") from error
 
 
 def prepare_environment_if_started_as_rank(environment: MutableMapping[str, str] = os.environ) -> bool:
@@ -58,14 +65,15 @@ def prepare_environment_if_started_as_rank(environment: MutableMapping[str, str]
     set_torchrun_variables_of_srun_task(environment)
     if "RANK" not in environment:
         return False
-    _check_rank_variables(environment)
+    check_rank_variables(environment)
     set_default_log_levels(environment)
     set_default_omp_threads(environment)
     set_default_allocator(environment)
     return True
 
 
-def _check_rank_variables(environment: Mapping[str, str]) -> None:
+def check_rank_variables(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises LaunchError if only some of a rank's variables are set, or if they are not numbers of a rank."""
     missing = [name for name in _TORCHRUN if name not in environment]
     numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     is_valid = all(map(str.isdecimal, numbers.values())) and int(numbers["RANK"]) < int(numbers["WORLD_SIZE"])

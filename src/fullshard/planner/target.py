@@ -185,8 +185,11 @@ def choose_hardware(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
     """
     if on is None:
         own, device = choose_rank_count_and_device(LaunchRequest(run=run))
-        return detect_hardware(device, ranks=ranks or (None if is_started_by_torchrun() else own))
-    hardware = hardware_on(on)
+        if ranks or not is_started_by_torchrun():
+            return detect_hardware(device, ranks=ranks or own)
+        hardware, ranks = detect_hardware(device), int(os.environ["WORLD_SIZE"])
+    else:
+        hardware = hardware_on(on)
     each, ranks = hardware.ranks_per_node, ranks or hardware.world_size
     if ranks > each and ranks % each:
         raise SpecError(

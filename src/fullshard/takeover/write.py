@@ -158,8 +158,8 @@ def make_snapshot(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, targ
         keys, digests = target.state_keys(name), dict[str, str]()
         if set(moments) != set(keys):
             got = f"{join_names(sorted(moments))} of {name}; in the run {join_names([*keys]) or 'nothing'}"
-            there = optimizer_toml(source, matched, target=target)
-            fix = f"optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there, which has:\n{there}"
+            known = optimizer_toml(source, matched, target=target)
+            fix = f"optimizer.name, [optimizer.muon] or [[optimizer.groups]] as there. Its settings:\n{known}"
             raise CheckpointError("the source's optimizer is another than the run's.", got=got, fix=fix)
         for key, one in moments.items():
             dtype = wanted[f"model.{name}"].dtype  # as of the state that the run's optimizer makes
@@ -235,6 +235,8 @@ def offered_settings(source: ForeignCheckpoint) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if of_sgd and any(of_sgd[0]["momentum"]):
         settings["optimizer.options"] = {key: of_sgd[0][key][0] for key in ("momentum", "nesterov")}
+    if "max_exp_avg_sq" in keys:
+        settings["optimizer.options"] = {"amsgrad": True}
     for key in ("weight_decay", "betas", "eps", *_RATES):
         if found := [one[key] for one in groups if one.get(key) and (key != "eps" or one.get("betas"))]:
             name = "learning_rate" if key.endswith("lr") else key

@@ -5,6 +5,7 @@ import lzma
 import os
 from collections.abc import Callable
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -23,6 +24,9 @@ from fullshard.planner.describe.describe_run import (
     version_without_build,
     write_cached_spec,
 )
+from fullshard.planner.describe.sequence_lengths import settings_for_any_length
+from fullshard.planner.search.parallel_degrees import iterate_tensor_degrees
+from fullshard.planner.target import resolve_model_to_plan
 from fullshard.spec.machine.hardware import AttentionKernel
 from fullshard.spec.model import (
     Kernel,
@@ -36,7 +40,7 @@ from fullshard.spec.model import (
 from fullshard.spec.plan import Plan, Precision
 from fullshard.spec.pretrained import read_presets
 from fullshard.spec.run import Run
-from fullshard.spec.settings.model_section import HuggingFaceModel
+from fullshard.spec.settings.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.settings.train_section import RecomputeSection
 
 SPEC = ModelSpec(
@@ -197,24 +201,31 @@ def test_code_from_elsewhere_is_not_cached(overrides: tuple[str, ...]) -> None:
 
 
 def shipped_key(name: str, *settings: str, kernel: AttentionKernel = "flash") -> SpecKey:
-    from fullshard.planner.target import resolve_model_to_plan
-
     run = resolve_model_to_plan(name).load_run(["precision.mode=bf16", *settings])
     found = build_spec_key(run, "cuda", attention_kernel=kernel)
     assert found is not None
     return found
 
 
+def divisions_of_matmuls(name: str) -> list[int]:
+    """Numbers of ranks that share the matmuls of a preset's shipped specs: also those over 1, from 8B on."""
+    spec = read_shipped_or_cached_spec(shipped_key(name), {"XDG_CACHE_HOME": "/nonexistent"})
+    assert spec is not None, "bench.preset_specs"
+    run = resolve_model_to_plan(name).load_run(["sharding.tensor_parallel=auto"])
+    return [1, *(iterate_tensor_degrees(run, per_node=8) if spec.numel > 8e9 else ())]
+
+
 def test_every_preset_and_the_default_run_are_shipped() -> None:
     specs = read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch")))
     if not specs:
         pytest.skip("shipped for another torch")
-    keys = {shipped_key(preset.name).settings for preset in read_presets()}
-    for name in ("llama3.1-405b", "mixtral-8x22b"):
-        keys.add(shipped_key(name, "sharding.tensor_parallel=8").settings)
+    keys: set[str] = set()
     for preset in read_presets():
-        if isinstance(preset.model, HuggingFaceModel):
-            keys |= {shipped_key(preset.name, kernel=kernel).settings for kernel in get_args(AttentionKernel)}
+        kernels = get_args(AttentionKernel) if isinstance(preset.model, HuggingFaceModel) else ("flash",)
+        keys |= {shipped_key(preset.name, kernel=kernel).settings for kernel in kernels}
+        for ranks in divisions_of_matmuls(preset.name)[1:]:
+            divided = f"sharding.tensor_parallel={ranks}"
+            keys.add(shipped_key(preset.name, divided, kernel=kernels[-1]).settings)
     for run in default_runs_on_cpu():
         key = build_spec_key(run, "cpu")
         assert key is not None
@@ -222,19 +233,29 @@ def test_every_preset_and_the_default_run_are_shipped() -> None:
     assert set(specs) == keys, "bench.preset_specs"
 
 
-def test_specs_of_the_reference_decoder_at_all_lengths_are_shipped() -> None:
-    """Llama 3 in its three sizes, and the largest with its matmuls over a node."""
+def test_specs_of_dense_decoders_for_long_sequences_are_shipped_at_all_lengths() -> None:
     specs = read_shipped_specs(SHIPPED_LENGTHS_FILE, torch=version_without_build(version("torch")))
     if not specs:
         pytest.skip("shipped for another torch")
-    for name, ranks in (("llama3-8b", 1), ("llama3.1-70b", 1), ("llama3.1-405b", 1), ("llama3.1-405b", 8)):
-        for length, shared in ((3 << 14, 1), (1 << 20, 32)):
-            own = [f"data.sequence_length={length}", f"model.max_sequence={length}"]
-            own += [f"sharding.tensor_parallel={ranks}", f"sharding.context_parallel={shared}"]
-            key = shipped_key(name, *own)
-            spec = read_shipped_or_cached_spec(key, {"XDG_CACHE_HOME": "/nonexistent"})
-            assert spec is not None, "bench.preset_specs"
-            assert (spec.sequence_length, spec.context_parallel) == (length, shared)
+    keys: set[str] = set()
+    for preset in read_presets():
+        model = preset.model
+        if isinstance(model, DecoderConfig) and not model.is_mixture and model.max_sequence > 8192:
+            for ranks, shared in product(divisions_of_matmuls(preset.name), (1, 2)):
+                own = [f"sharding.tensor_parallel={ranks}", f"sharding.context_parallel={shared}"]
+                keys.add(settings_for_any_length(json.loads(shipped_key(preset.name, *own).settings)))
+    assert set(specs) == keys, "bench.preset_specs"
+
+
+@pytest.mark.parametrize(("length", "shared"), [(3 << 14, 1), (1 << 20, 32)])
+def test_a_shipped_spec_is_derived_for_a_length(length: int, shared: int) -> None:
+    if not read_shipped_specs(SHIPPED_FILE, torch=version_without_build(version("torch"))):
+        pytest.skip("shipped for another torch")
+    own = [f"data.sequence_length={length}", f"model.max_sequence={length}"]
+    own += ["sharding.tensor_parallel=8", f"sharding.context_parallel={shared}"]
+    spec = read_shipped_or_cached_spec(shipped_key("llama3.1-405b", *own), {"XDG_CACHE_HOME": "/nonexistent"})
+    assert spec is not None, "bench.preset_specs"
+    assert (spec.sequence_length, spec.context_parallel) == (length, shared)
 
 
 def default_runs_on_cpu() -> list[Run]:

@@ -27,6 +27,7 @@ from tests.report.plans import predicted
 
 HARDWARE = hardware_of(1, 8)
 LONG, TOO_LONG = 131072, 262144
+STYLES = "sharding.tensor_parallel_styles={head='head'}"  # which exclude ranks that divide experts
 
 
 class Describing:
@@ -256,8 +257,12 @@ def test_no_more_ranks_share_work_where_kernels_take_nearly_all_of_the_step() ->
     assert tried == [[(2, 2), (1, 4), (1, 8)], [(2, 2)]]
 
 
-@pytest.mark.parametrize(("gib", "tried"), [(10, 1), (20, 4)])
-def test_experts_are_divided_as_in_the_first_plan_that_fits_as_well_as_any_may(gib: int, tried: int) -> None:
+@pytest.mark.parametrize(
+    ("gib", "tried", "more"), [(10, (1, 1, 1), ()), (20, (4, 1, 1), ()), (10, (4, 4, 4), (STYLES,))]
+)
+def test_matmuls_are_shared_with_the_division_of_experts_of_the_first_good_plan(
+    gib: int, tried: tuple[int, ...], more: tuple[str, ...]
+) -> None:
     """The state of each of 8 ranks is 11 GiB: with 20 GiB, a plan may need no offload."""
     asked: list[tuple[int, int]] = []
 
@@ -268,17 +273,19 @@ def test_experts_are_divided_as_in_the_first_plan_that_fits_as_well_as_any_may(g
         units = tuple(one.model_copy(update={"has_experts": one.is_block}) for one in spec.units)
         return spec.model_copy(update={"units": units, "expert_parallel": experts})
 
-    more = ("model.experts=8", "sharding.expert_parallel=auto", "offload.tier=auto", "recompute.mode=full")
+    open_ = ("model.experts=8", "sharding.expert_parallel=auto", "offload.tier=auto", "recompute.mode=full")
     hardware = hardware_of(1, 8, gib=gib).model_copy(update={"host_bytes_per_second": 5e10})
-    answer = search_parallel_degrees(describe, open_run(*more, batch=64, length=2048), hardware=hardware)
+    answer = search_parallel_degrees(
+        describe, open_run(*open_, *more, batch=64, length=2048), hardware=hardware
+    )
     assert answer.found.best is not None
-    for tensor, count in ((2, tried), (4, 1), (8, 1)):
-        assert len({experts for own, experts in asked if own == tensor}) == count
+    counts = (len({experts for own, experts in asked if own == tensor}) for tensor in (2, 4, 8))
+    assert tuple(counts) == tried
 
 
 def test_models_and_settings_that_cannot_share_matmuls_keep_whole_ones() -> None:
     experts = [
-        "sharding.tensor_parallel_styles={head='head'}",
+        STYLES,
         "sharding.expert_parallel=2",
         "model.experts=4",
     ]

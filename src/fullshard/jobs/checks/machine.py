@@ -167,9 +167,10 @@ def check_memory_and_quota(context: RunContext) -> Finding:
         needed = context.ranks_on_host * (own + _PROCESS_BYTES)
         if needed > min(known):
             what = "the container may use" if min(known) == limit else "the machine has free"
+            ranks = count_text(context.ranks_on_host, "rank")
             return Finding.warning(
                 f"{format_bytes(min(known))} of memory {what}",
-                why=f"its ranks ({context.ranks_on_host}) need {format_bytes(needed)}, or one is killed",
+                why=f"{ranks} here may use {format_bytes(needed)}; then one is killed",
                 fix="fewer ranks or a smaller train.microbatch, or more memory for the container",
             )
     quota, _, period = (machine.read("sys/fs/cgroup/cpu.max") or "").partition(" ")

@@ -109,8 +109,9 @@ def _digest_of_code(module: str) -> str:
         found = importlib.util.find_spec(module)
     if found is None:
         return "absent"
-    paths = [path for root in found.submodule_search_locations or () for path in Path(root).rglob("*.py")]
-    if not paths and found.origin:
+    roots = found.submodule_search_locations or ()
+    paths = [path for root in roots for path in Path(root).rglob("*.py")]
+    if not roots and found.origin:
         paths = [Path(found.origin)]
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(paths):

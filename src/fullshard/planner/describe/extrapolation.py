@@ -210,7 +210,8 @@ class KernelIndex:
     ) -> tuple[KernelIndexAndCount, ...]:
         """Returns the number of launches per kernel, in order of first use.
 
-        low, high: the same launches at a microbatch and at one more sequence, whose sizes are on a `line`
+        low, high: the same launches at a microbatch and at one more sequence
+        line: makes the line over microbatches through two sizes
         """
         counts: dict[int, int] = {}
         for a, b in zip(low, high, strict=True):
@@ -308,7 +309,7 @@ def _upper_envelope(states: Sequence[LiveTensorBytes]) -> list[LiveTensorBytes]:
     slope, fixed, index = max(lines, key=lambda one: (one[0] + one[1], one[0], one[2]))
     kept = [index]
     while steeper := [one for one in lines if one[0] > slope]:
-        # The next to be the highest is the one that meets the last first; of several, the steepest.
+        # Of the steeper lines, the one that crosses this one first is next; of several, the steepest.
         slope, fixed, index = min(
             steeper, key=lambda one: ((fixed - one[1]) / (one[0] - slope), -one[0], -one[2])
         )

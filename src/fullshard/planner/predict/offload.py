@@ -238,7 +238,7 @@ def host_busy_ticks(
     """Returns the busy ticks per step of each host stream.
 
     costs: for each unit, its costs, its count in the model, and its shard loads per step.
-    reductions: gradient reductions per step. Those of replicas are summed on the device until the last.
+    reductions: gradient reductions per step. Replicated units sum theirs on the device, and copy once.
     norm, disk: ticks of the gradient norm on the host, and of drive reads before all-gathers.
     """
     update = into = out = 0

@@ -137,12 +137,12 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
     is_resident = bool(fitting) and not _offloads_without_being_asked(_fitting_plan(fitting[0]), run)
     if is_resident and not may_pay_to_share_matmuls(_fitting_plan(fitting[0]), hardware):
         return fitting[0]
-    fitting += () if is_resident else _iterate_context_searches(searcher, run, fitting)
+    fitting = fitting if is_resident else _search_context_degrees(searcher, run, fitting=fitting)
     for tensor in iterate_tensor_degrees(run, per_node=hardware.ranks_per_node):
         if any(_is_bound_by_kernels(one, run) for one in fitting):
             break  # other numbers compute as much
-        run = _with_expert_degree_of(fitting, run, hardware=hardware)
-        fitting += _search_with_tensor_degree(searcher, run, tensor=tensor)
+        own = _with_expert_degree_of_first_good_plan(fitting, run, hardware=hardware)
+        fitting += _search_with_tensor_degree(searcher, own, tensor=tensor)
     if fitting:
         return choose_first_not_notably_slower(fitting, run)
     if whole is None:
@@ -164,27 +164,29 @@ def choose_first_not_notably_slower(searches: Sequence[DegreeSearch], run: Run) 
     return next(one for one in searches if fitting_plan_step_seconds(one) <= (1 + NOTABLE) * fastest)
 
 
-def _iterate_context_searches(
-    searcher: _DegreeSearcher, run: Run, fitting: Sequence[DegreeSearch]
-) -> Iterator[DegreeSearch]:
-    """Yields the searches that found a plan, over ranks that share sequences.
+def _search_context_degrees(
+    searcher: _DegreeSearcher, run: Run, *, fitting: Sequence[DegreeSearch]
+) -> list[DegreeSearch]:
+    """Returns `fitting`, and the searches that found a plan, over ranks that share sequences.
 
     fitting: the search with whole sequences, if it found a plan
 
     Ends after the first that needs neither recompute nor offload, or whose kernels take nearly all of the
     step: more ranks would only send more.
     """
+    found = [*fitting]
     with suppress(ShardError, TraceError):  # no number of ranks can divide the sequences of this model
         for degree in iterate_context_degrees(searcher.hardware, run):
-            run = _with_expert_degree_of(fitting, run, hardware=searcher.hardware)
-            searched = searcher.search_fitting(_with_degree(run, "context_parallel", degree=degree))
-            if searched is not None:
-                yield searched
-                fitting = [*fitting, searched]
-                best = _fitting_plan(searched)
-                is_free = best.run.recompute.mode == "none" and not _offloads_without_being_asked(best, run)
-                if is_free or _is_bound_by_kernels(searched, run):
-                    return
+            own = _with_expert_degree_of_first_good_plan(found, run, hardware=searcher.hardware)
+            searched = searcher.search_fitting(_with_degree(own, "context_parallel", degree=degree))
+            if searched is None:
+                continue
+            found.append(searched)
+            best = _fitting_plan(searched)
+            is_free = best.run.recompute.mode == "none" and not _offloads_without_being_asked(best, run)
+            if is_free or _is_bound_by_kernels(searched, run):
+                break
+    return found
 
 
 def _search_with_tensor_degree(searcher: _DegreeSearcher, run: Run, *, tensor: int) -> Iterator[DegreeSearch]:
@@ -265,16 +267,23 @@ def _offloads_without_being_asked(plan: Plan, run: Run) -> bool:
     return run.offload.tier == "auto" and plan.run.offload.tier != "none"
 
 
-def _with_expert_degree_of(fitting: Sequence[DegreeSearch], run: Run, *, hardware: Hardware) -> Run:
-    """Returns `run` with the ranks that divide experts in the first plan that fits as well as any may."""
+def _with_expert_degree_of_first_good_plan(
+    fitting: Sequence[DegreeSearch], run: Run, *, hardware: Hardware
+) -> Run:
+    """Returns `run` with the number of ranks that divide experts in the first plan that is good enough.
+
+    Such a plan fits without offload, or no plan could. Returns `run` itself if there is none, or if with that
+    number no ranks could share matmuls.
+    """
     for one in fitting:
         if not _offloads_without_being_asked(_fitting_plan(one), run) or _must_offload(one, hardware):
-            return _with_degree(run, "expert_parallel", degree=one.run.sharding.expert_parallel)
+            own = _with_degree(run, "expert_parallel", degree=one.run.sharding.expert_parallel)
+            return run if first_setting_that_excludes_tensor_parallel(own) else own
     return run
 
 
 def _must_offload(searched: DegreeSearch, hardware: Hardware) -> bool:
-    """Returns whether no plan fits without offload: a rank's least part of the state exceeds its memory."""
+    """Returns whether the state exceeds the memory of the ranks even if it is sharded over all of them."""
     settings = {"offload": {"tier": "none"}, "sharding": {"strategy": "full_shard", "shard_degree": None}}
     run = _fitting_plan(searched).run.with_settings(settings)
     plan = Plan.from_run(run, world_size=hardware.world_size, device=hardware.device)
