@@ -116,6 +116,8 @@ def check_search(spec: ModelSpec, hardware: Hardware, run: Run, *, spread: float
     own = [one for one in everything if not one.is_duplicate]
     chosen = best_by_rule(own, run, capacity=capacity)
     assert bare(found.best) == (chosen and bare(chosen.plan))
+    brief = search(spec, hardware, run, capacity_bytes=capacity, only_best=True)
+    assert (brief.best, brief.fastest) == (found.best, found.fastest)
     assert found.considered == len(own)
     assert step_seconds_with_compile_share(found.fastest) == min(one.seconds for one in everything)
     check_kinds(found, everything, run, capacity=capacity)

@@ -21,6 +21,7 @@ exceed the devices' memory, so that no plan fits without.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError, ShardError, TraceError
@@ -39,6 +40,7 @@ LEAST_TOKENS = 8192
 """Fewest tokens of a sequence per rank that a search tries. Shorter parts make smaller matmuls."""
 EXPOSED = 0.1
 """Fraction of a step in waiting for parameters and gradients above which shared matmuls are tried."""
+_search_best = partial(search, only_best=True)
 
 
 class DegreeSearch(NamedTuple):
@@ -66,7 +68,7 @@ class _DegreeSearcher(NamedTuple):
         spec = self.describe(run)
         degrees = list(iterate_expert_degrees(hardware, spec.expert_count_gcd))
         if run.sharding.expert_parallel != "auto" or not degrees:
-            return DegreeSearch(run, spec, search(spec, hardware, run))
+            return DegreeSearch(run, spec, _search_best(spec, hardware, run))
         undivided = (_with_degree(run, "expert_parallel", degree=1), spec)
         questions = {1: undivided} | self._describe_expert_degrees(run, degrees)
         # By choice, plans offload only if none fits without.
@@ -74,7 +76,7 @@ class _DegreeSearcher(NamedTuple):
         for tiers in ((), targets) if targets else ((),):
             if (chosen := self._choose_expert_degree(questions, tiers)) is not None:
                 return chosen
-        return DegreeSearch(*undivided, search(spec, hardware, undivided[0]))
+        return DegreeSearch(*undivided, _search_best(spec, hardware, undivided[0]))
 
     def search_fitting(self, run: Run) -> DegreeSearch | None:
         """Returns the search of `run`; None if no plan fits, or its settings are impossible."""
@@ -111,7 +113,7 @@ class _DegreeSearcher(NamedTuple):
             only_resident = not tiers and own.offload.tier == "auto"
             run = own.with_settings({"offload": {"tier": "none"}}) if only_resident else own
             with suppress(PlanError):  # other settings of the run cannot be combined with this number
-                searched = DegreeSearch(own, spec, search(spec, self.hardware, run, tiers=tiers))
+                searched = DegreeSearch(own, spec, _search_best(spec, self.hardware, run, tiers=tiers))
                 found += [] if searched.found.best is None else [searched]
         return choose_first_not_notably_slower(found, questions[1][0]) if found else None
 
@@ -123,7 +125,13 @@ def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware)
 
     If no plan fits, the result is that of the search without such ranks. Raises PlanError as `search` does.
     """
-    searcher = _DegreeSearcher(describe, hardware)
+    chosen = _choose_degrees(_DegreeSearcher(describe, hardware), run)
+    return chosen._replace(found=search(chosen.spec, hardware, chosen.run))
+
+
+def _choose_degrees(searcher: _DegreeSearcher, run: Run) -> DegreeSearch:
+    """Returns the best of the searches over open numbers of ranks, of which each has its best plan alone."""
+    hardware = searcher.hardware
     whole, error = None, None
     try:
         whole = searcher.search(run)

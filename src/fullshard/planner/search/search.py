@@ -56,6 +56,7 @@ def search(  # signature: the library's, the same for all its questions
     capacity_bytes: int | None = None,
     memory: candidates.Memory = peak_bytes,
     tiers: Sequence[Tier] = (),
+    only_best: bool = False,
 ) -> SearchResult:
     """Returns the best plan of `spec` on all ranks of `hardware`, over the open settings of `run`.
 
@@ -63,6 +64,7 @@ def search(  # signature: the library's, the same for all its questions
     memory: function that returns a plan's peak, which must not be below `peak_lower_bound`.
     tiers: offload targets to try instead of the run's own. If the run leaves the offload target open,
         targets are tried only if nothing fits without one.
+    only_best: leave out of the result all plans but `best` and `fastest`, which takes a fraction of the time
 
     Raises PlanError if the global batch cannot be divided over the ranks, the pinned settings are impossible
     on them, or `spec` was described under other settings.
@@ -75,14 +77,14 @@ def search(  # signature: the library's, the same for all its questions
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
         hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
     costs = candidates.CandidateCosts(spec, hardware, run=run, memory=memory, tiers=tiers)
-    found = _search_candidates(costs)
+    found = _search_candidates(costs, only_best=only_best)
     others = list_offload_targets(hardware, run)
     if found.best is None and not tiers and run.offload.tier == "auto" and others:
         with suppress(PlanError):  # there is more state than an offload target can have groups
-            outside = search(spec, hardware, run, memory=memory, tiers=others)
+            outside = search(spec, hardware, run, memory=memory, tiers=others, only_best=only_best)
             if outside.best is not None:
                 in_twice = filter(None, (found.best_in_twice, outside.best_in_twice))
-                fastest = max(in_twice, key=lambda one: candidates.require_prediction(one).tokens_per_second)
+                fastest = max(in_twice, key=_tokens_per_second, default=None)
                 found = outside.model_copy(update={"best_in_twice": fastest})
     return found
 
@@ -121,12 +123,16 @@ def require_best(found: SearchResult, *, spec: ModelSpec, hardware: Hardware, ru
     return found.best
 
 
-def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
+def _tokens_per_second(plan: Plan) -> float:
+    return candidates.require_prediction(plan).tokens_per_second
+
+
+def _search_candidates(costs: candidates.CandidateCosts, *, only_best: bool) -> SearchResult:
     limit = costs.limit
     order = sorted(range(len(costs.candidates)), key=lambda index: (costs.least_seconds[index], index))
     own = [index for index in order if not costs.candidates[index].is_duplicate]
     kinds: dict[str, list[int]] = defaultdict(list)
-    for index in order:
+    for index in () if only_best else order:
         kinds[costs.candidates[index].strategy_label].append(index)
     best = _find_best(costs, own, limit=limit)
     by_kind: dict[str, int] = {}
@@ -134,8 +140,8 @@ def _search_candidates(costs: candidates.CandidateCosts) -> SearchResult:
         chosen = _find_best(costs, indices, limit=limit)
         by_kind[name] = _find_smallest(costs, indices) if chosen is None else chosen
     fastest, closest = _find_fastest(costs, order, limit=None), None
-    in_twice = _find_best(costs, own, limit=2 * limit)
-    if best is None:
+    in_twice = None if only_best else _find_best(costs, own, limit=2 * limit)
+    if best is None and not only_best:
         closest = min((costs.plan(index) for index in by_kind.values()), key=_memory_shortfall_sort_key)
     assert fastest is not None, "something was considered"
     return SearchResult(
