@@ -61,7 +61,7 @@ def cut_link() -> None:
 
 
 def _prepare(course: Course, fault: str, *, strikes: threading.Event, stack: ExitStack) -> None:
-    """Prepares this rank for a fault that begins with `strikes`."""
+    """Prepares this rank for a fault that begins with `strikes`, unless `stack` has been closed before."""
     victim, act = dist.get_rank() == VICTIM, None
     if fault == FULL:
 
@@ -82,7 +82,9 @@ def _prepare(course: Course, fault: str, *, strikes: threading.Event, stack: Exi
     elif fault == PAUSE and not victim:
         act = lambda: _pause(int(lines(course.record, f"process-{VICTIM}")[-1]))  # noqa: E731
     if act is not None:
-        threading.Thread(target=lambda: (strikes.wait(), act()), daemon=True).start()
+        over = threading.Event()
+        stack.callback(over.set)
+        threading.Thread(target=lambda: strikes.wait() and not over.is_set() and act(), daemon=True).start()
 
 
 def _pause(process: int) -> None:
@@ -103,7 +105,7 @@ def troubled(course: Course, faults: tuple[str, str], delays: tuple[float, float
         strikes.set()
 
     if CUT in faults:  # gloo's thread may wait for its timeout where its connection was cut, but not closed
-        threading.Thread(target=_end_after_the_other, args=(course,), daemon=True).start()
+        threading.Thread(target=_end_after_the_other, args=(course, dist.get_rank()), daemon=True).start()
     with ExitStack() as stack:
         for fault, delay in zip(faults, delays, strict=True):
             strikes = threading.Event()
@@ -117,13 +119,14 @@ def troubled(course: Course, faults: tuple[str, str], delays: tuple[float, float
     note_own(course, f"ended-{dist.get_rank()}", "finished")
 
 
-def _end_after_the_other(course: Course) -> None:
-    """Ends this rank, as a launcher does, three seconds after the other one has ended."""
-    while not lines(course.record, f"ended-{1 - dist.get_rank()}"):
+def _end_after_the_other(course: Course, rank: int) -> None:
+    """Ends this rank, as a launcher does, three seconds after the other has ended, unless it has ended."""
+    while not lines(course.record, f"ended-{1 - rank}"):
         time.sleep(0.05)
     time.sleep(3)
-    note_own(course, f"ended-{dist.get_rank()}", "ended with the other")
-    os._exit(1)
+    if not lines(course.record, f"ended-{rank}"):  # else its process may run another course by now
+        note_own(course, f"ended-{rank}", "ended with the other")
+        os._exit(1)
 
 
 def two_faults(ranks: Callable, place: Path, *, faults: tuple[str, str], mode: Mode, seed: int) -> str:
