@@ -224,7 +224,7 @@ def _choose_plan(run: Run, *, chosen: Plan | None, plain: Plan, model: "Module |
         if quick is not None:
             return quick
         _, spec, found = parallel_degrees.search_parallel_degrees(
-            lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware
+            lambda one: _describe_on(hardware, one, model=model), run, hardware=hardware, only_best=True
         )
     except (PlanError, SpecError, TraceError) as error:
         _check_no_host_limit_if_unplanned(run, why=error.what, fix=error.fix or "offload.host_bytes left out")

@@ -49,7 +49,7 @@ def plan_fewest_gpus(
         try:
             question = build_request(size=(nodes, each), quiet=True)
             least = tokens * least_rank_seconds_per_token(question.spec, question.hardware) / deadline
-            best = None if ranks < least else search_degrees(question).found.best
+            best = None if ranks < least else search_degrees(question, only_best=True).found.best
         except PlanError:
             continue
         if best is None:

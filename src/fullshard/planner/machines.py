@@ -80,7 +80,7 @@ def plan_machines(
         question = None
         try:
             question = build_request(name)
-            _, spec, found = search_degrees(question)
+            _, spec, found = search_degrees(question, only_best=True)
             question = replace(question, described=spec)
             best = require_best(found, spec=spec, hardware=question.hardware, run=question.asked)
         except PlanError as error:

@@ -216,11 +216,12 @@ def search_and_explain(question: PlanRequest) -> PlanResult:
     return PlanResult(replace(question, asked=run, described=spec), best, found, explanation)
 
 
-def search_degrees(question: PlanRequest) -> DegreeSearch:
-    """Searches for the best plan, also over open numbers of ranks that share work."""
+def search_degrees(question: PlanRequest, *, only_best: bool = False) -> DegreeSearch:
+    """Searches for the best plan, also over open numbers of ranks that share work, as `search` does."""
     asked, hardware, subject = question.asked, question.hardware, question.subject
     return search_parallel_degrees(
         lambda run: question.spec if run == asked else subject.describe_model(run, hardware),
         asked,
         hardware=hardware,
+        only_best=only_best,
     )

@@ -164,7 +164,7 @@ def find_best_change(
     tiers = (cast("Tier", plan.run.offload.tier),)
     for change, other, machine in changes:
         try:
-            found = search(spec_of(other), machine, other, tiers=tiers).best
+            found = search(spec_of(other), machine, other, tiers=tiers, only_best=True).best
         except PlanError:
             continue  # impossible on these ranks, or not traced
         if found is None:

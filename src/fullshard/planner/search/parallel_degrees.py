@@ -118,15 +118,18 @@ class _DegreeSearcher(NamedTuple):
         return choose_first_not_notably_slower(found, questions[1][0]) if found else None
 
 
-def search_parallel_degrees(describe: Describe, run: Run, *, hardware: Hardware) -> DegreeSearch:
+def search_parallel_degrees(
+    describe: Describe, run: Run, *, hardware: Hardware, only_best: bool = False
+) -> DegreeSearch:
     """Searches for the best plan of `run`, also over open numbers of ranks that share work.
 
     describe: returns the spec of the run's model
+    only_best: as for `search`
 
     If no plan fits, the result is that of the search without such ranks. Raises PlanError as `search` does.
     """
     chosen = _choose_degrees(_DegreeSearcher(describe, hardware), run)
-    return chosen._replace(found=search(chosen.spec, hardware, chosen.run))
+    return chosen if only_best else chosen._replace(found=search(chosen.spec, hardware, chosen.run))
 
 
 def _choose_degrees(searcher: _DegreeSearcher, run: Run) -> DegreeSearch:
@@ -280,8 +283,8 @@ def _with_expert_degree_of_first_good_plan(
 ) -> Run:
     """Returns `run` with the number of ranks that divide experts in the first plan that is good enough.
 
-    Such a plan fits without offload, or no plan could. Returns `run` itself if there is none, or if with that
-    number no ranks could share matmuls.
+    A plan is good enough if it does not offload, or if every plan must offload. Returns `run` itself if no
+    plan is, or if ranks that divide experts in that number cannot share matmuls.
     """
     for one in fitting:
         if not _offloads_without_being_asked(_fitting_plan(one), run) or _must_offload(one, hardware):

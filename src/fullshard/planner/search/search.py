@@ -117,8 +117,12 @@ def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: t
 
 
 def require_best(found: SearchResult, *, spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:
-    """Returns the best plan. Raises PlanError if none fits, with the closest and changes that would fit."""
+    """Returns the best plan. Raises PlanError if none fits, with the closest and changes that would fit.
+
+    found: a search of `run`, which is repeated for the error if it has only the best plan
+    """
     if found.best is None:
+        found = found if found.closest is not None else search(spec, hardware, run)
         raise no_plan_fits_error(found, spec=spec, hardware=hardware, run=run)
     return found.best
 
@@ -252,7 +256,7 @@ def no_plan_fits_error(found: SearchResult, *, spec: ModelSpec, hardware: Hardwa
 def _first_fitting_change_text(spec: ModelSpec, changes: Iterable[tuple[str, Run, Hardware]]) -> str | None:
     """Returns the first of the (change, run, hardware) on which a plan fits, as text; None if none does."""
     for change, run, hardware in changes:
-        if (best := search(spec, hardware, run).best) is not None:
+        if (best := search(spec, hardware, run, only_best=True).best) is not None:
             return f"{change}: {_format_plan_with_cost(best)}"
     return None
 
@@ -303,7 +307,7 @@ def _suggest_offload_target(spec: ModelSpec, hardware: Hardware, *, run: Run) ->
     tiers = list_offload_targets(hardware, run)
     if run.offload.tier != "none" or not tiers:
         return None
-    best = search(spec, hardware, run, tiers=tiers).best
+    best = search(spec, hardware, run, tiers=tiers, only_best=True).best
     terms = None if best is None else candidates.require_prediction(best).offload
     if best is None or terms is None:
         return None
