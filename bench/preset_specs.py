@@ -78,11 +78,6 @@ def add_specs_of_divided_experts(name: str, run: Run, spec: ModelSpec, *, kernel
         add_spec(name, own, "cuda", kernel=kernel, path=SHIPPED_EXPERTS_FILE)
 
 
-def has_specs_of_all_lengths(model: DecoderConfig) -> bool:
-    """Returns whether the model is dense, and made for sequences longer than those of the other files."""
-    return not model.is_mixture and model.max_sequence > LONG
-
-
 def add_specs_of_all_lengths(name: str, run: Run) -> None:
     """Adds the specs from which those of any length follow, with whole sequences and with shared ones."""
     for shared in (False, True):
@@ -100,7 +95,8 @@ def add_specs_of_all_lengths(name: str, run: Run) -> None:
 
 
 for preset in read_presets():
-    is_decoder, numel = isinstance(preset.model, DecoderConfig), 0
+    model, numel = preset.model, 0
+    is_decoder = isinstance(model, DecoderConfig)
     whole = resolve_model_to_plan(preset.name).load_run(["precision.mode=bf16"])
     open_run = whole.with_settings({"sharding": {"tensor_parallel": "auto"}})
     for tensor in (1, *iterate_tensor_degrees(open_run, per_node=PER_NODE)):
@@ -113,7 +109,7 @@ for preset in read_presets():
             assert spec is not None, "every preset is shipped with whole experts"
             numel = max(numel, spec.numel)
             add_specs_of_divided_experts(preset.name, run, spec, kernel=kernel)
-        if isinstance(preset.model, DecoderConfig) and has_specs_of_all_lengths(preset.model):
+        if isinstance(model, DecoderConfig) and not model.is_mixture and model.max_sequence > LONG:
             add_specs_of_all_lengths(preset.name, run)
 for mode in ("none", "auto"):  # a first run tries the first, and traces the second only if it may pay
     add_spec("default", Run.load(overrides=["precision.mode=fp32", f"recompute.mode={mode}"]), "cpu")

@@ -17,7 +17,7 @@ from fullshard.data.token_store import make_cache_directory
 from fullshard.errors import DataError
 from tests.data.samples import run_of
 
-RANKS_PER_HOST = 4096  # one of each host is started; with so many, a chunk is one task
+RANKS_PER_HOST = 4096  # of which a test starts the first; a chunk of 4 GiB / 4096 = TASK_BYTES is one task
 TASK_BYTES = 1 << 20
 
 

@@ -70,7 +70,7 @@ def _plan_and_check_ranks_of_launcher(run: "Run") -> "tuple[Plan | None, Sequenc
     """
     from fullshard.errors import FullshardError
     from fullshard.jobs.for_run import planned_on_rank_zero, request_with_plan
-    from fullshard.launch.environment import is_started_by_launcher
+    from fullshard.launch.environment import is_started_by_torchrun
     from fullshard.launch.request import LaunchRequest
     from fullshard.spec.records.finding import Finding
 
@@ -84,7 +84,7 @@ def _plan_and_check_ranks_of_launcher(run: "Run") -> "tuple[Plan | None, Sequenc
             return request
 
     with planned_on_rank_zero(request, plan_or_note_failure, timeout_seconds=_TIMEOUT_SECONDS) as planned:
-        if planned.plan is None or not is_started_by_launcher():
+        if planned.plan is None or not is_started_by_torchrun():
             return planned.plan, failures
         return planned.plan, _run_rank_checks(planned.plan)
 

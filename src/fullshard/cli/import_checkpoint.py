@@ -96,7 +96,7 @@ def _print_offered_run(found: "ForeignCheckpoint", source: Path, *, directory: s
         for key in converted.lost_keys:
             print_to_stderr(f"not in this run.toml: {key} of the source's settings")
     head = f"From {source} ({found.format}), by fullshard ckpt import. What is not here has its default."
-    text = toml_text(nested_tables({"run.dir": directory} | offered), head=head, comment=lambda _: None)
+    text = toml_text(nested_tables({"run.dir": directory} | offered), head=head)
     typer.echo(escape_control_characters(text), nl=False)
     print("nothing is imported: complete this run.toml, and give it as --run", file=sys.stderr)
 

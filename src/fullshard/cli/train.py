@@ -57,7 +57,7 @@ def train(
 
         check_trackers_installed(request.run.log.trackers)
     from fullshard.jobs.for_run import planned_on_rank_zero, request_with_plan
-    from fullshard.launch.environment import is_started_by_launcher
+    from fullshard.launch.environment import is_started_by_torchrun
     from fullshard.launch.start import perform_request
     from fullshard.quantities import count_text
 
@@ -68,7 +68,7 @@ def train(
 
     with planned_on_rank_zero(request, plan_and_check) as planned:
         # Ranks print nothing until they have imported torch, built the model and opened the data.
-        if planned.plan is not None and not is_started_by_launcher():
+        if planned.plan is not None and not is_started_by_torchrun():
             typer.echo(f"starting {count_text(planned.plan.world_size, 'rank')} …", err=True)
         try:
             exit_code = perform_request(planned)
@@ -109,11 +109,11 @@ def _check_run_directory(run: "Run", *, resume: bool) -> None:
         check_writable,
         parse_run_directory,
     )
-    from fullshard.launch.environment import is_started_by_launcher
+    from fullshard.launch.environment import is_started_by_torchrun
 
     directory = parse_run_directory(run.run.dir)
     # Ranks that torchrun or srun started can only decide together whether they resume the existing run.
-    if is_started_by_launcher():
+    if is_started_by_torchrun():
         return
     if LaunchId.from_environment().find_earlier_attempt(directory / LAUNCH) is None:
         if not resume:

@@ -277,7 +277,10 @@ class _TokenEntry:
         return replace(self, alive=reporting) if os.environ.get("RANK") == "0" else self
 
     def _get_chunk(self, chunk: Chunk, waits: bool, *, unless: Callable[[], Any] = lambda: None) -> Path:
-        """Returns the entry of `chunk`, and makes it if there is none. See `get_or_build_entry`."""
+        """Returns the cache entry with the tokens of `chunk`. Tokenizes these if the entry does not exist.
+
+        waits, unless: as for `get_or_build_entry`
+        """
         name, tasks = chunk
         pieces = self._tokenize(tasks, ranks=token_store.count_ranks_of_job_and_node()[1])
         make = partial(self._write, pieces=pieces, doing="tokenizing", is_chunk=True)

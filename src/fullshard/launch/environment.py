@@ -13,7 +13,10 @@ _LEFTOVER = (*_TORCHRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "
 
 
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if torchrun, or a compatible launcher, has started this process as a rank."""
+    """Returns True if torchrun, or a compatible launcher, has started this process as a rank.
+
+    Also True for a task of srun after `set_torchrun_variables_of_srun_task`, which each command calls first.
+    """
     return all(name in environment for name in _TORCHRUN)
 
 
@@ -25,11 +28,6 @@ def is_started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     is_task = "SLURM_PROCID" in environment and "SLURM_PTY_PORT" not in environment
     return is_task and tasks.isdecimal() and int(tasks) > 1
-
-
-def is_started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if torchrun or srun started this process, as one of the ranks."""
-    return is_started_by_torchrun(environment) or is_started_by_srun(environment)
 
 
 def drop_leftover_torchrun_variables(environment: MutableMapping[str, str]) -> None:

@@ -196,7 +196,9 @@ def read_toml(path: Path, *, fix: str | None = None) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read.", got=str(error)) from error
 
 
-def toml_text(data: Mapping[str, Any], *, head: str, comment: Callable[[list[str]], str | None]) -> str:
+def toml_text(
+    data: Mapping[str, Any], *, head: str = "", comment: Callable[[list[str]], str | None] = lambda _: None
+) -> str:
     """Returns `data` as TOML text that reads back to identical values.
 
     head: text of the comment at the top

@@ -263,4 +263,4 @@ def optimizer_toml(source: ForeignCheckpoint, matched: MatchedCheckpoint, *, tar
             made.append({"match": names} | {key: one for key, one in own.items() if one is not None})
     made.sort(key=lambda one: len(one["match"]))
     offered["optimizer.groups"] = [*made[:-1], *({**one, "match": ["*"]} for one in made[-1:])]
-    return toml_text(nested_tables(offered), head="", comment=lambda _: None)
+    return toml_text(nested_tables(offered))

@@ -170,7 +170,7 @@ def check_memory_and_quota(context: RunContext) -> Finding:
             ranks = count_text(context.ranks_on_host, "rank")
             return Finding.warning(
                 f"{format_bytes(min(known))} of memory {what}",
-                why=f"{ranks} here may use {format_bytes(needed)}; then one is killed",
+                why=f"{ranks} may use {format_bytes(needed)}, and then the kernel kills one",
                 fix="fewer ranks or a smaller train.microbatch, or more memory for the container",
             )
     quota, _, period = (machine.read("sys/fs/cgroup/cpu.max") or "").partition(" ")
